@@ -10,18 +10,20 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, connections, units
+from fedquilt.console import units
 from fedquilt.core import JobError, Name, SiteRight
+from fedquilt.formats import toml
+from fedquilt.host import connection_limits
 
 FILE: Final = "limits.toml"
 
 
-class Submitter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SubmitterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
     share: Annotated[float, Meta(gt=0, le=1)] = 1.0  # largest share of the boards online that its jobs have at a time
 
 
-class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RetentionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Retention of ended runs: [retention].
 
     A run is deleted only if all rules that are set select the run. Without a rule no run is deleted.
@@ -45,16 +47,18 @@ class Retention(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise JobError(f"[retention] older_than = {error}") from None
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CoordinatorLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     running: Annotated[int, Meta(ge=1)] = 8  # jobs at once
-    submitter: Submitter = Submitter()
-    retention: Retention = Retention()
+    submitter: SubmitterLimits = SubmitterLimits()
+    retention: RetentionSettings = RetentionSettings()
     sites: dict[Name, SiteRight] = {}  # of a fleet without certificates, which say it elsewhere: [sites.NAME]
-    http: connections.Limits = connections.Limits()  # of the server of blobs, and of the dashboard
+    http: connection_limits.ConnectionLimits = (
+        connection_limits.ConnectionLimits()
+    )  # of the server of blobs, and of the dashboard
     waiting_mb: Annotated[int, Meta(ge=1)] = 800  # of large updates that are sent, or are here and not folded yet
 
 
-def load_limits(home: Path) -> Limits:
+def load_limits(home: Path) -> CoordinatorLimits:
     """Return the limits of a home's limits.toml, or the defaults without the file.
 
     Raises:
@@ -62,9 +66,11 @@ def load_limits(home: Path) -> Limits:
     """
     path = home / FILE
     if not path.exists():
-        return Limits()
-    with config.prefix_errors(str(path)):
-        found: Limits = config.convert_table(config.read_toml(path), Limits, "a coordinator's settings")
+        return CoordinatorLimits()
+    with toml.prefix_errors(str(path)):
+        found: CoordinatorLimits = toml.convert_table(
+            toml.read_toml(path), CoordinatorLimits, "a coordinator's settings"
+        )
         _ = found.retention.older_than_s
         _require_disjoint_sites(found.sites)
     return found

@@ -17,29 +17,32 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, claims, facts, housekeeping, rounds, sites, triggers, turns
-from fedquilt.coordinator.conduct import ASIDE_S
-from fedquilt.coordinator.executors import Executor
-from fedquilt.coordinator.facts import Rounds
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.opening import Opening
-from fedquilt.coordinator.rolling import Rolling, Tell
-from fedquilt.coordinator.serving import Desk, Observe, Serving
-from fedquilt.coordinator.store import UNDER_WAY, Row, Store
-from fedquilt.coordinator.worker import Here, Worker
-from fedquilt.core import Method, Profile, Update, Wired
-from fedquilt.logs import log_ids
+from fedquilt.coordinator import sites, triggers
+from fedquilt.coordinator.background_worker import BackgroundWorker, SynchronousWorker
+from fedquilt.coordinator.delivery.executor import Executor
+from fedquilt.coordinator.delivery.rate_limiter import ASIDE_S
+from fedquilt.coordinator.fleet import fair_share
+from fedquilt.coordinator.jobs import retention
+from fedquilt.coordinator.jobs.controller import CoordinatorContext, JobController, Observe
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.jobs.startup import JobLoader
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rollout_runner import RolloutRunner, Tell
+from fedquilt.coordinator.rounds import claim_bounds, events, message_handler, next_event
+from fedquilt.coordinator.rounds.events import JobState
+from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob
+from fedquilt.core import Method, Profile, Update, WireMessage
+from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
 
 Happening: TypeAlias = (
-    admission.Appeared
-    | admission.Arrived
-    | admission.Flooded
-    | admission.Silent
-    | admission.Returned
-    | admission.Removed
+    message_handler.DeviceOnline
+    | message_handler.UpdateReceived
+    | message_handler.RateLimitExceeded
+    | message_handler.DeviceSilent
+    | message_handler.DeviceReturned
+    | message_handler.DeviceRemoved
 )
 
 POLL_S = 0.5
@@ -72,24 +75,24 @@ class Server:
         only: str | None = None,
         load: Callable[[str], Method] = methods.load,
         poll_s: float = POLL_S,
-        limits: Limits = Limits(),
+        limits: CoordinatorLimits = CoordinatorLimits(),
         tell: Tell = lambda rollout, fact: None,
-        worker: Worker | None = None,
+        worker: BackgroundWorker | None = None,
         around: sites.Around = sites.adapt_for_sites,
         by_wall: bool = False,
     ) -> None:
         self.finished = False
-        self._desk = Desk(executor, store, observe, worker or Here())
+        self._desk = CoordinatorContext(executor, store, observe, worker or SynchronousWorker())
         self._worker = self._desk.worker
         self.registry = self._desk.registry
         self._executor, self._store, self._only = executor, store, only
-        self._opening = Opening(self._desk, load, around, self._activate_jobs, by_wall)
+        self._opening = JobLoader(self._desk, load, around, self._activate_jobs, by_wall)
         self._limits = limits
         self._jobs = self._desk.jobs
         self._every_s, self._poll_s, self._tidy_s = poll_s, -math.inf, -math.inf
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
         self._first_s: dict[str, float] = {}  # unfinished job -> when it was first taken up
-        self._rollouts = Rolling(executor, store, self.registry, poll_s, tell) if only is None else None
+        self._rollouts = RolloutRunner(executor, store, self.registry, poll_s, tell) if only is None else None
         self._told: dict[str, tuple[object, float]] = {}  # job -> phase, round and attempt published last, and when
         self._left: set[str] = set()  # runs already reported as not taken up here
         self._unentitled: set[str] = set()  # devices already reported as sites without a right
@@ -97,10 +100,10 @@ class Server:
     def fds(self) -> Sequence[int]:
         return [*self._executor.fds(), *self._worker.fds()]
 
-    def active_jobs(self) -> list[Running]:
+    def active_jobs(self) -> list[RunningJob]:
         return [serving.job for serving in self._jobs.values()]
 
-    def find_job(self, id: str) -> Running | None:
+    def find_job(self, id: str) -> RunningJob | None:
         serving = self._jobs.get(id)
         return serving.job if serving else self._opening.jobs.get(id)
 
@@ -110,7 +113,7 @@ class Server:
     def devices_of_other_jobs(self, id: str) -> AbstractSet[str]:
         return self._desk.loans.devices_of_other_jobs(id)
 
-    def wall_clock_state(self, id: str, now_s: float, now: float) -> tuple[Rounds, float]:
+    def wall_clock_state(self, id: str, now_s: float, now: float) -> tuple[JobState, float]:
         """Return the state of an active job and its round's deadline, with times in wall-clock seconds."""
         serving = self._jobs[id]
         to_wall = now - now_s
@@ -189,14 +192,14 @@ class Server:
         if self._rollouts is not None:
             self._rollouts.resend_all_releases(now_s)
 
-    def _handle_message(self, device: str, message: Wired, now_s: float) -> None:
+    def _handle_message(self, device: str, message: WireMessage, now_s: float) -> None:
         self.registry.set_site_right(device, self._executor.site_right(device) or self._limits.sites.get(device))
         match message:  # the most frequent first
             case wire.Claim():
                 if (serving := self._jobs.get(message.job)) is not None:
                     serving.handle_claim(device, message, now_s)
                 else:
-                    self._answer_inactive_job(admission.Claimed(device, message), now_s)
+                    self._answer_inactive_job(message_handler.ClaimReceived(device, message), now_s)
             case Update():
                 own = message.layouts or message.boards  # what is not kept, and what its device does not say
                 told = msgspec.structs.replace(message, layouts={}, boards=()) if own else message
@@ -204,7 +207,7 @@ class Server:
                     serving.handle_update_offer(device, message, told, now_s)
                 else:
                     status, counted = self._store.stored_status(message.job), self._store.is_update_counted(message)
-                    self._answer_inactive_job(admission.Offered(device, told, status, counted), now_s)
+                    self._answer_inactive_job(message_handler.UpdateAnnounced(device, told, status, counted), now_s)
             case wire.Telemetry():
                 self.registry.update_telemetry(device, message, now_s)
             case wire.Presence():
@@ -214,31 +217,31 @@ class Server:
                 right = self.registry.site_right(device)
                 if message.boards and right is None and device not in self._unentitled:
                     self._unentitled.add(device)
-                    log.warning(claims.UNENTITLED, device, extra=log_ids(device=device))
-                self.registry.update_profile(device, claims.limit_profile(message, right))
+                    log.warning(claim_bounds.UNENTITLED, device, extra=log_ids(device=device))
+                self.registry.update_profile(device, claim_bounds.limit_profile(message, right))
                 self._desk.send_unsent_task(device, now_s)
-            case wire.Installed() if self._rollouts is not None:
+            case wire.ReleaseStatus() if self._rollouts is not None:
                 self._rollouts.receive_report(device, message)
 
     def _handle_connection(self, device: str, now_s: float) -> None:
-        self._handle_input(admission.Appeared(device), now_s)
+        self._handle_input(message_handler.DeviceOnline(device), now_s)
         if self._rollouts is not None:
             self._rollouts.resend_releases(device, now_s)
 
     def _handle_input(self, event: Happening, now_s: float) -> None:
-        if isinstance(event, admission.Silent):
+        if isinstance(event, message_handler.DeviceSilent):
             return self.registry.mark_silent(event.device, now_s)
-        if isinstance(event, admission.Returned):
+        if isinstance(event, message_handler.DeviceReturned):
             self.registry.mark_returned(event.device)
             return self._handle_connection(event.device, now_s)
-        if isinstance(event, admission.Arrived):
+        if isinstance(event, message_handler.UpdateReceived):
             if (fetched := self._desk.fetching.pop(event.device, None)) is not None:
                 fetched.handle_input(event, now_s)
             return None
-        if isinstance(event, admission.Flooded):
-            log.warning("%s %s", event.device, admission.FLOODED, extra=log_ids(device=event.device))
+        if isinstance(event, message_handler.RateLimitExceeded):
+            log.warning("%s %s", event.device, message_handler.FLOODED, extra=log_ids(device=event.device))
             self.registry.block_device(event.device, now_s + ASIDE_S)
-        if isinstance(event, admission.Removed):
+        if isinstance(event, message_handler.DeviceRemoved):
             log.info("%s is removed by request", event.device, extra=log_ids(device=event.device))
             self.registry.forget_device(event.device, now_s)
         for serving in self._jobs.values():
@@ -246,12 +249,14 @@ class Server:
                 serving.handle_input(event, now_s)
         return None
 
-    def _answer_inactive_job(self, event: admission.Claimed | admission.Offered, now_s: float) -> None:
-        for action in admission.decide_response("", None, None, event, now_s).actions:
+    def _answer_inactive_job(
+        self, event: message_handler.ClaimReceived | message_handler.UpdateAnnounced, now_s: float
+    ) -> None:
+        for action in message_handler.decide_response("", None, None, event, now_s).actions:
             match action:
-                case admission.Answer(device, update, accepted, reason):
+                case message_handler.AckUpdate(device, update, accepted, reason):
                     self._desk.acknowledge_update(device, update, accepted, reason)
-                case admission.Withdraw(device):
+                case message_handler.CancelTask(device):
                     self._desk.cancel_task(device, "", now_s)
                 case _:
                     raise AssertionError(action)
@@ -264,7 +269,7 @@ class Server:
         self._poll_s = now_s
         for serving in list(self._jobs.values()):
             if self._store.stored_status(serving.id) == "stopping":
-                serving.record_event(facts.Ended("stopped", "by request"), now_s)
+                serving.record_event(events.JobEnded("stopped", "by request"), now_s)
                 self._remove_ended_job(serving, now_s)
         opening = self._opening.jobs
         if (self._jobs or opening) and self._only is not None:
@@ -272,7 +277,7 @@ class Server:
         wanted = [row for row in self._store.readable_jobs() if self._only in (None, row.id)]
         for row in wanted:
             if row.status == "stopping" and row.id not in self._jobs and row.id not in opening:
-                self._opening.end_inactive_job(row, facts.Ended("stopped", "by request"))
+                self._opening.end_inactive_job(row, events.JobEnded("stopped", "by request"))
         self._warn_of_simulated_runs(wanted)
         if now_s >= self._tidy_s:
             self._tidy_s = now_s + TIDY_S
@@ -283,11 +288,11 @@ class Server:
             )
         ):
             wanted = [*wanted, *started]
-        rows = [row for row in wanted if turns.is_schedulable(row, self._only)]
+        rows = [row for row in wanted if fair_share.is_schedulable(row, self._only)]
         waits = {serving.id: serving.measure_idle_time(now_s) for serving in self._jobs.values()}
         able = [row for row in rows if not self._opening.is_waiting_for_disk(row.id, now_s)]
-        here = {**waits, **dict.fromkeys(opening, turns.Wait(0.0))}
-        served = turns.select_jobs(able, here, self._gave_way_s, self._limits)
+        here = {**waits, **dict.fromkeys(opening, fair_share.IdleTime(0.0))}
+        served = fair_share.select_jobs(able, here, self._gave_way_s, self._limits)
         for serving in [serving for serving in self._jobs.values() if serving.id not in served]:
             self._preempt_job(serving, waits[serving.id], now_s)
         if begun := [row for row in rows if row.id in served and row.id not in self._jobs and row.id not in opening]:
@@ -296,11 +301,11 @@ class Server:
             self.finished = self._only is not None
 
     def _remove_expired_runs(self) -> None:
-        for id in housekeeping.remove_expired_runs(self._store, self._limits.retention, time.time()):
+        for id in retention.remove_expired_runs(self._store, self._limits.retention, time.time()):
             log.info("%s is deleted, as [retention] of limits.toml says", id, extra=log_ids(run=id))
         self._desk.garbage.add_all_blobs()
 
-    def _preempt_job(self, serving: Serving, wait: turns.Wait, now_s: float) -> None:
+    def _preempt_job(self, serving: JobController, wait: fair_share.IdleTime, now_s: float) -> None:
         said = "%s has waited for devices for %.0f s: its place goes to the next in line"
         log.log(
             logging.WARNING if wait.begun else logging.INFO,
@@ -313,21 +318,21 @@ class Server:
         self._deactivate_job(serving, "queued", now_s)
         self._gave_way_s[serving.id] = now_s
 
-    def _warn_of_simulated_runs(self, rows: Sequence[Row]) -> None:
+    def _warn_of_simulated_runs(self, rows: Sequence[StoredJob]) -> None:
         for row in rows:
-            if row.status in UNDER_WAY and not turns.is_schedulable(row, self._only) and row.id not in self._left:
+            if row.status in UNDER_WAY and not fair_share.is_schedulable(row, self._only) and row.id not in self._left:
                 self._left.add(row.id)
                 log.warning(
                     "%s is a simulated fleet's, whose boards are not here: it is left to `fedquilt fleet`", row.id
                 )
 
-    def _activate_jobs(self, found: Sequence[tuple[Row, Running]], now_s: float) -> None:
-        opened, least_s = [], turns.minimum_device_time(self._usage_by_job(now_s))
+    def _activate_jobs(self, found: Sequence[tuple[StoredJob, RunningJob]], now_s: float) -> None:
+        opened, least_s = [], fair_share.minimum_device_time(self._usage_by_job(now_s))
         for row, job in found:
             self._desk.loans.raise_usage(row.id, least_s * row.job.priority, now_s)
-            waits_s = job.rounds.opened_s if rounds.is_before_first_selection(job.rounds) else now_s
+            waits_s = job.rounds.opened_s if next_event.is_before_first_selection(job.rounds) else now_s
             since_s = self._first_s.setdefault(row.id, waits_s)
-            opened.append(Serving(self._desk, job, row.submitter, since_s, now_s))
+            opened.append(JobController(self._desk, job, row.submitter, since_s, now_s))
             self._jobs[row.id] = opened[-1]
         self._desk.garbage.add_all_blobs()  # a killed process may have left some
         for serving in opened:
@@ -340,7 +345,7 @@ class Server:
         released.
         """
         claims = self._usage_by_job(now_s)
-        least_s = turns.minimum_device_time(claims)
+        least_s = fair_share.minimum_device_time(claims)
         for serving in self._jobs.values():
             serving.raise_usage_while_idle(least_s, now_s)
         order = sorted(claims, key=lambda id: claims[id].had_s)  # who has had least goes first
@@ -358,7 +363,7 @@ class Server:
                     continue
                 closing = serving.job.rounds.phase == "closing"
                 if serving.make_next_decision(
-                    now_s, turns.devices_to_yield(serving.id, claims), self._device_quota(serving, now_s)
+                    now_s, fair_share.devices_to_yield(serving.id, claims), self._device_quota(serving, now_s)
                 ):
                     if closing:
                         return True
@@ -366,10 +371,10 @@ class Server:
                     break
         return False
 
-    def _usage_by_job(self, now_s: float) -> dict[str, turns.Claim]:
+    def _usage_by_job(self, now_s: float) -> dict[str, fair_share.JobUsage]:
         return {serving.id: serving.compute_usage(now_s) for serving in self._jobs.values()}
 
-    def _device_quota(self, serving: Serving, now_s: float) -> float:
+    def _device_quota(self, serving: JobController, now_s: float) -> float:
         # every submitter may use at least one device
         share = self._limits.submitter.share
         if share == 1.0:
@@ -378,13 +383,13 @@ class Server:
         others = (each for each in self._jobs.values() if each.submitter == serving.submitter)
         return max(0, most - sum(len(self._desk.loans.leased_devices(each.id)) for each in others))
 
-    def _remove_ended_job(self, serving: Serving, now_s: float) -> None:
+    def _remove_ended_job(self, serving: JobController, now_s: float) -> None:
         self._deactivate_job(serving, serving.job.rounds.phase, now_s)
         self._first_s.pop(serving.id, None)
         self.finished = self.finished or self._only == serving.id
         self._poll_s = -math.inf
 
-    def _deactivate_job(self, serving: Serving, status: str, now_s: float) -> None:
+    def _deactivate_job(self, serving: JobController, status: str, now_s: float) -> None:
         if serving.has_ended:
             self._desk.garbage.add_candidates(
                 serving.blobs_in_use() - serving.job.required_blobs()

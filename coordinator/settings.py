@@ -11,15 +11,17 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, labels, methods, metrics, plugins, units
+from fedquilt import methods, metrics, plugins
+from fedquilt.console import units
 from fedquilt.core import CODECS, Encoding, JobError, Method
-from fedquilt.cost_model import Link
+from fedquilt.costs.cost_model import LinkCost
 from fedquilt.data import measured_settings
+from fedquilt.formats import labels, toml
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
 
 
-class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Annotated[int, Meta(ge=0)] = 0  # contributions wanted; 0: from every device present
     min_devices: Annotated[int, Meta(ge=0)] = (
         0  # no round begins or commits with fewer; 0: as rounds.minimum_updates computes
@@ -40,10 +42,10 @@ class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is not asked, unless it charges
     max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: no limit
     max_examples: Annotated[int, Meta(ge=1)] | None = None  # largest weight of a device; None: 100 times the median
-    select: tuple[str, ...] = ()  # words about a board's labels that all have to hold: fedquilt.labels
+    select: tuple[str, ...] = ()  # words about a board's labels that all have to hold: fedquilt.formats.labels
 
 
-class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JobLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of a job, checked between rounds, each None for no limit: [stop]."""
 
     max_joules: Annotated[float, Meta(gt=0)] | None = None  # gross, of all devices that have a meter
@@ -51,18 +53,18 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_wall_s: Annotated[float, Meta(gt=0)] | None = None  # while a coordinator serves it
 
 
-class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EvaluationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     every: Annotated[int, Meta(ge=0)] = 0  # rounds between evaluations, with one more after the last; 0: never
     beside: bool = False  # evaluated beside the rounds by the process that runs the job: no device is asked
 
 
-class Adversaries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: Annotated[float, Meta(gt=0, lt=1)]  # of the fleet's boards, rounded up; drawn by the job's seed
     attack: Literal["scaled", "sign_flip", "label_flip", "inner_product"]
     factor: Annotated[float, Meta(gt=0)] = 10.0  # of "scaled" and "sign_flip"; epsilon of "inner_product"
 
 
-class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Condition on model runners (`fedquilt serve-model`) that starts a job: [trigger]."""
 
     drift_above: Annotated[float, Meta(ge=0, lt=1)] = 0.3  # a board whose drift is larger counts
@@ -96,27 +98,27 @@ class Trigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise JobError(f"[trigger] pause = {error}") from None
 
 
-class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Simulated fleet of `fedquilt fleet` and `fedquilt demo`. Lists repeat over the devices."""
 
     devices: Annotated[int, Meta(ge=1, le=1_000_000)] = 4
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
     budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
-    adversaries: Adversaries | None = None  # of `compare`, `reproduce` and `fedquilt.simulate` alone
+    adversaries: AdversarySettings | None = None  # of `compare`, `reproduce` and `fedquilt.simulate` alone
     labels: tuple[str, ...] = ()  # of one board each, separated by spaces, taken in turn; (): none has any
     links: tuple[str, ...] = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
 
-    def device_link(self, index: int) -> Link:
+    def device_link(self, index: int) -> LinkCost:
         """Return the simulated link of the device with this index, from 0.
 
         Raises:
             JobError: If its text describes no link.
         """
         if not self.links:
-            return Link()
+            return LinkCost()
         try:
-            return Link.parse(self.links[index % len(self.links)])
+            return LinkCost.parse(self.links[index % len(self.links)])
         except ValueError as error:
             raise JobError(f"[fleet] links: {error}") from None
 
@@ -128,10 +130,10 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         """
         return labels.parse_labels(labels.split_words(self.labels[index % len(self.labels)])) if self.labels else ()
 
-    def count_selected_devices(self, cohort: Cohort, devices: int) -> int:
+    def count_selected_devices(self, cohort: CohortSettings, devices: int) -> int:
         return sum(labels.is_selected(cohort.select, self.device_labels(index)) for index in range(devices))
 
-    def require_cohort(self, cohort: Cohort, devices: int) -> None:
+    def require_cohort(self, cohort: CohortSettings, devices: int) -> None:
         there = self.count_selected_devices(cohort, devices)
         for index in range(len(self.links)):
             self.device_link(index)
@@ -145,7 +147,7 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             )
 
 
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,39}\Z")]  # short: a run's id adds the time
     method: str
     rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may finish earlier
@@ -154,12 +156,12 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: str | None = None  # one of the method's; None: on each device the first of them that it has
     max_update_mb: Annotated[int, Meta(ge=1)] | None = None  # a device that announces more is refused; None: by model
     params: dict[str, Any] = msgspec.field(default_factory=dict)
-    cohort: Cohort = Cohort()
+    cohort: CohortSettings = CohortSettings()
     wire: Encoding = Encoding()
-    stop: Stop = Stop()
-    check: Check = Check()
-    trigger: Trigger | None = None  # with `run`: the job starts by itself, whenever it fires
-    fleet: Fleet = Fleet()
+    stop: JobLimits = JobLimits()
+    check: EvaluationSettings = EvaluationSettings()
+    trigger: DriftTrigger | None = None  # with `run`: the job starts by itself, whenever it fires
+    fleet: FleetSettings = FleetSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
     test: dict[str, Any] = msgspec.field(default_factory=dict)  # a DataSpec too: examples that no device has
     compare: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # method -> params
@@ -168,10 +170,12 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input: dict[str, Any] = msgspec.field(default_factory=dict)
     labels: tuple[str, ...] = ()
     donors: tuple[dict[str, Any], ...] = ()
-    int8: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.quantize.Images
+    int8: dict[str, Any] = msgspec.field(
+        default_factory=dict
+    )  # fedquilt.tools.artefacts.quantization.CalibrationImages
 
 
-def load_job(path: Path) -> Job:
+def load_job(path: Path) -> JobSettings:
     """Read a job from a TOML file. Relative paths in the file start at its folder.
 
     Raises:
@@ -179,7 +183,7 @@ def load_job(path: Path) -> Job:
             parameter.
         DataError: If settings that depend on the data cannot be measured.
     """
-    table = config.read_toml(path)
+    table = toml.read_toml(path)
     try:
         if "device" in table and "method" not in table:
             raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
@@ -188,13 +192,13 @@ def load_job(path: Path) -> Job:
         raise JobError(f"{path}: {error}") from None
 
 
-def parse_job(table: Mapping[str, Any]) -> Job:
+def parse_job(table: Mapping[str, Any]) -> JobSettings:
     """Return the job of a table.
 
     Raises:
         JobError: If a key is wrong. The error names the key and the expected value.
     """
-    job = _unify_model_and_data(config.convert_table(table, Job, "a job"))
+    job = _unify_model_and_data(toml.convert_table(table, JobSettings, "a job"))
     given = parse_params(job)
     if job.wire.codec not in CODECS:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
@@ -210,9 +214,9 @@ def parse_job(table: Mapping[str, Any]) -> Job:
     require_energy_deadline(job.cohort)
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s
-    with config.prefix_errors("[cohort] select"):
+    with toml.prefix_errors("[cohort] select"):
         labels.require_selection(job.cohort.select)
-    with config.prefix_errors("[fleet] labels"):
+    with toml.prefix_errors("[fleet] labels"):
         for index in range(len(job.fleet.labels)):
             job.fleet.device_labels(index)
     lying = job.fleet.adversaries
@@ -224,7 +228,7 @@ def parse_job(table: Mapping[str, Any]) -> Job:
     return job
 
 
-def require_minimum_updates(job: Job, least: int) -> None:
+def require_minimum_updates(job: JobSettings, least: int) -> None:
     """Raise JobError if a round could close with fewer updates than its method requires.
 
     `least` is the fewest updates of a round, as returned by `Method.least`.
@@ -242,7 +246,7 @@ def require_minimum_updates(job: Job, least: int) -> None:
         )
 
 
-def require_energy_deadline(cohort: Cohort) -> None:
+def require_energy_deadline(cohort: CohortSettings) -> None:
     bounds = [name for name in ("seconds_per_round", "joules_per_round") if getattr(cohort, name) is not None]
     if bounds and cohort.deadline != "energy":
         raise JobError(f'[cohort] {bounds[0]}: only deadline = "energy" heeds it; set that, or leave {bounds[0]} out')
@@ -253,7 +257,7 @@ def require_energy_deadline(cohort: Cohort) -> None:
         )
 
 
-def require_no_adversaries(job: Job) -> None:
+def require_no_adversaries(job: JobSettings) -> None:
     if job.fleet.adversaries is not None:
         raise JobError(
             "[fleet] adversaries: no agent lies, on a real board or on a simulated one; `fedquilt compare`, `fedquilt "
@@ -269,7 +273,7 @@ def require_supported_task(name: str, method: Method, network: Mapping[str, Any]
         )
 
 
-def _unify_model_and_data(job: Job) -> Job:
+def _unify_model_and_data(job: JobSettings) -> JobSettings:
     model, data = job.model, job.data
     if "outputs" in model:
         if "classes" in model:
@@ -285,13 +289,15 @@ def _unify_model_and_data(job: Job) -> Job:
     return msgspec.structs.replace(job, model=model, data=data)
 
 
-def with_limits(job: Job, max_joules: float | None, max_bytes: int | None, max_wall_s: float | None) -> Job:
+def with_limits(
+    job: JobSettings, max_joules: float | None, max_bytes: int | None, max_wall_s: float | None
+) -> JobSettings:
     given = {"max_joules": max_joules, "max_bytes": max_bytes, "max_wall_s": max_wall_s}
     limits = {name: value for name, value in given.items() if value is not None}
     return msgspec.structs.replace(job, stop=msgspec.structs.replace(job.stop, **limits))
 
 
-def parse_params(job: Job) -> Any:
+def parse_params(job: JobSettings) -> Any:
     """Return the validated parameters of the job's method.
 
     Raises:
@@ -307,11 +313,11 @@ def parse_params(job: Job) -> Any:
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(job.params) - set(known))
     if unknown:
-        hint = config.suggest_nearest(unknown[0], known)
+        hint = toml.suggest_nearest(unknown[0], known)
         raise JobError(
             f"[params] {', '.join(unknown)}: {job.method} has no such parameter; it has {', '.join(known)}{hint}"
         )
-    given: Any = config.convert_table(job.params, kind, f"[params] of {job.method}")
+    given: Any = toml.convert_table(job.params, kind, f"[params] of {job.method}")
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 
 
@@ -335,7 +341,7 @@ def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any
         if not isinstance(entry, dict):
             return entry
         return {
-            key: config.absolute_path(value, folder)
+            key: toml.absolute_path(value, folder)
             if isinstance(value, str)
             and (key in ("path", "vocabulary") or (key in ("weights", "classes") and (folder / value).exists()))
             else (anchor_paths(value) if key in ("sources", "text") else value)

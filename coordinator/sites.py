@@ -9,9 +9,9 @@ Both sides run the job's method in the job's rounds, each with a wrapper around 
   latest round. Rounds of a site send, fold and check like the method in that state, and the step keeps the partial
   aggregate or the updates.
 
-A site sends a partial aggregate if the method's folds are exact (`fedquilt.exact`) and the method can check foreign
-aggregates. Otherwise a site forwards its devices' updates, and the parent folds them in the order of all devices. So
-the result is bit-identical to that of one coordinator with all the devices.
+A site sends a partial aggregate if the method's folds are exact (`fedquilt.arrays.exact_sums`) and the method can check
+foreign aggregates. Otherwise a site forwards its devices' updates, and the parent folds them in the order of all
+devices. So the result is bit-identical to that of one coordinator with all the devices.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from fedquilt import exact, tensors
-from fedquilt.coordinator import checks, passed
-from fedquilt.coordinator.settings import Job
+from fedquilt.arrays import exact_sums, tensors
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.updates import checks, site_updates
 from fedquilt.core import (
     Artefact,
     BlobRef,
-    Contribution,
+    DeviceUpdate,
     DeviceView,
-    Expected,
+    EvaluationRound,
     JobError,
     Method,
-    Order,
-    Settle,
+    TaskSpec,
     Tensors,
     UpdateError,
+    UpdateSchema,
     accumulator_check,
     mergeable_type,
     require_valid_update,
@@ -46,15 +46,15 @@ from fedquilt.core import (
     update_schema,
     with_task_key,
 )
-from fedquilt.core.rights import has_site_bundles
+from fedquilt.core.site_rights import has_site_bundles
 
 STATE: Final = "state"  # bundle of a site's task
 NOTHING: Final = np.zeros(0, np.uint8)
 
 FILE: Final = "file "  # before the name of a file of the job's bundle, as a bundle of a site's task
 
-Half: TypeAlias = Method | Settle
-Around: TypeAlias = Callable[[Method, Job, Mapping[str, BlobRef]], Method]
+Half: TypeAlias = Method | EvaluationRound
+Around: TypeAlias = Callable[[Method, JobSettings, Mapping[str, BlobRef]], Method]
 
 
 def site_aggregate_type(half: Half, state: Any) -> type | None:
@@ -65,7 +65,7 @@ def site_aggregate_type(half: Half, state: Any) -> type | None:
 # -- above ----------------------------------------------------------------------------------------
 
 
-def adapt_for_sites(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
+def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
     """Return the method for a coordinator that may have sites among its devices.
 
     Args:
@@ -83,18 +83,18 @@ def adapt_for_sites(method: Method, job: Job, files: Mapping[str, BlobRef]) -> M
 
 def _wrap_send(
     plain: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
-) -> Callable[[Any, DeviceView], Order | None]:
+) -> Callable[[Any, DeviceView], TaskSpec | None]:
     common = task_key(plain)
     latest: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # the state sent last, packed once for all sites
 
     @functools.wraps(plain)
-    def send(state: Any, view: DeviceView) -> Order | None:
-        order: Order | None = plain(state, view)
+    def send(state: Any, view: DeviceView) -> TaskSpec | None:
+        order: TaskSpec | None = plain(state, view)
         if not _count_devices(view):
             return order
         if not latest or latest[0][0] is not state:
             latest[:] = [(state, _bundles_from_state(state, files))]
-        return replace(order or Order({}, {}), params=params, bundles=latest[0][1])
+        return replace(order or TaskSpec({}, {}), params=params, bundles=latest[0][1])
 
     return send if common is None else with_task_key(lambda view: (_count_devices(view) > 0, common(view)))(send)
 
@@ -109,32 +109,32 @@ def _wrap_fold(half: Half) -> Callable[..., Any]:
     sound, plain = accumulator_check(half.fold), half.fold
 
     @functools.wraps(plain)
-    def fold(state: Any, so_far: Any, update: Contribution) -> Any:
+    def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         if not has_site_bundles(update.bundles):
             return plain(state, so_far, update)
-        if passed.SUM not in update.bundles:
+        if site_updates.SUM not in update.bundles:
             require(state, update)
-            for each in passed.split_site_update(update):
+            for each in site_updates.split_site_update(update):
                 so_far = plain(state, so_far, each)
             return so_far
         total = check_aggregate(state, update)
-        return exact.copy_accumulator(total) if so_far is None else exact.merge_accumulators(so_far, total)
+        return exact_sums.copy_accumulator(total) if so_far is None else exact_sums.merge_accumulators(so_far, total)
 
-    def check_aggregate(state: Any, update: Contribution) -> Any:
+    def check_aggregate(state: Any, update: DeviceUpdate) -> Any:
         kind = site_aggregate_type(half, state)
         if kind is None or sound is None:
             raise UpdateError(f"{update.device} sent the sum of a site, and this round takes updates alone")
-        total = passed.aggregate_from_bundle(update.bundles[passed.SUM], kind)
+        total = site_updates.aggregate_from_bundle(update.bundles[site_updates.SUM], kind)
         sound(state, total, update.weight)
         return total
 
-    def require(state: Any, update: Contribution) -> None:
+    def require(state: Any, update: DeviceUpdate) -> None:
         if not has_site_bundles(update.bundles):
             require_valid_update(plain, state, update)
-        elif passed.SUM in update.bundles:
+        elif site_updates.SUM in update.bundles:
             check_aggregate(state, update)
         else:
-            for each in passed.split_site_update(update):
+            for each in site_updates.split_site_update(update):
                 with checks.name_device_in_errors(each.device):
                     require_valid_update(plain, state, each)
 
@@ -150,7 +150,7 @@ def _count_devices(view: DeviceView) -> int:
 
 
 @dataclass(frozen=True)
-class Sent:
+class ForwardedUpdate:
     device: str
     round: int
     weight: float
@@ -159,20 +159,20 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Given:
+class SiteJobState:
     """State of a site's job: the state of the parent, and the result of the latest round."""
 
     inner: np.ndarray  # uint8 (n,), as `tensors.pack_state`; (0,): none has come yet
     total: Mapping[str, np.ndarray] = field(default_factory=dict)  # arrays of an accumulator
     form: str = ""  # where in it they belong (`tensors.split_state`); "": of nobody, or updates are passed up
-    sent: tuple[Sent, ...] = ()  # updates that are passed up, in the order of devices
+    sent: tuple[ForwardedUpdate, ...] = ()  # updates that are passed up, in the order of devices
 
 
-def adapt_for_parent(method: Method, job: Job, files: Mapping[str, BlobRef]) -> Method:
+def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobRef]) -> Method:
     """Return the method for a site, whose rounds end with a partial aggregate or forwarded updates."""
     known: dict[int, tuple[np.ndarray, Any]] = {}  # by identity of its bytes: the state of the running round
 
-    def unpack_parent_state(state: Given) -> Any:
+    def unpack_parent_state(state: SiteJobState) -> Any:
         found = known.get(id(state.inner))
         if not state.inner.size:
             raise JobError(f"this home is a site's: submit {job.name} to the coordinator above, whose jobs it works on")
@@ -181,61 +181,63 @@ def adapt_for_parent(method: Method, job: Job, files: Mapping[str, BlobRef]) -> 
             found = known[id(state.inner)] = (state.inner, tensors.unpack_state(state.inner.tobytes(), method.state))
         return found[1]
 
-    def result(state: Given) -> Artefact:
+    def result(state: SiteJobState) -> Artefact:
         raise JobError(f"this home is a site's: the result of {job.name} is at the coordinator above")
 
     settle = method.settle
     return replace(
         method,
-        state=Given,
-        init=lambda bundle, params, seed: Given(NOTHING),
+        state=SiteJobState,
+        init=lambda bundle, params, seed: SiteJobState(NOTHING),
         **_site_functions(method, unpack_parent_state),
         result=result,
         done=lambda state: False,
         explain=lambda state: (),
         settle=None
         if settle is None
-        else Settle(wanted=lambda state: False, **_site_functions(settle, unpack_parent_state)),
+        else EvaluationRound(wanted=lambda state: False, **_site_functions(settle, unpack_parent_state)),
     )
 
 
-def _site_functions(half: Half, of: Callable[[Given], Any]) -> dict[str, Any]:
+def _site_functions(half: Half, of: Callable[[SiteJobState], Any]) -> dict[str, Any]:
     plain = half.fold
 
-    def adds_up(state: Given) -> type | None:
+    def adds_up(state: SiteJobState) -> type | None:
         return site_aggregate_type(half, of(state))
 
     @functools.wraps(half.send)
-    def send(state: Given, view: DeviceView) -> Order | None:
-        found: Order | None = half.send(of(state), view)
+    def send(state: SiteJobState, view: DeviceView) -> TaskSpec | None:
+        found: TaskSpec | None = half.send(of(state), view)
         return found
 
-    def fold(state: Given, so_far: Any, update: Contribution) -> Any:
+    def fold(state: SiteJobState, so_far: Any, update: DeviceUpdate) -> Any:
         if adds_up(state) is not None:
             return plain(of(state), so_far, update)
         require_valid_update(plain, of(state), update)
-        held: list[Contribution] = [] if so_far is None else so_far
+        held: list[DeviceUpdate] = [] if so_far is None else so_far
         held.append(update)
         return held
 
-    def step(state: Given, total: Any) -> Given:
+    def step(state: SiteJobState, total: Any) -> SiteJobState:
         if adds_up(state) is not None:
             arrays, told = ({}, {"state": ""}) if total is None else tensors.split_state(total)
-            return Given(state.inner, arrays, told["state"])
-        sent = (Sent(each.device, each.round, each.weight, each.metrics, each.bundles) for each in total or ())
-        return Given(state.inner, sent=tuple(sent))
+            return SiteJobState(state.inner, arrays, told["state"])
+        sent = (
+            ForwardedUpdate(each.device, each.round, each.weight, each.metrics, each.bundles) for each in total or ()
+        )
+        return SiteJobState(state.inner, sent=tuple(sent))
 
-    def require(state: Given, update: Contribution) -> None:
+    def require(state: SiteJobState, update: DeviceUpdate) -> None:
         require_valid_update(plain, of(state), update)
 
-    def expect_tensors(state: Given) -> Expected | None:
+    def expect_tensors(state: SiteJobState) -> UpdateSchema | None:
         return update_schema(plain, of(state))
 
     fold.__dict__.update(adds_up=adds_up, expected=expect_tensors, require=require)
     return {"send": send, "fold": fold, "step": step}
 
 
-def site_state_from_task(inner: Tensors) -> Given:
+def site_state_from_task(inner: Tensors) -> SiteJobState:
     """Return the initial state of a site's job, from the bundle of a task of the parent.
 
     Raises:
@@ -244,4 +246,4 @@ def site_state_from_task(inner: Tensors) -> Given:
     found = inner.get("packed", NOTHING)
     if found.dtype != np.uint8 or not found.size:
         raise UpdateError("the task of the coordinator above has no state: it has to be of this version of fedquilt")
-    return Given(found)
+    return SiteJobState(found)

@@ -14,38 +14,39 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from fedquilt import labels, units
-from fedquilt.coordinator.eligibility import Seen
-from fedquilt.coordinator.facts import Noted
-from fedquilt.coordinator.settings import Job, Trigger
-from fedquilt.coordinator.store import ARMED, UNENDED, Cause, Row, Store
+from fedquilt.console import units
+from fedquilt.coordinator.rounds.eligibility import DeviceSnapshot
+from fedquilt.coordinator.rounds.events import NoteRecorded
+from fedquilt.coordinator.settings import DriftTrigger, JobSettings
+from fedquilt.coordinator.storage.store import ARMED, UNENDED, StartCause, Store, StoredJob
 from fedquilt.core import JobError
-from fedquilt.logs import log_ids
+from fedquilt.formats import labels
+from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
 
 NAMED: Final = 5  # boards that a reason names
 
 
-class Told(NamedTuple):
+class RunnerReport(NamedTuple):
     device: str
     drift: float | None
     accuracy: float | None
 
 
-def online_reports(fleet: Mapping[str, Seen]) -> Iterator[tuple[Told, tuple[str, ...]]]:
+def online_reports(fleet: Mapping[str, DeviceSnapshot]) -> Iterator[tuple[RunnerReport, tuple[str, ...]]]:
     for device, each in sorted(fleet.items()):
         if each.online and (news := each.telemetry) is not None:
-            yield Told(device, news.drift, news.accuracy), each.profile.labels if each.profile else ()
+            yield RunnerReport(device, news.drift, news.accuracy), each.profile.labels if each.profile else ()
 
 
-def select_reports(job: Job, boards: Iterable[tuple[Told, Collection[str]]]) -> list[Told]:
+def select_reports(job: JobSettings, boards: Iterable[tuple[RunnerReport, Collection[str]]]) -> list[RunnerReport]:
     """Return the reports with drift or accuracy from devices that match [cohort] select."""
     found = [each for each, has in boards if labels.is_selected(job.cohort.select, has)]
     return [each for each in found if each.drift is not None or each.accuracy is not None]
 
 
-def reports_beyond_limit(trigger: Trigger, boards: Iterable[Told]) -> list[Told]:
+def reports_beyond_limit(trigger: DriftTrigger, boards: Iterable[RunnerReport]) -> list[RunnerReport]:
     least = trigger.accuracy_below
     found = [
         each
@@ -56,7 +57,7 @@ def reports_beyond_limit(trigger: Trigger, boards: Iterable[Told]) -> list[Told]
     return sorted(found, key=lambda each: (-(each.drift or 0.0), each.device))
 
 
-def trigger_reason(job: Job, boards: Sequence[Told], now: float, last: float | None = None) -> str:
+def trigger_reason(job: JobSettings, boards: Sequence[RunnerReport], now: float, last: float | None = None) -> str:
     """Return why a job starts now, or "" if its trigger does not fire.
 
     Args:
@@ -78,12 +79,12 @@ def trigger_reason(job: Job, boards: Sequence[Told], now: float, last: float | N
     )
 
 
-def devices_to_fire(trigger: Trigger, count: int) -> int:
+def devices_to_fire(trigger: DriftTrigger, count: int) -> int:
     """Return how many of `count` reporting devices must be beyond a limit, at least one."""
     return max(1, math.ceil(trigger.share * count - 1e-9))
 
 
-def describe_trigger_wait(job: Job, boards: Sequence[Told], now: float, last: float | None) -> str:
+def describe_trigger_wait(job: JobSettings, boards: Sequence[RunnerReport], now: float, last: float | None) -> str:
     trigger = job.trigger
     assert trigger is not None
     if last is not None and abs(now - last) < trigger.pause_s:
@@ -99,10 +100,12 @@ def last_start_time(store: Store, run: str) -> float | None:
     Raises:
         JobError: If the log of the armed run cannot be read.
     """
-    return max((at for _, at, fact in store.read_events(run) if isinstance(fact, Noted)), default=None)
+    return max((at for _, at, fact in store.read_events(run) if isinstance(fact, NoteRecorded)), default=None)
 
 
-def start_triggered_runs(store: Store, rows: Sequence[Row], fleet: Mapping[str, Seen], now: float) -> list[Row]:
+def start_triggered_runs(
+    store: Store, rows: Sequence[StoredJob], fleet: Mapping[str, DeviceSnapshot], now: float
+) -> list[StoredJob]:
     """Start a run for every trigger that fires. Return the new runs that need no approval.
 
     Args:
@@ -128,18 +131,18 @@ def start_triggered_runs(store: Store, rows: Sequence[Row], fleet: Mapping[str, 
         except JobError:  # its log is damaged, as `ls` says: when it started a run last is not known
             continue
         if why:
-            id = store.add_job(bare, row.bundle, by=Cause(row, why, row.job.trigger.approve))
+            id = store.add_job(bare, row.bundle, by=StartCause(row, why, row.job.trigger.approve))
             log.warning("%s is started by %s", id, why, extra=log_ids(run=id))
             found.append(store.find_job(id))
     return found
 
 
-def _format_report(board: Told) -> str:
+def _format_report(board: RunnerReport) -> str:
     parts = [f"drift {board.drift:.2f}"] if board.drift is not None else []
     parts += [f"accuracy {board.accuracy:.2f}"] if board.accuracy is not None else []
     return f"{board.device} ({', '.join(parts)})"
 
 
-def _format_limits(trigger: Trigger) -> str:
+def _format_limits(trigger: DriftTrigger) -> str:
     least = trigger.accuracy_below
     return f"drift {trigger.drift_above:g}" + (f" or accuracy {least:g}" if least is not None else "")

@@ -12,29 +12,29 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.blobs.carriers import Carriers
-from fedquilt.blobs.shared_store import Shared
-from fedquilt.blobs.store import SMALL_BYTES
-from fedquilt.blobs.transfer import Transfers
-from fedquilt.core import BlobRef, Device, LinkError, StoreError, Task, Update, Wired, WireError
-from fedquilt.disk import REAL, Disk
-from fedquilt.edge_agent import events, messages, plan
-from fedquilt.edge_agent import means as means_of
-from fedquilt.edge_agent.duty import Duty
+from fedquilt.blobs.storage.shared_store import SharedBlobStore
+from fedquilt.blobs.storage.store import SMALL_BYTES
+from fedquilt.blobs.transfer.backend import TransferBackend
+from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.core import BlobRef, Device, LinkError, StoreError, Task, Update, WireError, WireMessage
+from fedquilt.edge_agent import capabilities as means_of
+from fedquilt.edge_agent import events, messages, state_machine
 from fedquilt.edge_agent.engines import READ_BY_TASK
-from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched
-from fedquilt.edge_agent.power.learned import Learned
-from fedquilt.edge_agent.releases.kind import Kind
-from fedquilt.edge_agent.releases.releases import Releases
-from fedquilt.edge_agent.served import Runner
+from fedquilt.edge_agent.events import BlobFetched, SessionStarted, TaskCancelled, TaskFailed, TaskReceived, UpdateAcked
+from fedquilt.edge_agent.power.learned_model import LearnedModel
+from fedquilt.edge_agent.releases.manager import ReleaseManager
+from fedquilt.edge_agent.releases.release_kind import ReleaseKind
+from fedquilt.edge_agent.runner_status import RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings, parse_size
-from fedquilt.edge_agent.state import SPARE_BYTES, Local
-from fedquilt.edge_agent.task import budget, failures
-from fedquilt.edge_agent.task.protocol import Order
-from fedquilt.edge_agent.task.worker import Worker
-from fedquilt.logs import log_ids
+from fedquilt.edge_agent.storage.agent_state import SPARE_BYTES, AgentState
+from fedquilt.edge_agent.task import failures, memory_budget
+from fedquilt.edge_agent.task.protocol import WorkRequest
+from fedquilt.edge_agent.task.worker import TaskWorker
+from fedquilt.edge_agent.task_runner import TaskRunner
+from fedquilt.host.disk import REAL, Disk
+from fedquilt.host.logs import log_ids
 from fedquilt.transport.link import Link, Message
-from fedquilt.transport.malformed import Garbage
+from fedquilt.transport.malformed_messages import MalformedMessages
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -50,7 +50,7 @@ class Agent:
 
     Args:
         boot: Id of this start of the agent, different at each start.
-        durable: Whether to sync each step to the disk. See `Local`.
+        durable: Whether to sync each step to the disk. See `AgentState`.
         shared: Store of small blobs shared with other devices of this process.
         disk: Disk of the home folder.
         clock: Device clock in seconds since 1970, or None if the device has no clock.
@@ -71,23 +71,23 @@ class Agent:
         link: Link,
         settings: AgentSettings,
         board: Device,
-        worker: Worker,
+        worker: TaskWorker,
         boot: str | None = None,
         *,
         durable: bool = True,
-        shared: Shared | None = None,
+        shared: SharedBlobStore | None = None,
         disk: Disk = REAL,
         clock: Callable[[], float | None] = time.time,
-        kinds: Mapping[str, Kind] = {},
-        runner: Runner | None = None,
-        carriers: Carriers | None = None,
+        kinds: Mapping[str, ReleaseKind] = {},
+        runner: RunnerStatusReader | None = None,
+        carriers: TransferBackend | None = None,
     ) -> None:
         self._runner = runner
         self._clock = clock
         self.device, self.settings = settings.device, settings
-        self.local = Local(Path(settings.home), durable=durable, shared=shared, disk=disk)
+        self.local = AgentState(Path(settings.home), durable=durable, shared=shared, disk=disk)
         self._whole_bytes = 0 if durable else SMALL_BYTES
-        self.garbage = Garbage()
+        self.garbage = MalformedMessages()
         self._link, self._board, self._worker = link, board, worker
         self._boot = boot or os.urandom(8).hex()
         self._presence = 0  # number of presence messages sent
@@ -97,17 +97,17 @@ class Agent:
         self._transfers = Transfers(link, depot, self._topics, "up", self._may_upload, carriers=carriers)
         means = means_of.capabilities_from_settings(settings, board.memory_bytes)
         kept, counted = self.local.load_outbox()
-        offers = {key: events.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
-        self.duty = Duty(
+        offers = {key: events.OutboxUpdate(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
+        self.duty = TaskRunner(
             self.device,
-            events.State(means, outbox=offers, counted=counted, learned=self.local.load_learned_costs()),
+            events.DeviceState(means, outbox=offers, counted=counted, learned=self.local.load_learned_costs()),
             board,
             worker,
             settings.governor.to_policy(),
             self,
         )
-        self.releases = Releases(self.local, kinds, self.duty, self, settings.releases, clock)
-        if durable and (short := budget.describe_engine_shortage(means.budget_bytes, means.engines)):
+        self.releases = ReleaseManager(self.local, kinds, self.duty, self, settings.releases, clock)
+        if durable and (short := memory_budget.describe_engine_shortage(means.budget_bytes, means.engines)):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
         self._means, self.told = means, None  # `told`: the last telemetry
@@ -152,7 +152,7 @@ class Agent:
         self.settings = settings
         self.apply_capabilities(means_of.capabilities_from_settings(settings, self._board.memory_bytes))
 
-    def apply_capabilities(self, means: events.Means) -> None:
+    def apply_capabilities(self, means: events.Capabilities) -> None:
         """Replace the device's capabilities and publish its profile."""
         self.duty.apply_capabilities(means, self.settings.governor.to_policy())
         self._means = self.duty.state.means
@@ -179,7 +179,7 @@ class Agent:
         self._patience_s, self._telemetry_s = RETELL_S, -math.inf
         self._publish_presence_and_profile(now_s)
         self.releases.republish_progress(now_s)
-        self.duty.handle_event(Connected(), now_s)
+        self.duty.handle_event(SessionStarted(), now_s)
 
     def _handle_message(self, message: Message, now_s: float) -> None:
         """Pass a message to its handler by topic. Log a malformed one, and fail the task if the disk fails."""
@@ -197,29 +197,33 @@ class Agent:
                 self._handle_task(message.payload, now_s)
             elif route.leaf == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
-                self._apply_ack(Acked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt), ack.reason, now_s)
+                self._apply_ack(
+                    UpdateAcked((ack.job, ack.round), ack.accepted, ack.epoch, ack.attempt), ack.reason, now_s
+                )
             elif not self.releases.handle_message(route.leaf, message.payload, now_s):
                 self._transfers.handle_message(route, message.payload, now_s)
         except WireError as error:
             if said := self.garbage.count_message(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
         except StoreError as error:
-            self.duty.handle_event(Failed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s)
+            self.duty.handle_event(
+                TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
+            )
 
     def _handle_task(self, payload: bytes, now_s: float) -> None:
         if not payload:
-            return self.duty.handle_event(Cleared(), now_s)
+            return self.duty.handle_event(TaskCancelled(), now_s)
         task = wire.decode(payload, Task)
         missing = frozenset(ref for ref in task.bundles.values() if not self.local.depot.has_blob(ref))
-        return self.duty.handle_event(Arrived(task, missing), now_s)
+        return self.duty.handle_event(TaskReceived(task, missing), now_s)
 
-    def _apply_ack(self, answer: Acked, reason: str, now_s: float) -> None:
+    def _apply_ack(self, answer: UpdateAcked, reason: str, now_s: float) -> None:
         """Record the coordinator's answer to an update on disk, then drop the update's blobs and act."""
         key, accepted = answer.key, answer.accepted
         offer = self.duty.state.outbox.get(key)
         if offer is None:
             return
-        state, actions = plan.advance(self.duty.state, answer, now_s)
+        state, actions = state_machine.advance(self.duty.state, answer, now_s)
         if key in state.outbox:
             return  # an old answer, to another update of this round
         try:
@@ -294,9 +298,9 @@ class Agent:
                 self.local.require_room(size)
             except StoreError as full:
                 return self.duty.handle_event(
-                    Failed(failures.claim_code_from_error(full), failures.describe_error(full)), now_s
+                    TaskFailed(failures.claim_code_from_error(full), failures.describe_error(full)), now_s
                 )
-        return self.duty.handle_event(Fetched(sha256, error), now_s)
+        return self.duty.handle_event(BlobFetched(sha256, error), now_s)
 
     def cancel_fetch(self, sha256: str) -> None:
         """Cancel the transfer of a blob and delete the blob, unless anything else needs it."""
@@ -304,7 +308,7 @@ class Agent:
             self._transfers.cancel(self.device, sha256)
             self.local.depot.remove_blob(sha256)
 
-    def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
+    def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int) -> WorkRequest:
         """Return the request for the task's process, with the paths of the task's files.
 
         Raises:
@@ -321,7 +325,7 @@ class Agent:
             paths[name] = path
         self.local.touch_blobs(task.bundles.values())
         private = self.local.find_private_state(task.job, task.counted)
-        return Order(
+        return WorkRequest(
             task=task,
             device=self.device,
             budget_bytes=budget_bytes,
@@ -345,7 +349,7 @@ class Agent:
             log.warning("%s, round %d: %s", update.job, update.round, update.note)
         return self.local.commit_update(update, blobs, private)
 
-    def store_learned_costs(self, learned: Mapping[str, Learned]) -> None:
+    def store_learned_costs(self, learned: Mapping[str, LearnedModel]) -> None:
         self.local.store_learned_costs(learned)
 
     def report_progress(self, task: Task, fraction: float, now_s: float) -> None:
@@ -365,7 +369,7 @@ class Agent:
             log.warning(said, update.job, update.round, error, extra=log_ids(run=update.job))
             return
         if not here:
-            gone = Acked((update.job, update.round), False, update.epoch, update.attempt)
+            gone = UpdateAcked((update.job, update.round), False, update.epoch, update.attempt)
             return self._apply_ack(gone, "its blobs are gone from this disk, or damaged", now_s)
         if self._link.connected:  # else it is offered with the next session
             self.publish_message("update", update)
@@ -422,7 +426,7 @@ class Agent:
             return now_s < self._full_s + FULL_MOST_S and self.local.free_bytes() < self._full_bytes + SPARE_BYTES
         return True
 
-    def publish_message(self, leaf: str, message: Wired, retain: bool = False, reliable: bool = True) -> None:
+    def publish_message(self, leaf: str, message: WireMessage, retain: bool = False, reliable: bool = True) -> None:
         """Publish a message to the coordinator. A failure is logged."""
         topic = self._topics.device_topic(self.device, "up", leaf)
         try:

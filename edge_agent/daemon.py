@@ -10,18 +10,20 @@ from pathlib import Path
 
 import msgspec
 
-from fedquilt import heap, open_metrics, profiles, systemd, wire
-from fedquilt.blobs.carriers import Carriers
-from fedquilt.edge_agent import devices, exposed
+from fedquilt import open_metrics, profiles, systemd, wire
+from fedquilt.blobs.transfer.backend import TransferBackend
+from fedquilt.edge_agent import devices, metrics_exporter
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.releases import models, start
-from fedquilt.edge_agent.releases.kind import Kind
+from fedquilt.edge_agent.releases import models
+from fedquilt.edge_agent.releases.check import start
+from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.state import Local
-from fedquilt.edge_agent.task import budget, confine
+from fedquilt.edge_agent.storage.agent_state import AgentState
+from fedquilt.edge_agent.task import memory_budget, sandbox
 from fedquilt.edge_agent.task.worker import ChildWorker
-from fedquilt.edge_agent.upgrade.central import SettingsKind
-from fedquilt.edge_agent.upgrade.kind import AgentKind, read_launch_info
+from fedquilt.edge_agent.upgrade.agent_release import AgentKind, read_launch_info
+from fedquilt.edge_agent.upgrade.remote_settings import SettingsKind
+from fedquilt.host import process_memory
 from fedquilt.transport import link as links
 
 log = logging.getLogger("fedquilt.agent")
@@ -34,54 +36,56 @@ def run_agent(settings: AgentSettings) -> None:
         JobError: If a setting is unusable or another agent runs in the same home.
         StoreError: If the home cannot be read or written.
     """
-    from fedquilt.transport.broker import Broker
-    from fedquilt.transport.mqtt import MqttLink
-    from fedquilt.transport.sealed import UNSIGNED, BoardLink, load_identity
+    from fedquilt.security.authenticated_link import UNSIGNED, DeviceLink, load_identity
+    from fedquilt.transport.mqtt.broker import Broker
+    from fedquilt.transport.mqtt.link import MqttLink
 
-    heap.keep_freed_memory()
+    process_memory.keep_freed_memory()
     broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find_board_profile(settings.profile)
     meter = None if settings.meter is None else devices.create_meter(settings.meter)
     board, boot = devices.create_device(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device_topic(settings.device, "up", "presence")
-    confine.protect_memory()
+    sandbox.protect_memory()
     before = os.umask(0o077)  # models, updates and private state are nobody else's on this board
-    lock = Local(Path(settings.home)).lock_home()
+    lock = AgentState(Path(settings.home)).lock_home()
     with contextlib.suppress(PermissionError):  # of an earlier version's home, unless it is another user's
         os.chmod(settings.home, 0o700)
     client = f"fedquilt-{settings.fleet}-{settings.device}"
     plain = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
     own = load_identity(broker)
-    link = plain if own is None else BoardLink(plain, own, settings.fleet, settings.device)
+    link = plain if own is None else DeviceLink(plain, own, settings.fleet, settings.device)
     if own is None:
         log.info("%s", UNSIGNED)
-    cage, home = budget.Cage(), Path(settings.home).absolute()
-    worker = ChildWorker(settings.warm_s, confine.task_command(home / "task"), cage, home / "task")
-    checks = ChildWorker(0.0, start.check_command(home / confine.CHECK), cage, home / confine.CHECK)
+    cage, home = memory_budget.MemoryLimit(), Path(settings.home).absolute()
+    worker = ChildWorker(settings.warm_s, sandbox.task_command(home / "task"), cage, home / "task")
+    checks = ChildWorker(0.0, start.check_command(home / sandbox.CHECK), cage, home / sandbox.CHECK)
     stopped: list[int] = []
     central = SettingsKind(settings, board.memory_bytes, Path(settings.home), lambda given: agent.apply_settings(given))
-    deployed = models.Models(
+    deployed = models.ModelReleases(
         settings,
         board,
         checks,
         lambda: agent.settings.task_budget_bytes(board.memory_bytes),
         kept=lambda job: agent.local.latest_private_state(job),
     )
-    kinds: dict[str, Kind] = {
+    kinds: dict[str, ReleaseKind] = {
         "model": deployed,
         "agent": AgentKind(read_launch_info(), settings, lambda: link.connected, lambda: stopped.append(0)),
         "settings": central,
     }
-    carriers = Carriers(own, broker.ca)
+    carriers = TransferBackend(own, broker.ca)
     agent = Agent(
         link, central.effective_settings(), board, worker, boot, kinds=kinds, runner=deployed.runner, carriers=carriers
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"
-    watched = systemd.Watched(agent, lambda: link.problem or (online if link.connected else f"asks for {broker}"))
+    watched = systemd.WatchdogEndpoint(
+        agent, lambda: link.problem or (online if link.connected else f"asks for {broker}")
+    )
     try:
-        with open_metrics.serve_metrics(settings.metrics.listen, lambda: exposed.collect_metrics(agent)):
+        with open_metrics.serve_metrics(settings.metrics.listen, lambda: metrics_exporter.collect_metrics(agent)):
             links.run_endpoint(watched, link, lambda: bool(stopped))
     finally:
         systemd.send_notification("STOPPING=1")

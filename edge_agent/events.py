@@ -1,6 +1,7 @@
 """Events, actions and state of the agent's state machine: values without behaviour.
 
-`state_machine.advance` takes an `Event` and a `State` and returns the next `State` and the `Action`s to carry out.
+`state_machine.advance` takes an `Event` and a `DeviceState` and returns the next `DeviceState` and the `Action`s to
+carry out.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import msgspec
 from msgspec import field
 
 from fedquilt.core import CODECS, BlobRef, Task, Update
-from fedquilt.edge_agent.power.learned import Learned
-from fedquilt.edge_agent.remembered import Counted
-from fedquilt.edge_agent.task.budget import Caution
+from fedquilt.edge_agent.power.learned_model import LearnedModel
+from fedquilt.edge_agent.storage.job_records import CountedRound
+from fedquilt.edge_agent.task.memory_budget import MemoryMargin
 from fedquilt.wire import Claim, RefusalCode
 
 RESEND_S: Final = 5.0  # an unanswered update is offered again after this, then after twice as long, and so on
@@ -26,38 +27,38 @@ Key = tuple[str, int]  # job, round
 # -- events ---------------------------------------------------------------------------------------
 
 
-class Connected(msgspec.Struct, frozen=True):
+class SessionStarted(msgspec.Struct, frozen=True):
     """New session with the broker, or restart of the coordinator. Earlier messages may be lost."""
 
 
-class Arrived(msgspec.Struct, frozen=True):
+class TaskReceived(msgspec.Struct, frozen=True):
     task: Task
     missing: frozenset[BlobRef] = frozenset()
 
 
-class Cleared(msgspec.Struct, frozen=True): ...
+class TaskCancelled(msgspec.Struct, frozen=True): ...
 
 
-class Fetched(msgspec.Struct, frozen=True):
+class BlobFetched(msgspec.Struct, frozen=True):
     sha256: str
     error: str | None = None
 
 
-class Done(msgspec.Struct, frozen=True):
+class TaskCompleted(msgspec.Struct, frozen=True):
     update: Update
     private: bool  # the result includes private state
-    learned: Learned = Learned()  # of its workload, this task included
+    learned: LearnedModel = LearnedModel()  # of its workload, this task included
     planned_bytes: int | None = None  # peak that its engine predicted, beside the bare process
 
 
-class Failed(msgspec.Struct, frozen=True):
+class TaskFailed(msgspec.Struct, frozen=True):
     code: RefusalCode
     reason: str
     overrun: bool = False  # memory ran out during the work
     killed: bool = False  # its process was killed from outside: the next attempt may succeed
 
 
-class Acked(msgspec.Struct, frozen=True):
+class UpdateAcked(msgspec.Struct, frozen=True):
     """Final answer to an update, which is counted or rejected. The outbox drops the update."""
 
     key: Key
@@ -66,55 +67,65 @@ class Acked(msgspec.Struct, frozen=True):
     attempt: int = 0  # at the round, of the update that it answered
 
 
-class Tick(msgspec.Struct, frozen=True): ...
+class TimerFired(msgspec.Struct, frozen=True): ...
 
 
-class Rest(msgspec.Struct, frozen=True):
+class TaskPauseChanged(msgspec.Struct, frozen=True):
     on: bool
 
 
-Event = Connected | Arrived | Cleared | Fetched | Done | Failed | Acked | Tick | Rest
+Event = (
+    SessionStarted
+    | TaskReceived
+    | TaskCancelled
+    | BlobFetched
+    | TaskCompleted
+    | TaskFailed
+    | UpdateAcked
+    | TimerFired
+    | TaskPauseChanged
+)
 
 # -- actions --------------------------------------------------------------------------------------
 
 
-class Say(msgspec.Struct, frozen=True):
+class PublishClaim(msgspec.Struct, frozen=True):
     claim: Claim
 
 
-class Fetch(msgspec.Struct, frozen=True):
+class FetchBlobs(msgspec.Struct, frozen=True):
     refs: tuple[BlobRef, ...]
 
 
-class Abandon(msgspec.Struct, frozen=True):
+class CancelFetch(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Begin(msgspec.Struct, frozen=True):
+class StartTask(msgspec.Struct, frozen=True):
     task: Task
 
 
-class Stop(msgspec.Struct, frozen=True): ...
+class StopTask(msgspec.Struct, frozen=True): ...
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendUpdate(msgspec.Struct, frozen=True):
     update: Update
 
 
-class Drop(msgspec.Struct, frozen=True):
+class DeleteUpdate(msgspec.Struct, frozen=True):
     update: Update
 
 
-class Learn(msgspec.Struct, frozen=True):
-    learned: Mapping[str, Learned]
+class StoreLearnedCosts(msgspec.Struct, frozen=True):
+    learned: Mapping[str, LearnedModel]
 
 
-Action = Say | Fetch | Abandon | Begin | Stop | Send | Drop | Learn
+Action = PublishClaim | FetchBlobs | CancelFetch | StartTask | StopTask | SendUpdate | DeleteUpdate | StoreLearnedCosts
 
 # -- state ----------------------------------------------------------------------------------------
 
 
-class Means(msgspec.Struct, frozen=True):
+class Capabilities(msgspec.Struct, frozen=True):
     """Capabilities and labels of a device. While the agent runs, only `runs_on` changes."""
 
     budget_bytes: int
@@ -125,13 +136,13 @@ class Means(msgspec.Struct, frozen=True):
         default_factory=dict
     )  # of other packages: `fedquilt.plugins.plugin_fingerprints`
     confined: tuple[str, ...] | None = None  # what a task's process gives up: `task.confine`; None: it has none
-    labels: tuple[str, ...] = ()  # what its owner calls it by: `fedquilt.labels`
+    labels: tuple[str, ...] = ()  # what its owner calls it by: `fedquilt.formats.labels`
     carriers: tuple[str, ...] = ()  # of blobs, beside the broker
     boards: int = 0  # of a site
     runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> what its latest task used
 
 
-class Open(msgspec.Struct, frozen=True):
+class OpenTask(msgspec.Struct, frozen=True):
     task: Task
     missing: frozenset[BlobRef]
     due_s: float = math.inf  # its deadline by this device's own clock, set when it first arrived
@@ -147,7 +158,7 @@ class Open(msgspec.Struct, frozen=True):
         return (self.task.job, self.task.round)
 
 
-class Offer(msgspec.Struct, frozen=True):
+class OutboxUpdate(msgspec.Struct, frozen=True):
     update: Update
     private: bool
     due_s: float
@@ -155,16 +166,16 @@ class Offer(msgspec.Struct, frozen=True):
     since_s: float | None = None  # when it was first offered; None: before this process began
 
 
-class State(msgspec.Struct, frozen=True):
-    means: Means
-    open: Open | None = None
-    outbox: Mapping[Key, Offer] = field(default_factory=dict)
-    counted: Mapping[str, Counted] = field(default_factory=dict)  # by job
+class DeviceState(msgspec.Struct, frozen=True):
+    means: Capabilities
+    open: OpenTask | None = None
+    outbox: Mapping[Key, OutboxUpdate] = field(default_factory=dict)
+    counted: Mapping[str, CountedRound] = field(default_factory=dict)  # by job
     refusal: Claim | None = None  # latest refusal, repeated with its task
     base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
-    learned: Mapping[str, Learned] = field(default_factory=dict)  # by `workload_key`, the latest last
+    learned: Mapping[str, LearnedModel] = field(default_factory=dict)  # by `workload_key`, the latest last
     sent: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # by job: latest seconds from offer to answer
-    cautions: Mapping[tuple[str, str], Caution] = field(default_factory=dict)  # (method, engine) -> what was seen
+    cautions: Mapping[tuple[str, str], MemoryMargin] = field(default_factory=dict)  # (method, engine) -> what was seen
     rests: bool = False  # whether no task is begun now
 
 

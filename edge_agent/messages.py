@@ -11,15 +11,15 @@ import fedquilt
 from fedquilt.core import Cost, Device, Profile, Reading, Task, Update, Usage
 from fedquilt.core.messages import UPGRADES
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.events import Means, Open
-from fedquilt.edge_agent.served import Served
-from fedquilt.edge_agent.task.protocol import Outcome
+from fedquilt.edge_agent.events import Capabilities, OpenTask
+from fedquilt.edge_agent.runner_status import RunnerStatus
+from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.wire import MAX_CONTROL, Progress, Telemetry
 
 LAYOUT_MOST: Final = MAX_CONTROL // 2  # bytes of an update's message that types and shapes may take
 
 
-def profile_message(device: str, board: Device, means: Means, unable: str = "") -> Profile:
+def profile_message(device: str, board: Device, means: Capabilities, unable: str = "") -> Profile:
     """Return a device's profile. `unable` is the reason why the agent cannot be upgraded, or ""."""
     return Profile(
         device=device,
@@ -44,7 +44,7 @@ def profile_message(device: str, board: Device, means: Means, unable: str = "") 
     )
 
 
-def _describe_sandbox(means: Means) -> dict[str, str]:
+def _describe_sandbox(means: Capabilities) -> dict[str, str]:
     return {} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}
 
 
@@ -52,7 +52,7 @@ def telemetry_message(
     reading: Reading,
     task_bytes: int | None = None,
     clock_s: float | None = None,
-    served: Served | None = None,
+    served: RunnerStatus | None = None,
     disk_full: bool | None = None,
 ) -> Telemetry | None:
     """Return telemetry from a reading, the task's process, clock and runner, or None if empty."""
@@ -78,7 +78,7 @@ def progress_message(task: Task, fraction: float) -> Progress:
     return Progress(job=task.job, round=task.round, attempt=task.attempt, fraction=fraction)
 
 
-def update_message(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
+def update_message(device: str, open: OpenTask, outcome: WorkResult, cost: Cost) -> Update:
     task = open.task
     moved = task.bundles.keys() & outcome.bundles.keys() if task.wire.codec != "raw" else set()
     usage = Usage(
@@ -114,7 +114,7 @@ def update_message(device: str, open: Open, outcome: Outcome, cost: Cost) -> Upd
     )
 
 
-def _layouts_within_limit(outcome: Outcome) -> dict[str, dict[str, str]]:
+def _layouts_within_limit(outcome: WorkResult) -> dict[str, dict[str, str]]:
     # The layouts of a large network alone would exceed the size limit of a message.
     sums = outcome.evaluation
     size = 4 * (len(sums.counts) + len(sums.scores)) // 3 if sums else 0
@@ -127,7 +127,7 @@ def _package_versions(available: tuple[str, ...]) -> dict[str, str]:
     found = {"fedquilt": fedquilt.__version__, "python": platform.python_version()}
     for engine in available:
         library, _ = engines.NEEDS.get(engine, ("", ""))
-        if not library:  # another package's, listed in `Means.plugins`
+        if not library:  # another package's, listed in `Capabilities.plugins`
             continue
         for name in (library, f"{library}-gpu"):
             try:

@@ -16,6 +16,7 @@ policy = "energy"
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,10 +25,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, labels, open_metrics, profiles
+from fedquilt import open_metrics, profiles
 from fedquilt.core import JobError, Name
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.power.governor import Policy, Rule
+from fedquilt.edge_agent.power.governor import GovernorPolicy, Policy
+from fedquilt.formats import labels, toml
 
 UNITS = {
     **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
@@ -54,8 +56,8 @@ class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_w: Annotated[float, Meta(gt=0)] | None = None  # no operating point that draws more is held
     max_c: Annotated[float, Meta(gt=0, le=150)] | None = None  # hotter, and nothing is held
 
-    def to_policy(self) -> Rule:
-        return Rule(self.policy, self.margin, self.max_w, self.max_c)
+    def to_policy(self) -> GovernorPolicy:
+        return GovernorPolicy(self.policy, self.margin, self.max_w, self.max_c)
 
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,7 +113,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     carriers: tuple[Literal["http"], ...] = (
         "http",
     )  # of blobs, beside the broker, where the coordinator names a place
-    labels: tuple[str, ...] = ()  # words by which jobs select boards: fedquilt.labels
+    labels: tuple[str, ...] = ()  # words by which jobs select boards: fedquilt.formats.labels
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
     governor: GovernorSettings = GovernorSettings()
@@ -153,7 +155,7 @@ def load_settings(path: Path) -> AgentSettings:
     Raises:
         JobError: If the file is unreadable or not TOML, or a key or value is invalid.
     """
-    table = config.read_toml(path)
+    table = toml.read_toml(path)
     try:
         if "method" in table and "device" not in table:
             raise JobError("this is a job, and a board's settings (agent.toml) are wanted; `fedquilt run` takes a job")
@@ -168,13 +170,13 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
     Raises:
         JobError: If a key is unknown or a value is invalid. The text names the key and the expected type.
     """
-    settings = config.convert_table(table, AgentSettings, "an agent's settings")
+    settings = toml.convert_table(table, AgentSettings, "an agent's settings")
     if settings.data:
         DataSpec.parse(settings.data)
     if settings.metrics.listen is not None:
-        with config.prefix_errors("[metrics] listen"):
+        with toml.prefix_errors("[metrics] listen"):
             open_metrics.parse_address(settings.metrics.listen)
-    with config.prefix_errors("labels"):
+    with toml.prefix_errors("labels"):
         labels.parse_labels(settings.labels)
     for key, size in (
         ("budget", settings.budget),
@@ -212,4 +214,28 @@ def _resolve_all_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]
 
 
 def _resolve_paths(table: Mapping[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
-    return {k: config.absolute_path(v, folder) if k in keys and isinstance(v, str) else v for k, v in table.items()}
+    return {k: toml.absolute_path(v, folder) if k in keys and isinstance(v, str) else v for k, v in table.items()}
+
+
+FILES = ("ca", "cert", "key", "password_file")
+
+
+def apply_systemd_credentials(settings: AgentSettings, folder: Path | None) -> AgentSettings:
+    """Return settings that read each broker file from `folder`, if the folder has a copy.
+
+    agent.toml can then name a key that only root may read, while the unit's user reads the copy.
+    """
+    if folder is None:
+        return settings
+    named = {key: getattr(settings.broker, key) for key in FILES}
+    found: dict[str, str] = {}
+    for key, path in named.items():
+        if path is None or not os.path.isfile(copy := str(folder / Path(path).name)):
+            continue
+        for other in [other for other, taken in found.items() if taken == copy and named[other] != path]:
+            raise JobError(
+                f"broker.{other} {named[other]} and broker.{key} {path} have the same name, and one credential cannot "
+                "be both: rename one of the files"
+            )
+        found[key] = copy
+    return msgspec.structs.replace(settings, broker=msgspec.structs.replace(settings.broker, **found))

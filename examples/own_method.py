@@ -6,7 +6,7 @@ In a package of its own it gets a name by [project.entry-points."fedquilt.method
 from dataclasses import dataclass
 
 import fedquilt as fq
-from fedquilt.core import Answer, Site, Task
+from fedquilt.core import ClientContext, ClientResult, Task
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Params(fq.fedavg.Params):
     mu: float = 0.1
 
 
-def work(task: Task, client: Site) -> Answer:
+def work(task: Task, client: ClientContext) -> ClientResult:
     """Train as FedAvg does, with the gradient of mu/2 * ||w - w_start||^2 added."""
     return fq.fedavg.work(task, client, fq.Hooks(correct=lambda g, w, at: g + task.params["mu"] * (w - at["start"])))
 

@@ -1,6 +1,7 @@
 """A federation in Python: describe a job, simulate it, look at the run, compare two methods.
 
-Run it beside a copy of tools/demo/digits.npz; it needs torch for the network's first weights, pandas for the frames,
+Run it beside a copy of tools/lab/demo/digits.npz; it needs torch for the network's first weights, pandas for the
+frames,
 and matplotlib for the report: pip install '.[train,onnx,frames,report]'
 """
 
@@ -12,7 +13,7 @@ job = fq.Job(
     rounds=20,
     model=fq.models.mlp(64, [32], 10),
     data=fq.Data("digits.npz", partition="dirichlet", alpha=0.5),
-    cohort=fq.Cohort(size=5, deadline="predicted"),
+    cohort=fq.CohortSettings(size=5, deadline="predicted"),
     fleet=fq.Fleet(10, boards=["jetson-nano", "raspberry-pi-5"]),
 )
 run = fq.simulate(job, seed=0, workers=2)  # the coordinator's own rounds

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedquilt import models as models
-    from fedquilt import trackers as trackers
-    from fedquilt.api import Cohort, Comparison, Data, Fleet, Job, Run, Table, compare, method, simulate
+    from fedquilt.api import Cohort as CohortSettings
+    from fedquilt.api import Comparison, Data, Fleet, Job, Run, Table, compare, method, simulate
+    from fedquilt.api import trackers as trackers
     from fedquilt.core import (
         ClockError,
         DataError,
@@ -34,7 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ClockError",
-    "Cohort",
+    "CohortSettings",
     "Comparison",
     "Data",
     "DataError",
@@ -68,8 +69,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_suggest_name(name)}", name=name, obj=None)
     import importlib
 
-    if name in ("models", "trackers"):
-        return importlib.import_module(f"{__name__}.{name}")
+    if name == "models":
+        return importlib.import_module(f"{__name__}.models")
+    if name == "trackers":
+        return importlib.import_module(f"{__name__}.api.trackers")
     if name == "fedavg":
         return importlib.import_module(f"{__name__}.methods.fedavg")
     home = "core" if name == "Hooks" or name.endswith("Error") else "api"

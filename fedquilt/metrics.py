@@ -1,7 +1,7 @@
 """Names, titles and units of metrics, and the main metric of each task.
 
 This module needs no numpy. Views, comparisons and reports use its main metric and direction. Values come from
-`fedquilt.evaluation`.
+`fedquilt.core.evaluation`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from fedquilt import evaluation
-from fedquilt.core import EvaluationSums, JobError, TaskKind
+from fedquilt.core import EvaluationSums, JobError, TaskKind, evaluation
 
 TASKS: Final[tuple[TaskKind, ...]] = ("classes", "regression", "labels")
 
@@ -71,7 +70,7 @@ def main_metric(sums: EvaluationSums | None) -> tuple[Metric, float] | None:
     return MAIN[sums.task], evaluation.main_metric_value(sums)
 
 
-def summarise_over_devices(sums: EvaluationSums | None) -> evaluation.OverDevices | None:
+def summarise_over_devices(sums: EvaluationSums | None) -> evaluation.MetricOverDevices | None:
     """Summarise the main metric over the devices of an evaluation, or return None without devices."""
     return None if sums is None else evaluation.summarise_over_devices(sums, higher=MAIN[sums.task].higher)
 

@@ -1,6 +1,6 @@
 """Metrics for Prometheus in the OpenMetrics format, at http://HOST:PORT/metrics.
 
-Sources return plain values (`Family`). The package prometheus_client (the extra `metrics`) is imported only when
+Sources return plain values (`MetricFamily`). The package prometheus_client (the extra `metrics`) is imported only when
 metrics are served. A separate thread serves them, so that scrapes do not delay other work.
 """
 
@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple
 
 from fedquilt import extras
-from fedquilt.connections import Connections, Limits
 from fedquilt.core import JobError
-from fedquilt.http_server import Exchange, HttpServer, RefusedError
+from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
 
 log = logging.getLogger(__name__)
 
 
 REUSE_S: Final = 0.5  # for which an answer is reused
-LIMITS: Final = Limits(connections=32, per_address=16)  # scrapes are few and short
+LIMITS: Final = ConnectionLimits(connections=32, per_address=16)  # scrapes are few and short
 
 
-class Family(NamedTuple):
+class MetricFamily(NamedTuple):
     """Metric with samples that differ in their label values."""
 
     name: str  # of a counter without "_total"
@@ -44,7 +44,7 @@ def parse_address(listen: str) -> tuple[str, int]:
 
 @contextmanager
 def serve_metrics(
-    listen: str | None, collect: Callable[[], Iterable[Family]], connections: Connections | None = None
+    listen: str | None, collect: Callable[[], Iterable[MetricFamily]], connections: ConnectionLimiter | None = None
 ) -> Iterator[str]:
     """Serve metrics of `collect` and of this process during the body, and yield the URL.
 
@@ -64,10 +64,13 @@ def serve_metrics(
     registry = client.CollectorRegistry()
     registry.register(_Collector(collect, extras.load_optional("prometheus_client.core")))
     client.ProcessCollector(registry=registry)
-    answers = _Answers(client.make_wsgi_app(registry))
+    answers = _CachedResponses(client.make_wsgi_app(registry))
     try:
         server = HttpServer(
-            host, port, answers.answer_request, connections=Connections(LIMITS) if connections is None else connections
+            host,
+            port,
+            answers.answer_request,
+            connections=ConnectionLimiter(LIMITS) if connections is None else connections,
         )
     except OSError as error:
         raise JobError(f"metrics cannot be served at {listen}: {error.strerror}; choose another HOST:PORT") from None
@@ -78,7 +81,7 @@ def serve_metrics(
         server.close()
 
 
-class _Answers:
+class _CachedResponses:
     """Answers of prometheus_client's WSGI application, which negotiates format and compression.
 
     Answers are made one at a time and reused for a moment, so that many clients cost no more time than a few.
@@ -88,11 +91,11 @@ class _Answers:
         self._application, self._lock = application, threading.Lock()
         self._made: dict[tuple[str, ...], tuple[float, int, dict[str, str], bytes]] = {}
 
-    def answer_request(self, exchange: Exchange) -> None:
+    def answer_request(self, exchange: HttpExchange) -> None:
         """Answer GET and HEAD of /metrics, with the same response to equal requests for REUSE_S."""
         path, _, query = exchange.path.partition("?")
         if exchange.method not in ("GET", "HEAD") or path not in ("/", "/metrics"):
-            raise RefusedError(404, "there are only GET /metrics and HEAD /metrics")
+            raise RequestRefusedError(404, "there are only GET /metrics and HEAD /metrics")
         accepted = {name: exchange.headers.get(name, "") for name in ("accept", "accept-encoding")}
         with self._lock:
             now_s = time.monotonic()
@@ -112,7 +115,7 @@ class _Answers:
         try:
             body = b"".join(self._application(environment, lambda status, headers: started.append((status, headers))))
         except Exception:  # logged by _Collector
-            raise RefusedError(500, "the metrics cannot be made: see the log") from None
+            raise RequestRefusedError(500, "the metrics cannot be made: see the log") from None
         status, headers = started[0]
         return int(status.split()[0]), dict(headers), body
 
@@ -120,7 +123,7 @@ class _Answers:
 class _Collector:
     """Turns families into those of prometheus_client."""
 
-    def __init__(self, collect: Callable[[], Iterable[Family]], kinds: Any) -> None:
+    def __init__(self, collect: Callable[[], Iterable[MetricFamily]], kinds: Any) -> None:
         self._collect, self._kinds = collect, kinds
 
     def describe(self) -> list[Any]:

@@ -25,8 +25,8 @@ from importlib import util
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
-from fedquilt import config
 from fedquilt.core import JobError, shorten_error
+from fedquilt.formats import toml
 
 Kind: TypeAlias = Literal["method", "network", "data", "meter", "engine"]
 GROUPS: Final[dict[Kind, str]] = {
@@ -140,7 +140,7 @@ def find_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | N
         raise JobError(f"{shut[0]} is not allowed here: add {shut[0].package!r} to `plugins` in agent.toml")
     raise JobError(
         f"{CALLED[kind]} {name!r} is unknown; there are: "
-        f"{', '.join(there) or 'none'}{config.suggest_nearest(name, there)}; "
+        f"{', '.join(there) or 'none'}{toml.suggest_nearest(name, there)}; "
         "your own is module:name, or an entry point of an installed package"
     )
 
@@ -176,7 +176,7 @@ def import_plugin(plugin: Plugin) -> Any:
             ) from None
     if not hasattr(found, attribute):
         there = [name for name in vars(found) if not name.startswith("_")]
-        raise JobError(f"{plugin}: {found.__file__} has no {attribute!r}{config.suggest_nearest(attribute, there)}")
+        raise JobError(f"{plugin}: {found.__file__} has no {attribute!r}{toml.suggest_nearest(attribute, there)}")
     return getattr(found, attribute)
 
 

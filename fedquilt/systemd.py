@@ -27,7 +27,7 @@ def is_journal_stream(environ: Mapping[str, str] = os.environ, file: int = 1) ->
     return environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
-class Watched:
+class WatchdogEndpoint:
     """Endpoint wrapper that reports readiness, liveness and status to systemd.
 
     Readiness is reported after the first step, without waiting for a broker, because a device may start without a

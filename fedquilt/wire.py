@@ -26,20 +26,20 @@ from fedquilt.core import (
     AnyDigest,
     BlobRef,
     Count,
+    DeviceReport,
     Digest,
     Label,
+    LocationOffer,
     Metrics,
     Name,
-    Place,
-    Placed,
     Profile,
     Seconds,
     Sentence,
     Task,
-    Told,
     Update,
-    Wired,
+    UploadProgress,
     WireError,
+    WireMessage,
 )
 
 VERSION: Final = 1
@@ -53,7 +53,7 @@ Seconds1970 = Annotated[float, Meta(ge=-1e12, le=1e12)]
 # -- messages -------------------------------------------------------------------------------------
 
 
-class CoordState(Wired, frozen=True):
+class CoordState(WireMessage, frozen=True):
     """State of the coordinator on coord/state, retained and also its last will.
 
     On dn/presence, this message requests the presence of a device.
@@ -63,7 +63,7 @@ class CoordState(Wired, frozen=True):
     epoch: Count = 0  # grows with every start of the coordinator
 
 
-class RoundState(Wired, frozen=True):
+class RoundState(WireMessage, frozen=True):
     """State of the running round on job/<job>/round, retained until the job's end, for any observer."""
 
     job: Name
@@ -78,7 +78,7 @@ class RoundState(Wired, frozen=True):
     note: Sentence = ""
 
 
-class Presence(Told, frozen=True):
+class Presence(DeviceReport, frozen=True):
     """Presence of a device on dev/<device>/up/presence, retained and as its last will."""
 
     online: bool
@@ -100,10 +100,10 @@ RefusalCode = Literal[
     "method",
     "model",
 ]
-"""Why a device declines a task. `fedquilt.coordinator.refusals` describes each code."""
+"""Why a device declines a task. `fedquilt.coordinator.rounds.eligibility` describes each code."""
 
 
-class Claim(Told, frozen=True):
+class Claim(DeviceReport, frozen=True):
     """Acceptance or refusal of a task on dev/<device>/up/claim, with a reason."""
 
     job: Name
@@ -116,7 +116,7 @@ class Claim(Told, frozen=True):
     epoch: Count = 0  # start of the coordinator that counted it
 
 
-class Progress(Told, frozen=True):
+class Progress(DeviceReport, frozen=True):
     """Progress of the open task on dev/<device>/up/progress, 0 to 1."""
 
     job: Name
@@ -125,7 +125,7 @@ class Progress(Told, frozen=True):
     fraction: Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
-class Telemetry(Told, frozen=True):
+class Telemetry(DeviceReport, frozen=True):
     """Sensor readings on dev/<device>/up/telemetry, best effort. Unmeasurable values are None."""
 
     power_w: float | None = None
@@ -143,7 +143,7 @@ class Telemetry(Told, frozen=True):
     accuracy: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None  # of the runner's answers, where labels arrive
 
 
-class Ack(Wired, frozen=True):
+class Ack(WireMessage, frozen=True):
     """Acknowledgement of an update on dev/<device>/dn/ack: stored, or permanently rejected.
 
     The device deletes the update in either case.
@@ -164,7 +164,7 @@ Phase = Literal["waiting", "fetching", "checking", "soaking", "committed", "refu
 """How far a device is with a release."""
 
 
-class Limits(Wired, frozen=True, omit_defaults=True):
+class ReleaseLimits(WireMessage, frozen=True, omit_defaults=True):
     """Limits that a release must meet in the device's own check. None means no limit."""
 
     min_gain: Annotated[float, Meta(ge=-1.0, le=1.0)] | None = None  # accuracy minus that of what runs now, share
@@ -176,7 +176,7 @@ class Limits(Wired, frozen=True, omit_defaults=True):
 InputShape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31)], ...], Meta(max_length=15)]
 
 
-class Release(Wired, frozen=True, omit_defaults=True):
+class DesiredRelease(WireMessage, frozen=True, omit_defaults=True):
     """Desired release of a device on dev/<device>/dn/<kind>, retained for devices that are offline."""
 
     rollout: Name
@@ -185,7 +185,7 @@ class Release(Wired, frozen=True, omit_defaults=True):
     blob: BlobRef | None = None  # None: settings, or the return to what ran before
     name: Label = ""  # what people call it: the run, or the version
     back: bool = False  # return to what ran before
-    limits: Limits = Limits()
+    limits: ReleaseLimits = ReleaseLimits()
     input_shape: InputShape | None = None  # of one example of a model; None: as its graph declares it
     soak_s: Seconds = 60.0  # time for which it has to hold before it counts as committed
     window: Label = ""  # of the board's local time, "02:00-05:00"; "": at any time
@@ -193,7 +193,7 @@ class Release(Wired, frozen=True, omit_defaults=True):
     settings: Annotated[dict[Label, Any], Meta(max_length=100)] = msgspec.field(default_factory=dict)
 
 
-class Installed(Told, frozen=True, omit_defaults=True):
+class ReleaseStatus(DeviceReport, frozen=True, omit_defaults=True):
     """Release status of a device on dev/<device>/up/installed, at each change and each connection."""
 
     rollout: Name
@@ -206,7 +206,7 @@ class Installed(Told, frozen=True, omit_defaults=True):
     metrics: Metrics = msgspec.field(default_factory=dict)  # accuracy[_before], latency_s, energy_j, peak_bytes
 
 
-class Get(Wired, frozen=True):
+class ChunkRequest(WireMessage, frozen=True):
     """Request for chunks of a blob on <up|dn>/blob/get, or for its manifest without indices."""
 
     sha256: Digest
@@ -214,7 +214,7 @@ class Get(Wired, frozen=True):
     indices: Annotated[tuple[Count, ...], Meta(max_length=MAX_WINDOW)] = ()
 
 
-class Manifest(Wired, frozen=True):
+class BlobManifest(WireMessage, frozen=True):
     """Digests of a blob's chunks on <dn|up>/blob/<sha256>/manifest, concatenated in hex."""
 
     sha256: Digest
@@ -223,14 +223,14 @@ class Manifest(Wired, frozen=True):
     digests: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})*\Z")]
 
 
-class Missing(Wired, frozen=True):
+class MissingBlob(WireMessage, frozen=True):
     """Report on <dn|up>/blob/<sha256>/missing that the sender does not send the blob."""
 
     sha256: Digest
     reason: Sentence = ""
 
 
-class Hello(Told, frozen=True):
+class Hello(DeviceReport, frozen=True):
     """Flight of a handshake on <up|dn>/hello. Without an attempt, a request to begin a handshake."""
 
     attempt: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
@@ -249,13 +249,13 @@ Message = (
     | Telemetry
     | Task
     | Ack
-    | Release
-    | Installed
-    | Get
-    | Manifest
-    | Missing
-    | Place
-    | Placed
+    | DesiredRelease
+    | ReleaseStatus
+    | ChunkRequest
+    | BlobManifest
+    | MissingBlob
+    | LocationOffer
+    | UploadProgress
     | Hello
 )
 
@@ -266,10 +266,10 @@ _PREFIX_SIZE: Final = len(b'{"v":1,"crc":"00000000"')
 _encoder = msgspec.json.Encoder()
 _decoders: dict[type, msgspec.json.Decoder[Any]] = {}
 
-M = TypeVar("M", bound=Wired)
+M = TypeVar("M", bound=WireMessage)
 
 
-def encode(message: Wired) -> bytes:
+def encode(message: WireMessage) -> bytes:
     """Encode a message.
 
     Raises:
@@ -281,7 +281,7 @@ def encode(message: Wired) -> bytes:
         raise WireError(f"a {type(message).__name__} holds text that is not Unicode: {error}") from None
     if rest != b"}":
         rest = b"," + rest
-    limit = MAX_CHUNK if isinstance(message, Manifest) else MAX_CONTROL
+    limit = MAX_CHUNK if isinstance(message, BlobManifest) else MAX_CONTROL
     if len(rest) > limit - _PREFIX_SIZE:
         raise WireError(f"a {type(message).__name__} of {len(rest)} bytes exceeds the {limit} allowed")
     return b'{"v":%d,"crc":"%08x"' % (VERSION, zlib.crc32(rest)) + rest
@@ -294,7 +294,7 @@ def decode(payload: bytes, kind: type[M]) -> M:
         WireError: If the payload is too large, of another protocol version, has a wrong checksum, or is not a valid
             message of this type.
     """
-    limit = MAX_CHUNK if kind is Manifest else MAX_CONTROL
+    limit = MAX_CHUNK if kind is BlobManifest else MAX_CONTROL
     if len(payload) > limit:
         raise WireError(f"a {kind.__name__} of {len(payload)} bytes exceeds the {limit} allowed")
     found = _PREFIX.match(payload)
@@ -322,24 +322,29 @@ def _describe_payload(payload: bytes) -> str:
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _SHA = re.compile(r"[0-9a-f]{64}\Z")
 
-UP: dict[str, type[Wired]] = {
+UP: dict[str, type[WireMessage]] = {
     "presence": Presence,
     "profile": Profile,
     "claim": Claim,
     "progress": Progress,
     "update": Update,
     "telemetry": Telemetry,
-    "installed": Installed,
+    "installed": ReleaseStatus,
     "hello": Hello,
 }
-DOWN: dict[str, type[Wired]] = {
+DOWN: dict[str, type[WireMessage]] = {
     "task": Task,
     "ack": Ack,
     "hello": Hello,
     "presence": CoordState,
-    **dict.fromkeys(get_args(Kind), Release),
+    **dict.fromkeys(get_args(Kind), DesiredRelease),
 }
-BLOB: dict[str, type[Wired]] = {"manifest": Manifest, "missing": Missing, "place": Place, "placed": Placed}
+BLOB: dict[str, type[WireMessage]] = {
+    "manifest": BlobManifest,
+    "missing": MissingBlob,
+    "place": LocationOffer,
+    "placed": UploadProgress,
+}
 
 Direction = Literal["up", "dn"]
 
@@ -380,7 +385,7 @@ class Route(msgspec.Struct, frozen=True):
     """Content of a topic: device, direction, kind of message, and blob and index of a chunk."""
 
     leaf: str  # "presence", ..., "get", "chunk", "manifest", "missing", "place", "coord", "round"
-    kind: type[Wired] | None  # None: raw bytes of a chunk
+    kind: type[WireMessage] | None  # None: raw bytes of a chunk
     device: str = ""
     direction: str = ""
     sha256: str = ""
@@ -421,7 +426,7 @@ def _parse_leaf(device: str, way: str, leaf: list[str]) -> Route | None:
         case [name] if name in named:
             return Route(name, named[name], device, way)
         case ["blob", "get"]:
-            return Route("get", Get, device, way)
+            return Route("get", ChunkRequest, device, way)
         case ["blob", sha, name] if _SHA.match(sha) and name in BLOB:
             return Route(name, BLOB[name], device, way, sha)
         case ["blob", sha, index] if _SHA.match(sha) and index.isascii() and index.isdigit() and len(index) < 8:

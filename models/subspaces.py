@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import Tensors, UpdateError
 
 RESTARTS, STEPS = 10, 100

@@ -11,7 +11,7 @@
     [clocks]                         # every clock that can be set, in rising order
     gpu_hz = { values = [114750000, 1300500000], source = "steps" }
 
-    [model]                          # speed and power as functions of the clocks: `fedquilt.profiles.model`
+    [model]                          # speed and power as functions of the clocks: `fedquilt.profiles.clock_model`
     flop_gpu_cycles = { value = 0.0028, source = "fit" }
 
     [workloads.torch-conv]           # speed of one workload (a kind of work of an engine), measured by `record`
@@ -25,8 +25,8 @@
 Unknown numbers are left out. Numbers that nobody has measured are "assumed", and their source names the derivation. A
 running agent replaces these numbers with those of its own board.
 
-`Board.operating_points` consists of the named modes and of the grid that the model spans over the clocks. A mode may
-turn cores off. The points of the grid use all cores.
+`BoardProfile.operating_points` consists of the named modes and of the grid that the model spans over the clocks. A mode
+may turn cores off. The points of the grid use all cores.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config
 from fedquilt.core import JobError, Label, Name, OperatingPoint, Rates
-from fedquilt.profiles import model as laws
+from fedquilt.formats import toml
+from fedquilt.profiles import clock_model as laws
 
 Provenance = Literal["measured", "datasheet", "table", "assumed"]
 FROM_SUREST: Final[tuple[Provenance, ...]] = ("measured", "datasheet", "table", "assumed")
 MOST_POINTS: Final = 200  # of one profile on the wire
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NumberSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     provenance: Provenance
     text: Annotated[str, Meta(min_length=20)]  # a sentence: a name alone explains nothing
 
 
-class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SourcedValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value: Annotated[float, Meta(gt=0)]
     source: str
 
 
-class Steps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ClockSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1, max_length=200)]
     source: str
 
 
-Sourced: TypeAlias = Figure | Steps
+Sourced: TypeAlias = SourcedValue | ClockSteps
 
 
-class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BoardClocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settable clocks of a board, in hertz and in rising order."""
 
-    cpu_hz: Steps | None = None
-    gpu_hz: Steps | None = None
-    emc_hz: Steps | None = None  # memory controller
+    cpu_hz: ClockSteps | None = None
+    gpu_hz: ClockSteps | None = None
+    emc_hz: ClockSteps | None = None  # memory controller
 
     def frequencies_by_axis(self) -> dict[str, tuple[float, ...]]:
         return {axis: getattr(self, axis).values for axis in laws.AXES if getattr(self, axis) is not None}
@@ -80,29 +80,31 @@ class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Unit: TypeAlias = Literal["flop", "byte", "launch", "task"]
 
 
-class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Coefficients of the time laws in `fedquilt.profiles.model`, each 0 if left out."""
+class TimeCoefficients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Coefficients of the time laws in `fedquilt.profiles.clock_model`, each 0 if left out."""
 
-    flop_s: Figure | None = None  # a: seconds per FLOP that no clock shortens
-    flop_cpu_cycles: Figure | None = None  # b
-    flop_gpu_cycles: Figure | None = None  # c
-    flop_emc_cycles: Figure | None = None  # d
-    byte_s: Figure | None = None
-    byte_cpu_cycles: Figure | None = None
-    byte_gpu_cycles: Figure | None = None
-    byte_emc_cycles: Figure | None = None
-    launch_s: Figure | None = None
-    launch_cpu_cycles: Figure | None = None
-    launch_gpu_cycles: Figure | None = None
-    launch_emc_cycles: Figure | None = None
-    task_s: Figure | None = None
-    task_cpu_cycles: Figure | None = None
-    task_gpu_cycles: Figure | None = None
-    task_emc_cycles: Figure | None = None
+    flop_s: SourcedValue | None = None  # a: seconds per FLOP that no clock shortens
+    flop_cpu_cycles: SourcedValue | None = None  # b
+    flop_gpu_cycles: SourcedValue | None = None  # c
+    flop_emc_cycles: SourcedValue | None = None  # d
+    byte_s: SourcedValue | None = None
+    byte_cpu_cycles: SourcedValue | None = None
+    byte_gpu_cycles: SourcedValue | None = None
+    byte_emc_cycles: SourcedValue | None = None
+    launch_s: SourcedValue | None = None
+    launch_cpu_cycles: SourcedValue | None = None
+    launch_gpu_cycles: SourcedValue | None = None
+    launch_emc_cycles: SourcedValue | None = None
+    task_s: SourcedValue | None = None
+    task_cpu_cycles: SourcedValue | None = None
+    task_gpu_cycles: SourcedValue | None = None
+    task_emc_cycles: SourcedValue | None = None
 
-    def time_law(self, unit: Unit) -> laws.Inverse:
+    def time_law(self, unit: Unit) -> laws.InverseTimeLaw:
         cycles = {axis: self._coefficient(f"{unit}_{axis[:-3]}_cycles") for axis in laws.AXES}
-        return laws.Inverse(self._coefficient(f"{unit}_s"), {axis: count for axis, count in cycles.items() if count})
+        return laws.InverseTimeLaw(
+            self._coefficient(f"{unit}_s"), {axis: count for axis, count in cycles.items() if count}
+        )
 
     def compute_rates(self, clocks: laws.Clocks, top: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers of `fedquilt.core.Rates` at these clocks.
@@ -116,27 +118,29 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 found[key] = _round_to_four_digits(1 / each_s if key.endswith("_per_s") else each_s)
         return found
 
-    def sourced_values(self, *prefixes: str) -> tuple[Figure, ...]:
+    def sourced_values(self, *prefixes: str) -> tuple[SourcedValue, ...]:
         """Return the coefficients with one of these name prefixes, or all without a prefix."""
         named = [key for key in self.__struct_fields__ if not prefixes or key.startswith(prefixes)]
         return tuple(figure for key in named if (figure := getattr(self, key)) is not None)
 
     def _coefficient(self, key: str) -> float:
-        figure: Figure | None = getattr(self, key)
+        figure: SourcedValue | None = getattr(self, key)
         return 0.0 if figure is None else figure.value
 
 
-class Model(Times, frozen=True, forbid_unknown_fields=True):
-    base_w: Figure | None = None
-    cpu_w: Figure | None = None  # at the highest clock, as the next two
-    gpu_w: Figure | None = None
-    emc_w: Figure | None = None
-    exponent: Figure | None = None  # k
+class ModelCoefficients(TimeCoefficients, frozen=True, forbid_unknown_fields=True):
+    base_w: SourcedValue | None = None
+    cpu_w: SourcedValue | None = None  # at the highest clock, as the next two
+    gpu_w: SourcedValue | None = None
+    emc_w: SourcedValue | None = None
+    exponent: SourcedValue | None = None  # k
 
-    def power_model(self) -> laws.Draw:
+    def power_model(self) -> laws.PowerModel:
         axes_w = {axis: self._coefficient(key) for axis, key in laws.POWERED.items()}
         known = {axis: watts for axis, watts in axes_w.items() if watts}
-        return laws.Draw(self._coefficient("base_w"), known, self._coefficient("exponent") or laws.Draw.exponent)
+        return laws.PowerModel(
+            self._coefficient("base_w"), known, self._coefficient("exponent") or laws.PowerModel.exponent
+        )
 
 
 UNITS: Final[Mapping[str, Unit]] = {  # a number of `fedquilt.core.Rates` -> what the time is of
@@ -154,47 +158,49 @@ BEHIND: Final[Mapping[str, tuple[str, ...]]] = {  # a point's number -> the coef
 }
 
 
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProfilePoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Named mode of a board. Names contain the unit, and `bytes_per_s` is memory traffic."""
 
     name: Label
-    cores: Figure | None = None  # processor cores that are on; for people: no point tells it to a board
-    cpu_hz: Figure | None = None
-    gpu_hz: Figure | None = None
-    emc_hz: Figure | None = None
-    flops_per_s: Figure | None = None
-    bytes_per_s: Figure | None = None
-    launch_s: Figure | None = None
-    task_s: Figure | None = None
-    busy_w: Figure | None = None
+    cores: SourcedValue | None = None  # processor cores that are on; for people: no point tells it to a board
+    cpu_hz: SourcedValue | None = None
+    gpu_hz: SourcedValue | None = None
+    emc_hz: SourcedValue | None = None
+    flops_per_s: SourcedValue | None = None
+    bytes_per_s: SourcedValue | None = None
+    launch_s: SourcedValue | None = None
+    task_s: SourcedValue | None = None
+    busy_w: SourcedValue | None = None
 
-    def sourced_values(self) -> tuple[Figure, ...]:
+    def sourced_values(self) -> tuple[SourcedValue, ...]:
         every = (getattr(self, key) for key in self.__struct_fields__ if key != "name")
         return tuple(figure for figure in every if figure is not None)
 
 
-class Thermal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ThermalModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Thermal model of the hottest zone: T -> ambient + rise * P, with one time constant."""
 
-    ambient_c: Figure
-    rise_c_per_w: Figure
-    time_s: Figure
+    ambient_c: SourcedValue
+    rise_c_per_w: SourcedValue
+    time_s: SourcedValue
 
-    def sourced_values(self) -> tuple[Figure, ...]:
+    def sourced_values(self) -> tuple[SourcedValue, ...]:
         return (self.ambient_c, self.rise_c_per_w, self.time_s)
 
 
-class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     board: Name
     title: Label
-    memory_bytes: Figure
-    sources: dict[str, Source]
-    points: Annotated[tuple[Point, ...], Meta(min_length=1, max_length=MOST_POINTS)]
-    idle_w: Figure | None = None
-    clocks: Clocks | None = None
-    model: Model | None = None
-    workloads: Annotated[dict[Label, Times], Meta(max_length=20)] = {}  # by `fedquilt.core.Work.workload`
-    thermal: Thermal | None = None
+    memory_bytes: SourcedValue
+    sources: dict[str, NumberSource]
+    points: Annotated[tuple[ProfilePoint, ...], Meta(min_length=1, max_length=MOST_POINTS)]
+    idle_w: SourcedValue | None = None
+    clocks: BoardClocks | None = None
+    model: ModelCoefficients | None = None
+    workloads: Annotated[
+        dict[Label, TimeCoefficients], Meta(max_length=20)
+    ] = {}  # by `fedquilt.core.WorkEstimate.workload`
+    thermal: ThermalModel | None = None
 
     def sourced_values(self) -> tuple[Sourced, ...]:
         whole: list[Sourced | None] = [self.memory_bytes, self.idle_w]
@@ -230,18 +236,18 @@ class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ]
         return (*named, *(self._complete_point(name, full) for name, full in new))
 
-    def values_behind(self, point: str, *numbers: str, workload: str = "") -> tuple[Figure, ...]:
+    def values_behind(self, point: str, *numbers: str, workload: str = "") -> tuple[SourcedValue, ...]:
         """Return the sourced values from which numbers of an operating point are derived.
 
         A number comes from the point's mode, or else from coefficients of the model or of the `workload`.
         """
         mode = next((mode for mode in self.points if mode.name == point), None)
-        found: list[Figure] = []
+        found: list[SourcedValue] = []
         for number in numbers:
             if number in UNITS and workload in self.workloads:
                 found += self.workloads[workload].sourced_values(*BEHIND[number])
                 continue
-            given: Figure | None = getattr(mode, number, None)
+            given: SourcedValue | None = getattr(mode, number, None)
             found += [given] if given is not None else self.model.sourced_values(*BEHIND[number]) if self.model else []
         return tuple(found)
 
@@ -267,7 +273,7 @@ class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 NUMBERS: Final = (*laws.AXES, *BEHIND)  # of an operating point
 
 
-def _value_or_none(figure: Figure | None) -> float | None:
+def _value_or_none(figure: SourcedValue | None) -> float | None:
     return None if figure is None else figure.value
 
 
@@ -280,14 +286,14 @@ def board_names() -> list[str]:
     return sorted(path.stem for path in Path(__file__).parent.glob("*.toml"))
 
 
-def load_board_profile(name: str) -> Board:
+def load_board_profile(name: str) -> BoardProfile:
     """Return the profile in `profiles/<name>.toml`.
 
     Raises:
         JobError: If there is no such file, or the file is invalid. The error names the place.
     """
     if name not in board_names():
-        hint = config.suggest_nearest(name, board_names())
+        hint = toml.suggest_nearest(name, board_names())
         raise JobError(
             f"board {name!r} is unknown; there are: {', '.join(board_names())}, and auto for this host{hint}"
         )
@@ -295,7 +301,7 @@ def load_board_profile(name: str) -> Board:
     return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
 
 
-def find_board_profile(given: str) -> Board:
+def find_board_profile(given: str) -> BoardProfile:
     """Return the profile in a file, or the included profile with this name.
 
     Raises:
@@ -305,7 +311,7 @@ def find_board_profile(given: str) -> Board:
     if not path.exists() and is_board_name(given):
         if given in board_names():
             return load_board_profile(given)
-        hint = config.suggest_nearest(given, board_names())
+        hint = toml.suggest_nearest(given, board_names())
         raise JobError(
             f"profile {given!r} is no file, and none that ships; there are: {', '.join(board_names())}{hint}"
         )
@@ -326,7 +332,7 @@ def add_checksum(text: str) -> str:
     return f"{text}{_SUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
-def parse_board_profile(text: str, where: str) -> Board:
+def parse_board_profile(text: str, where: str) -> BoardProfile:
     """Return the profile in TOML text.
 
     `where` names the text in errors.
@@ -342,7 +348,7 @@ def parse_board_profile(text: str, where: str) -> Board:
             "line if you changed it"
         )
     try:
-        board = msgspec.convert(config.parse_toml(text, where), Board)
+        board = msgspec.convert(toml.parse_toml(text, where), BoardProfile)
     except msgspec.ValidationError as error:
         raise JobError(f"{where}: {error}") from None
     unknown = sorted({figure.source for figure in board.sourced_values()} - set(board.sources))
@@ -362,7 +368,7 @@ def parse_board_profile(text: str, where: str) -> Board:
         if times is None:
             continue
         axes = {axis for unit in UNITS.values() for axis in times.time_law(unit).cycles}
-        axes |= set(times.power_model().axes_w) if isinstance(times, Model) else set()
+        axes |= set(times.power_model().axes_w) if isinstance(times, ModelCoefficients) else set()
         if missing := sorted(axes - set(lists)):
             raise JobError(f"{where}: [{table}] uses {', '.join(missing)}, of which [clocks] lists no values")
     return board

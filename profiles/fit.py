@@ -14,20 +14,20 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from fedquilt.profiles import model as laws
+from fedquilt.profiles import clock_model as laws
 
-EXPONENTS: Final = (1.0, 1.5, 2.0, 2.5, 3.0)  # k of `fedquilt.profiles.model`
+EXPONENTS: Final = (1.0, 1.5, 2.0, 2.5, 3.0)  # k of `fedquilt.profiles.clock_model`
 BETTER: Final = 1e-9  # how much smaller the squared error of a larger subset must be
 TINY_DESIGN: Final = 1e-6  # keeps the determinant of the first few rows above 0
 
 
-class Seen(NamedTuple):
+class MeasuredPoint(NamedTuple):
     clocks: laws.Clocks
     value: float  # seconds per unit, or watts
 
 
 @dataclass(frozen=True)
-class Errors:
+class RelativeErrors:
     """Relative errors, (model - measured) / measured, in the order of the measurements."""
 
     fitted: tuple[float, ...]
@@ -45,7 +45,7 @@ class Errors:
         return max((abs(error) for error in self.left_out if error is not None), default=None)
 
 
-def fit_time_law(seen: Sequence[Seen], top: Mapping[str, float]) -> tuple[laws.Inverse, Errors]:
+def fit_time_law(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> tuple[laws.InverseTimeLaw, RelativeErrors]:
     """Fit the time law a + b / f_cpu + c / f_gpu + d / f_emc.
 
     Raises:
@@ -54,10 +54,14 @@ def fit_time_law(seen: Sequence[Seen], top: Mapping[str, float]) -> tuple[laws.I
     axes = _varying_axes(seen, top)
     x = _time_law_rows(seen, axes, top)  # (n, 1 + axes)
     found, errors = _fit_with_errors(x, _target_values(seen))
-    return laws.Inverse(found[0], {axis: value for axis, value in zip(axes, found[1:], strict=True) if value}), errors
+    return laws.InverseTimeLaw(
+        found[0], {axis: value for axis, value in zip(axes, found[1:], strict=True) if value}
+    ), errors
 
 
-def fit_power_model(seen: Sequence[Seen], top: Mapping[str, float], floor_w: float = 0.0) -> tuple[laws.Draw, Errors]:
+def fit_power_model(
+    seen: Sequence[MeasuredPoint], top: Mapping[str, float], floor_w: float = 0.0
+) -> tuple[laws.PowerModel, RelativeErrors]:
     """Fit the power model base + sum of w * r^k, with k from `EXPONENTS` and `base` >= `floor_w`.
 
     Raises:
@@ -65,14 +69,14 @@ def fit_power_model(seen: Sequence[Seen], top: Mapping[str, float], floor_w: flo
     """
     axes = _varying_axes(seen, top)
     values = _target_values(seen)
-    best: tuple[float, laws.Draw, Errors] | None = None
+    best: tuple[float, laws.PowerModel, RelativeErrors] | None = None
     for exponent in EXPONENTS:
         x = _power_model_rows(seen, axes, top, exponent)
         found, errors = _fit_with_errors(x, values, floor_w)
         known = {axis: value for axis, value in zip(axes, found[1:], strict=True) if value}
         rating = float(np.sum(np.square(errors.fitted)))
         if best is None or rating < best[0] * (1 - BETTER):
-            best = rating, laws.Draw(found[0], known, exponent), errors
+            best = rating, laws.PowerModel(found[0], known, exponent), errors
     assert best is not None
     return best[1], best[2]
 
@@ -87,7 +91,7 @@ def select_points_to_measure(candidates: Sequence[laws.Clocks], count: int, top:
     """
     if not candidates or count < 1:
         return []
-    seen = [Seen(clocks, 1.0) for clocks in candidates]
+    seen = [MeasuredPoint(clocks, 1.0) for clocks in candidates]
     axes = _varying_axes(seen, top)
     x = _time_law_rows(seen, axes, top)
     x[:, 1:] = (x[:, 1:] - x[:, 1:].mean(0)) / np.maximum(np.ptp(x[:, 1:], axis=0), 1e-300)
@@ -105,7 +109,7 @@ def select_points_to_measure(candidates: Sequence[laws.Clocks], count: int, top:
     return order
 
 
-def _varying_axes(seen: Sequence[Seen], top: Mapping[str, float]) -> list[str]:
+def _varying_axes(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> list[str]:
     if not seen:
         raise ValueError("there is nothing to fit")
     return [
@@ -115,21 +119,21 @@ def _varying_axes(seen: Sequence[Seen], top: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _target_values(seen: Sequence[Seen]) -> np.ndarray:
+def _target_values(seen: Sequence[MeasuredPoint]) -> np.ndarray:
     return np.array([each.value for each in seen], float)  # (n,)
 
 
-def _time_law_rows(seen: Sequence[Seen], axes: Sequence[str], top: Mapping[str, float]) -> np.ndarray:
+def _time_law_rows(seen: Sequence[MeasuredPoint], axes: Sequence[str], top: Mapping[str, float]) -> np.ndarray:
     return np.array([[1.0, *(1 / laws.clock_of_axis(each.clocks, top, axis) for axis in axes)] for each in seen])
 
 
 def _power_model_rows(
-    seen: Sequence[Seen], axes: Sequence[str], top: Mapping[str, float], exponent: float
+    seen: Sequence[MeasuredPoint], axes: Sequence[str], top: Mapping[str, float], exponent: float
 ) -> np.ndarray:
     return np.array([[1.0, *(laws.power_ratio(axis, each.clocks, top, exponent) for axis in axes)] for each in seen])
 
 
-def _fit_with_errors(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> tuple[list[float], Errors]:
+def _fit_with_errors(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> tuple[list[float], RelativeErrors]:
     found = _solve_non_negative(x, y, floor)
     left_out: list[float | None] = []
     for i in range(len(y)):
@@ -138,7 +142,9 @@ def _fit_with_errors(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> tuple[
             left_out.append(None)  # what was left out is all that told of some clock
         else:
             left_out.append(float(x[i] @ _solve_non_negative(x[rest], y[rest], floor) / y[i] - 1))
-    return [float(value) for value in found], Errors(tuple(float(e) for e in x @ found / y - 1), tuple(left_out))
+    return [float(value) for value in found], RelativeErrors(
+        tuple(float(e) for e in x @ found / y - 1), tuple(left_out)
+    )
 
 
 def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:

@@ -9,23 +9,23 @@ from pathlib import Path
 from two_sides import noise
 
 from fedquilt import wire
-from fedquilt.blobs.carriers import Ended
-from fedquilt.blobs.intake import Intake
-from fedquilt.blobs.store import Depot
-from fedquilt.connections import Connections
-from fedquilt.coordinator.blob_server import BlobServer
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.backend import TransferResult
+from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.coordinator.delivery.blobs.server import BlobServer
 from fedquilt.core import BlobRef
+from fedquilt.host.connection_limits import ConnectionLimiter
 
 CHUNK = 64 * 1024
 PAYLOAD = noise(4 * CHUNK)
 
 
 class Site:
-    def __init__(self, folder: Path, connections: Connections | None = None) -> None:
-        self.depot = Depot(folder / "c")
+    def __init__(self, folder: Path, connections: ConnectionLimiter | None = None) -> None:
+        self.depot = BlobStore(folder / "c")
         self.ref = self.depot.store_bytes(PAYLOAD)
         self.refused: set[tuple[str, str]] = set()
-        self.ended: list[Ended] = []
+        self.ended: list[TransferResult] = []
         self.server = BlobServer(
             "127.0.0.1",
             0,
@@ -36,12 +36,12 @@ class Site:
         )
         self.token = self.server.issue_token("a", self.ref)
 
-    def upload(self, payload: bytes = noise(4 * CHUNK, 7)) -> tuple[Intake, str]:
+    def upload(self, payload: bytes = noise(4 * CHUNK, 7)) -> tuple[BlobWriter, str]:
         """An intake for a blob, and the token to put it."""
         digests = "".join(hashlib.sha256(payload[at : at + CHUNK]).hexdigest() for at in range(0, len(payload), CHUNK))
         sha256 = hashlib.sha256(payload).hexdigest()
-        manifest = wire.Manifest(sha256=sha256, size=len(payload), chunk=CHUNK, digests=digests)
-        intake = Intake(self.depot, manifest, self.depot.open_part(manifest), through=True)
+        manifest = wire.BlobManifest(sha256=sha256, size=len(payload), chunk=CHUNK, digests=digests)
+        intake = BlobWriter(self.depot, manifest, self.depot.open_part(manifest), through=True)
         return intake, self.server.issue_token("a", intake.ref, intake)
 
     def ask(self, request: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:

@@ -14,25 +14,25 @@ onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
 
-from fedquilt.models.stitching import blocks  # noqa: E402
+from fedquilt.models.stitching.onnx import blocks  # noqa: E402
 
 
-def graphs_of(exported: Iterable[tuple[tuple[blocks.Graph, ...], ...]]) -> list[blocks.Graph]:
+def graphs_of(exported: Iterable[tuple[tuple[blocks.BlockGraph, ...], ...]]) -> list[blocks.BlockGraph]:
     return [graph for stages in exported for stage in stages for graph in stage]
 
 
-def only(stages: tuple[tuple[blocks.Graph, ...], ...]) -> blocks.Graph:
+def only(stages: tuple[tuple[blocks.BlockGraph, ...], ...]) -> blocks.BlockGraph:
     ((graph,),) = stages
     return graph
 
 
-def run(stages: tuple[tuple[blocks.Graph, ...], ...], x: np.ndarray, folder: Path) -> np.ndarray:
+def run(stages: tuple[tuple[blocks.BlockGraph, ...], ...], x: np.ndarray, folder: Path) -> np.ndarray:
     for stage in stages:
         x = np.concatenate([run_graph(graph, x, folder) for graph in stage], axis=1)
     return x
 
 
-def run_graph(made: blocks.Graph, x: np.ndarray, folder: Path) -> np.ndarray:
+def run_graph(made: blocks.BlockGraph, x: np.ndarray, folder: Path) -> np.ndarray:
     path = folder / hashlib.sha256(made.graph).hexdigest()
     path.write_bytes(made.graph)
     if made.data is not None:

@@ -10,9 +10,9 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedquilt import config
-from fedquilt.tools.flash import targets
-from fedquilt.tools.flash.targets import Target
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import targets
+from fedquilt.tools.boards.flash.targets import BundleTarget
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 AARCH64, X86_64, ARM = 0xB7, 0x3E, 0x28
@@ -62,13 +62,13 @@ def wheel(
 
 def required() -> list[str]:
     """Names of the packages that fedquilt requires, directly and in its extras, as the checkout says now."""
-    project = config.read_toml(Path(__file__).parents[1] / "pyproject.toml")["project"]
+    project = toml.read_toml(Path(__file__).parents[1] / "pyproject.toml")["project"]
     lines = [*project["dependencies"], *(each for lines in project["optional-dependencies"].values() for each in lines)]
     return sorted({re.split(r"[\[;><=]", line)[0].strip() for line in lines} - {"fedquilt"})
 
 
 JETSON = targets.find_target("jetpack6")
-HERE = Target("here", "aarch64", PYTHON, 27, sys.executable)  # a board whose interpreter is this one
+HERE = BundleTarget("here", "aarch64", PYTHON, 27, sys.executable)  # a board whose interpreter is this one
 
 
 def snapshot(folder: Path) -> dict[str, bytes | str]:

@@ -8,23 +8,22 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedquilt import bundle, tensors, wire
-from fedquilt.blobs.store import Depot
-from fedquilt.blobs.transfer import Transfers
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.boards_link import Boards, NotedLink
-from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import (
-    AnyFact,
-    Committed,
-)
-from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.background_worker import BackgroundWorker
+from fedquilt.coordinator.delivery.executor import LinkExecutor
+from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.worker import Worker
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import CODECS, OperatingPoint, Profile, Task, Update, Usage
-from fedquilt.disk import PRIVATE, Disk
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.formats import job_bundle
+from fedquilt.host.disk import PRIVATE, Disk
+from fedquilt.transport.memory_link import MemoryBroker
 
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
@@ -37,7 +36,7 @@ class Hand:
     def __init__(self, broker: MemoryBroker, name: str, folder: Path, codecs: tuple[str, ...] = CODECS) -> None:
         self.name, self.topics = name, wire.Topics("f")
         self.link = broker.connect()
-        self.depot = Depot(folder)
+        self.depot = BlobStore(folder)
         self.transfers = Transfers(self.link, self.depot, self.topics, "up", lambda device, sha256: True)
         self.link.subscribe(self.topics.device_filters(name))
         self.tasks: list[Task | None] = []
@@ -92,8 +91,8 @@ class Stage:
     def __init__(
         self,
         folder: Path,
-        limits: Limits | None = None,
-        worker: Worker | None = None,
+        limits: CoordinatorLimits | None = None,
+        worker: BackgroundWorker | None = None,
         model: dict[str, np.ndarray] = MODEL,
         by_wall: bool = False,
         **table: Any,
@@ -102,7 +101,7 @@ class Stage:
         self.by_wall = by_wall  # whether restarted coordinators go by the store's clock; see `wall_s`
         self.limits, self.all = limits, limits is not None  # whether the coordinator serves all jobs, or `job` alone
         self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
-        bundle.write_bundle(
+        job_bundle.write_bundle(
             folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode_tensors(model)}
         )
         self.disk: Disk = PRIVATE  # of the coordinator, from its next start on
@@ -114,13 +113,13 @@ class Stage:
     def start(self) -> None:
         """A coordinator process begins."""
         self.link = self.broker.connect()
-        self.executor = OverLink(self.link, "f", self.store.depot, self.store.begin_epoch())
+        self.executor = LinkExecutor(self.link, "f", self.store.depot, self.store.begin_epoch())
         self.server = Server(
             self.executor,
             self.store,
             self.observe,
             only=None if self.all else self.job,
-            limits=self.limits or Limits(),
+            limits=self.limits or CoordinatorLimits(),
             worker=self.worker,
             by_wall=self.by_wall,
         )
@@ -137,7 +136,7 @@ class Stage:
         self.store = Store(self.folder / "home", disk=self.disk)
         self.start()
 
-    def observe(self, job: Any, fact: AnyFact) -> None:
+    def observe(self, job: Any, fact: AnyEvent) -> None:
         self.facts.append(fact)
 
     def hand(self, name: str, **changes: Any) -> Hand:
@@ -151,7 +150,9 @@ class Stage:
             self.broker.now_s += 0.05
             self.broker.deliver_due()
             if not self.server.finished:
-                self.dues.append((self.broker.now_s, self.server.step(self.broker.now_s), len(self.told(Committed))))
+                self.dues.append(
+                    (self.broker.now_s, self.server.step(self.broker.now_s), len(self.told(RoundCommitted)))
+                )
             for hand in self.hands:
                 hand.listen(self.broker.now_s)
 
@@ -164,8 +165,8 @@ class Noted(Stage):
 
     def start(self) -> None:
         self.link = self.broker.connect()
-        self.noted = Boards(self.store.home, lambda: 1_800_000_000.0 + self.broker.now_s)
-        self.executor = NotedLink(self.link, "f", self.store.depot, self.store.begin_epoch(), self.noted)
+        self.noted = DeviceStatusTracker(self.store.home, lambda: 1_800_000_000.0 + self.broker.now_s)
+        self.executor = MonitoringExecutor(self.link, "f", self.store.depot, self.store.begin_epoch(), self.noted)
         self.server = Server(self.executor, self.store, self.observe)
 
 

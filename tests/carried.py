@@ -11,29 +11,31 @@ from typing import NamedTuple
 
 import pytest
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle
 from fedquilt.models.partial import masks
-from fedquilt.tools import demo
+from fedquilt.tools.lab import demo
 from fedquilt.tools.simulation import agents, run
-from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 DIGITS = demo.HERE / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [6, 5], "classes": 10}
-UNITS = masks.Plan(
+UNITS = masks.MaskPlan(
     {"1": 6, "3": 5},
     {},
     {
-        "1.weight": masks.Follow((6, 64), ("1",)),
-        "1.bias": masks.Follow((6,), ("1",)),
-        "3.weight": masks.Follow((5, 6), ("3",), ("1",)),
-        "3.bias": masks.Follow((5,), ("3",)),
-        "5.weight": masks.Follow((10, 5), (), ("3",)),
+        "1.weight": masks.TensorGroups((6, 64), ("1",)),
+        "1.bias": masks.TensorGroups((6,), ("1",)),
+        "3.weight": masks.TensorGroups((5, 6), ("3",), ("1",)),
+        "3.bias": masks.TensorGroups((5,), ("3",)),
+        "5.weight": masks.TensorGroups((10, 5), (), ("3",)),
     },
 )
 TRAINING = {"epochs": 2, "batch": 16, "lr": 0.1}
@@ -53,12 +55,12 @@ class Outcome(NamedTuple):
 def outcome(home: Path, run: str) -> Outcome:
     with Store(home) as store:
         facts = [fact for _, _, fact in store.read_events(run)]
-    usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, Answered)]
+    usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, UpdateAccepted)]
     return Outcome(
-        [(fact.round, fact.devices) for fact in facts if isinstance(fact, Asked)],
+        [(fact.round, fact.devices) for fact in facts if isinstance(fact, CohortSelected)],
         sorted((number, device, used.down_bytes, used.up_bytes) for number, device, used in usage),
-        [fact.state.sha256 for fact in facts if isinstance(fact, Committed)],
-        next(fact.status for fact in facts if isinstance(fact, Ended)),
+        [fact.state.sha256 for fact in facts if isinstance(fact, RoundCommitted)],
+        next(fact.status for fact in facts if isinstance(fact, JobEnded)),
     )
 
 
@@ -71,7 +73,7 @@ def engine_of(name: str) -> str:
     return there[0]
 
 
-def plan(name: str, place: Path) -> agents.Plan:
+def plan(name: str, place: Path) -> agents.FleetPlan:
     """A job of four devices of two kinds, two of them in each round."""
     method = methods.load(name)
     known = {field.name for field in fields(method.params)}
@@ -80,9 +82,9 @@ def plan(name: str, place: Path) -> agents.Plan:
     made = demo.HERE / "bundle"
     if not stitches:
         made = place / "bundle"
-        model = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+        model = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
         units = tensors.encode_tensors({"json": masks.plan_to_array(UNITS)})
-        bundle.write_bundle(made, {"network": NETWORK, "flops": 1e6}, {"model": model, "masks": units})
+        job_bundle.write_bundle(made, {"network": NETWORK, "flops": 1e6}, {"model": model, "masks": units})
     table = {
         "name": "carried",
         "method": name,
@@ -94,10 +96,10 @@ def plan(name: str, place: Path) -> agents.Plan:
         "fleet": {"devices": 4, "boards": ["jetson-tx2", "raspberry-pi-5"], "budgets": ["1GB", "2GB"]},
         "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, "limit": 240},
     }
-    return agents.Plan(settings.parse_job(table), made, place / "linked")
+    return agents.FleetPlan(settings.parse_job(table), made, place / "linked")
 
 
-def simulated(given: agents.Plan, hands: Hands, home: Path) -> Outcome:
+def simulated(given: agents.FleetPlan, hands: WorkBackend, home: Path) -> Outcome:
     held = {member.device: len(member.held) for member in given.load_devices()[0]}
     with Simulation(given.job, given.bundle, held, home) as simulation:
         for _ in run.run_rounds([simulation], hands):

@@ -9,9 +9,9 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import SiteRight
-from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
-from fedquilt.tools.identity.shapes import key_to_pem
-from fedquilt.transport.broker import Broker
+from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.operations.identity.certificate_parts import key_to_pem
+from fedquilt.transport.mqtt.broker import Broker
 
 
 class Certified:
@@ -19,7 +19,7 @@ class Certified:
 
     def __init__(self, folder: Path, crl_url: str | None = None) -> None:
         self.folder = folder
-        self.authority = Authority.create(folder / "ca", "site", clock_s(), crl_url)
+        self.authority = CertificateAuthority.create(folder / "ca", "site", clock_s(), crl_url)
 
     @property
     def ca(self) -> Path:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from waiting import LIMIT_S
 
-from fedquilt import tensors
-from fedquilt.core import Task, Work
-from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.edge_agent.task.worker import COMMAND, ChildWorker, Worker
+from fedquilt.arrays import tensors
+from fedquilt.core import Task, WorkEstimate
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.edge_agent.task.worker import COMMAND, ChildWorker, TaskWorker
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}
@@ -67,7 +67,7 @@ HEAD = """
 import os, sys, time
 from dataclasses import dataclass
 import numpy as np
-from fedquilt.core import Answer, Method
+from fedquilt.core import ClientResult, Method
 """
 FOOT = """
 @dataclass
@@ -88,12 +88,12 @@ class Place:
         (folder / "model").write_bytes(tensors.encode_tensors(MODEL))
         self._orders = 0
 
-    def order(self, method: str = "fedavg", budget_bytes: int = 1 << 30, **changes: Any) -> Order:
+    def order(self, method: str = "fedavg", budget_bytes: int = 1 << 30, **changes: Any) -> WorkRequest:
         self._orders += 1
         out = self.folder / "out" / str(self._orders)
         out.mkdir(parents=True)
         values: dict[str, Any] = {"engine": "numpy", "actions": ("check", "work") if method == "fedavg" else ("work",)}
-        values = {"work": Work(flops=1e9), **values}
+        values = {"work": WorkEstimate(flops=1e9), **values}
         task = Task(
             job="j-1",
             round=0,
@@ -105,7 +105,7 @@ class Place:
             deadline_s=60.0,
             **{**values, **{name: value for name, value in changes.items() if name in Task.__struct_fields__}},
         )
-        return Order(
+        return WorkRequest(
             task=task,
             device="d",
             budget_bytes=budget_bytes,
@@ -135,7 +135,7 @@ def child(command: Sequence[str] = COMMAND, warm_s: float = 60.0) -> Iterator[Ch
         worker.close()
 
 
-def until(worker: Worker, wanted: type) -> Any:
+def until(worker: TaskWorker, wanted: type) -> Any:
     """The first event of a kind; everything before it is let go."""
     limit_s = time.monotonic() + LIMIT_S
     while (now_s := time.monotonic()) < limit_s:
@@ -146,10 +146,10 @@ def until(worker: Worker, wanted: type) -> Any:
     raise TimeoutError(f"no {wanted.__name__} within {LIMIT_S} s")
 
 
-def carried_out(worker: Worker, order: Order, now_s: float = 0.0) -> Outcome:
+def carried_out(worker: TaskWorker, order: WorkRequest, now_s: float = 0.0) -> WorkResult:
     worker.start(order, now_s)
-    outcome = until(worker, Outcome)
-    assert isinstance(outcome, Outcome)
+    outcome = until(worker, WorkResult)
+    assert isinstance(outcome, WorkResult)
     return outcome
 
 

@@ -6,8 +6,8 @@ import socket
 from pathlib import Path
 
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.helper import Helper
-from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.edge_agent.clocks.clock_pin import ClockPin
+from fedquilt.edge_agent.clocks.helper import ClockHelper
 from fedquilt.testing.boards import write_fake_board
 
 POLICY = "sys/devices/system/cpu/cpufreq/policy0"
@@ -35,5 +35,5 @@ class Place:
     def heat(self, celsius: float) -> None:
         (self.root / "sys/class/thermal/thermal_zone1/temp").write_text(f"{celsius * 1000:.0f}\n")
 
-    def helper(self, **given: object) -> Helper:
-        return Helper(Clamp(self.root, self.state), self.socket, self.state, **given)  # type: ignore[arg-type]
+    def helper(self, **given: object) -> ClockHelper:
+        return ClockHelper(ClockPin(self.root, self.state), self.socket, self.state, **given)  # type: ignore[arg-type]

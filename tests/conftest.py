@@ -27,9 +27,9 @@ from mosquittos import MOSQUITTO, Mosquitto
 from waiting import LIMIT_S
 
 from fedquilt.tools.broker import EmbeddedBroker
-from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 forks.refuse_with_threads()
 

@@ -17,21 +17,28 @@ from waiting import LIMIT_S, until
 
 from fedquilt import wire
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.boards import Board, Doing, Reading, Refusal
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.facts import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Ended,
-    Started,
-    Surveyed,
+from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, LatestDecline, TelemetrySample
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    EligibilityRecorded,
+    JobEnded,
+    JobStarted,
+    RoundClosed,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
 )
-from fedquilt.coordinator.rollouts import Aborted, Begun, Heard, Offered, Passed, Plan
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.rollout import (
+    PhasePassed,
+    ReleaseOffered,
+    RolloutAborted,
+    RolloutPlan,
+    RolloutStarted,
+    StatusReported,
+)
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Update, Usage
 
 
@@ -40,7 +47,7 @@ def names(count: int) -> list[str]:
     return [f"board-{number:05d}" for number in range(count)]
 
 
-def answer(device: str, round: int, accuracy: float = 0.5) -> Answered:
+def answer(device: str, round: int, accuracy: float = 0.5) -> UpdateAccepted:
     """An answer that took 10 s, 4 of them at its task, and 3 MB down and 1 MB up."""
     usage = Usage(wall_s=4.0, energy_j=6.0, energy_source="INA3221", down_bytes=3_000_000, up_bytes=1_000_000)
     update = Update(
@@ -54,10 +61,10 @@ def answer(device: str, round: int, accuracy: float = 0.5) -> Answered:
         usage=usage,
         evaluation=of_classes(accuracy),
     )
-    return Answered(round, update, 10.0)
+    return UpdateAccepted(round, update, 10.0)
 
 
-def facts(devices: list[str], rounds: int = 3, *, ended: bool = False) -> list[AnyFact]:
+def facts(devices: list[str], rounds: int = 3, *, ended: bool = False) -> list[AnyEvent]:
     """Rounds in which every fifth board is offline, half of the others are asked, and the last of these declines.
 
     Without `ended` the last round runs, with one answer.
@@ -65,19 +72,22 @@ def facts(devices: list[str], rounds: int = 3, *, ended: bool = False) -> list[A
     offline = tuple(devices[::5])
     able = [device for device in devices if device not in offline]
     cohort = able[: max(2, len(able) // 2)]
-    found: list[AnyFact] = [Started(BLOB), Surveyed(0, tuple(able), {"offline": offline})]
+    found: list[AnyEvent] = [JobStarted(BLOB), EligibilityRecorded(0, tuple(able), {"offline": offline})]
     for number in range(rounds):
-        found.append(Asked(number, 0, tuple(cohort)))
+        found.append(CohortSelected(number, 0, tuple(cohort)))
         if number == rounds - 1 and not ended:
             return [*found, answer(cohort[0], number)]
         found += [answer(device, number, 0.2 + 0.1 * number) for device in cohort[:-1]]
         told = total(*(of_classes(0.2 + 0.1 * number) for _ in cohort[:-1]))
-        found += [Declined(number, cohort[-1], "memory", "the task needs 12 MB more than its budget"), Closed(number)]
-        found.append(Committed(number, BLOB, False, {"loss": 1.0}, (), 16.0, evaluation=told))
-    return [*found, Ended("stopped", "by request")]
+        found += [
+            TaskDeclined(number, cohort[-1], "memory", "the task needs 12 MB more than its budget"),
+            RoundClosed(number),
+        ]
+        found.append(RoundCommitted(number, BLOB, False, {"loss": 1.0}, (), 16.0, evaluation=told))
+    return [*found, JobEnded("stopped", "by request")]
 
 
-def add_run(home: Path, found: list[AnyFact], name: str = "digits", status: str = "running") -> str:
+def add_run(home: Path, found: list[AnyEvent], name: str = "digits", status: str = "running") -> str:
     """A run with these facts; its id."""
     with Store(home, durable=False) as store:
         run = store.add_job(settings.parse_job({"name": name, "method": "fedavg", "rounds": 9}), home)
@@ -105,18 +115,20 @@ def add_boards(home: Path, devices: list[str], run: str = "", **changes: dict[st
             "budget_bytes": 2_000_000_000,
             "labels": (f"site={'lab' if number % 2 else 'hall'}",),
             "mode": "25W",
-            "doing": Doing(run, 2, "working", now - 60, 0.45) if number % 7 == 1 and number % 5 else None,
-            "refusal": Refusal(now - 90, "memory", "the task needs 12 MB more", run, 1) if number % 11 == 0 else None,
+            "doing": CurrentTask(run, 2, "working", now - 60, 0.45) if number % 7 == 1 and number % 5 else None,
+            "refusal": LatestDecline(now - 90, "memory", "the task needs 12 MB more", run, 1)
+            if number % 11 == 0
+            else None,
         }
-        found.append(Board(device, **{**table, **changes.get(device, {})}))
+        found.append(DeviceStatus(device, **{**table, **changes.get(device, {})}))
     at = int(now) // 30 * 30
     readings = [
-        (device, Reading(at + ahead, 5.0 + number % 7, 9.0, 55.0, 10**9, 3 * 10**8))
+        (device, TelemetrySample(at + ahead, 5.0 + number % 7, 9.0, 55.0, 10**9, 3 * 10**8))
         for number, device in enumerate(devices)
         for ahead in (-30, 0, 3600)  # the last one stays recent, however long a test takes
         if number % 5
     ]
-    with BoardStore(home, writes=True) as store:
+    with TelemetryStore(home, writes=True) as store:
         store.write_telemetry(found, readings)
 
 
@@ -228,9 +240,11 @@ def add_rollout(home: Path, devices: list[str], name: str = "digits-20261123-041
     why = "its accuracy is 3 points less than that of what runs now" if bad else ""
     measured = {"accuracy": 0.91, "accuracy_before": 0.94, "latency_s": 0.0123}
     with Store(home, durable=False) as store:
-        id = store.rollouts.add_rollout(Plan("model", name, limits=wire.Limits(max_latency_s=0.04)))
-        found: list[Any] = [Begun(7), Offered(0, tuple(canary))]
-        found += [Heard(device, 7, phase, why, measured) for device in canary]  # type: ignore[arg-type]
-        found += [Aborted("2 of 2 boards failed", 8)] if bad else [Passed(0), Offered(1, tuple(rest))]
+        id = store.rollouts.add_rollout(RolloutPlan("model", name, limits=wire.ReleaseLimits(max_latency_s=0.04)))
+        found: list[Any] = [RolloutStarted(7), ReleaseOffered(0, tuple(canary))]
+        found += [StatusReported(device, 7, phase, why, measured) for device in canary]  # type: ignore[arg-type]
+        found += (
+            [RolloutAborted("2 of 2 boards failed", 8)] if bad else [PhasePassed(0), ReleaseOffered(1, tuple(rest))]
+        )
         store.rollouts.append_events([(id, fact) for fact in found])
     return id

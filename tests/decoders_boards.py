@@ -18,32 +18,35 @@ import upgrades
 from certified import Certified
 from decoding import SHA, Decoder, numbered
 
-from fedquilt import environment, onnx_fill, personal, wire
-from fedquilt.coordinator.checksums import FIRST, chain_checksum, checksum
-from fedquilt.coordinator.rollout_log import RolloutLog
-from fedquilt.coordinator.rollouts import (
-    Aborted,
-    AnyFact,
-    Begun,
-    Done,
-    Heard,
-    Offered,
-    Passed,
-    Plan,
-    RolledBack,
+from fedquilt import wire
+from fedquilt.coordinator.rounds.rollout import (
+    AnyRolloutEvent,
+    PhasePassed,
+    ReleaseOffered,
+    RolloutAborted,
+    RolloutCompleted,
+    RolloutPlan,
+    RolloutRolledBack,
+    RolloutStarted,
+    StatusReported,
     release_for_device,
 )
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum, checksum
+from fedquilt.coordinator.storage.rollout_log import RolloutLog
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
 from fedquilt.edge_agent import messages
 from fedquilt.edge_agent import settings as agent_settings
-from fedquilt.edge_agent.engines import exported
+from fedquilt.edge_agent.engines import exported_model
 from fedquilt.edge_agent.releases import models
-from fedquilt.edge_agent.releases.protocol import CheckOrder
-from fedquilt.edge_agent.served import FILE, Runner, Served
-from fedquilt.edge_agent.upgrade import archive, build, central, kind, launch
-from fedquilt.edge_agent.upgrade.launch import Choice
-from fedquilt.tools.flash.bundle import write_archive
+from fedquilt.edge_agent.releases.check.protocol import CheckRequest
+from fedquilt.edge_agent.runner_status import FILE, RunnerStatus, RunnerStatusReader
+from fedquilt.edge_agent.upgrade import agent_release, archive, environment_build, launcher, remote_settings
+from fedquilt.edge_agent.upgrade.launcher import VersionChoice
+from fedquilt.formats import personal_models
+from fedquilt.host import virtual_environment
+from fedquilt.onnx import weights
+from fedquilt.tools.boards.flash.bundle import write_archive
 
 OWN_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of orders that the agent itself gives
 
@@ -82,13 +85,13 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
     with archive.open_bundle(path) as bundle:
         manifest, signature = bundle.signed, bundle.signature
     assert signature is not None
-    order = build.Order("b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False)
+    order = environment_build.BuildRequest("b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False)
 
     def opened(payload: bytes) -> object:
         path.write_bytes(payload)
         try:
             with archive.open_bundle(path) as bundle:
-                build.require_fitting_machine(bundle.manifest)
+                environment_build.require_fitting_machine(bundle.manifest)
                 bundle.verify_wheels()
         except ModelError as error:
             str(error).encode()  # the coordinator is told
@@ -98,7 +101,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
     def signed(payload: bytes) -> object:
         write_archive({archive.MANIFEST: manifest, archive.SIGNATURE: payload[:1000]}, path)
         with archive.open_bundle(path) as bundle:
-            build.require_valid_signature(bundle, ca, unsigned=False)
+            environment_build.require_valid_signature(bundle, ca, unsigned=False)
         assert payload == signature
 
     write_archive({archive.MANIFEST: manifest, archive.SIGNATURE: signature}, folder / "right.tar")
@@ -106,14 +109,14 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
     def certified(payload: bytes) -> object:
         pem.write_bytes(payload)
         with archive.open_bundle(folder / "right.tar") as bundle:
-            return build.require_valid_signature(bundle, str(pem), unsigned=False)
+            return environment_build.require_valid_signature(bundle, str(pem), unsigned=False)
 
     numbers = itertools.count()
 
     def unpacked(payload: bytes) -> object:
         into = packages / str(next(numbers))
         try:
-            return environment.unpack_wheels([("toy.whl", io.BytesIO(payload))], into, 1 << 20)
+            return virtual_environment.unpack_wheels([("toy.whl", io.BytesIO(payload))], into, 1 << 20)
         finally:
             assert [*packages.iterdir()] == [into]  # nothing is written beside it
             for root, folders, names in os.walk(into, topdown=False):
@@ -124,42 +127,46 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
             into.rmdir()
 
     packages.mkdir()
-    found = Choice("f", "a" * 64, "b" * 64, trying=True, starts=1, boot="boot", began_s=100, online_s=300)
-    told = msgspec.json.encode(launch.launch_info(folder, "f", SHA, ["agent", "agent.toml"]))
+    found = VersionChoice("f", "a" * 64, "b" * 64, trying=True, starts=1, boot="boot", began_s=100, online_s=300)
+    told = msgspec.json.encode(launcher.launch_info(folder, "f", SHA, ["agent", "agent.toml"]))
     return {
         "bundle of an upgrade": Decoder(
             "edge_agent/upgrade/archive.py", opened, (ModelError,), tuple(wholes), headed, share=0.1
         ),
         "signature of an upgrade": Decoder(
-            "edge_agent/upgrade/build.py", signed, (ModelError,), (signature,), share=0.02
+            "edge_agent/upgrade/environment_build.py", signed, (ModelError,), (signature,), share=0.02
         ),
         "ca of an upgrade": Decoder(
-            "edge_agent/upgrade/build.py", certified, (JobError, ModelError), (site.ca.read_bytes(),), share=0.05
+            "edge_agent/upgrade/environment_build.py",
+            certified,
+            (JobError, ModelError),
+            (site.ca.read_bytes(),),
+            share=0.05,
         ),
         "order to build": Decoder(
-            "edge_agent/upgrade/build.py",
-            lambda payload: msgspec.json.decode(payload, type=build.Order),
+            "edge_agent/upgrade/environment_build.py",
+            lambda payload: msgspec.json.decode(payload, type=environment_build.BuildRequest),
             OWN_ERRORS,
             (msgspec.json.encode(order),),
             share=0.1,
         ),
         "wheel of an upgrade": Decoder(
-            "fedquilt/environment.py",
+            "fedquilt/host/virtual_environment.py",
             unpacked,
-            (environment.Odd, OSError),
+            (virtual_environment.InvalidWheelError, OSError),
             (wheel.read_bytes(), (folder / "packed.whl").read_bytes()),
             share=0.1,
         ),
         "choice.json": Decoder(
-            "edge_agent/upgrade/launch.py",
+            "edge_agent/upgrade/launcher.py",
             _begun(folder),
             (),
-            (launch.format_choice(found).encode(), b'{"flashed":"f"}'),
+            (launcher.format_choice(found).encode(), b'{"flashed":"f"}'),
         ),
-        "bundle.json": Decoder("edge_agent/upgrade/launch.py", _named(folder), (), (b'{"id":"f"}',), share=0.1),
+        "bundle.json": Decoder("edge_agent/upgrade/launcher.py", _named(folder), (), (b'{"id":"f"}',), share=0.1),
         "word of the launcher": Decoder(
-            "edge_agent/upgrade/kind.py",
-            lambda payload: kind.read_launch_info({launch.LAUNCHED: os.fsdecode(payload)}),
+            "edge_agent/upgrade/agent_release.py",
+            lambda payload: agent_release.read_launch_info({launcher.LAUNCHED: os.fsdecode(payload)}),
             (),
             (told,),
         ),
@@ -182,16 +189,16 @@ def headed(payload: bytes) -> bytes:
 
 def _begun(folder: Path) -> Any:
     """What the launcher makes of its file: a choice that it can write, with an alarm that can be set."""
-    program = launch.python_path(folder, "a" * 64)
+    program = launcher.python_path(folder, "a" * 64)
     program.parent.mkdir(parents=True)
     program.touch()
 
     def read(payload: bytes) -> object:
-        (folder / launch.CHOICE).write_bytes(payload)
-        choice, said = launch.choose_version(launch.read_choice(folder), "f", "boot", 500.0, folder)
+        (folder / launcher.CHOICE).write_bytes(payload)
+        choice, said = launcher.choose_version(launcher.read_choice(folder), "f", "boot", 500.0, folder)
         said.encode("utf-8", "backslashreplace")
-        assert launch.parse_choice(launch.format_choice(choice)) == choice
-        assert 0 < min(max(choice.online_s, 1.0), launch.LONGEST_S) <= launch.LONGEST_S  # as an alarm has it
+        assert launcher.parse_choice(launcher.format_choice(choice)) == choice
+        assert 0 < min(max(choice.online_s, 1.0), launcher.LONGEST_S) <= launcher.LONGEST_S  # as an alarm has it
         return choice
 
     return read
@@ -200,7 +207,7 @@ def _begun(folder: Path) -> Any:
 def _named(folder: Path) -> Any:
     def read(payload: bytes) -> str:
         (folder / "bundle.json").write_bytes(payload)
-        return launch.installation_id(folder)
+        return launcher.installation_id(folder)
 
     return read
 
@@ -215,22 +222,22 @@ def _kept(folder: Path) -> dict[str, Decoder]:
     (lies / SHA[:16]).mkdir(parents=True)
     (lies / SHA[:16] / models.MODEL).touch()
     (lies / models.CURRENT).symlink_to(SHA[:16])
-    laid = models.Laid(model=SHA, rollout="digits-1", name="digits", serial=3)
-    says = Served(at=1e9, model=SHA, served=20, failed=2, latency_s=0.1, drift=0.2, accuracy=0.9, labelled=5)
+    laid = models.ReleaseManifest(model=SHA, rollout="digits-1", name="digits", serial=3)
+    says = RunnerStatus(at=1e9, model=SHA, served=20, failed=2, latency_s=0.1, drift=0.2, accuracy=0.9, labelled=5)
     values = {"budget": "512MB", "labels": ["+canary", "-old"], "policy": "max", "max_w": 9.5, "telemetry_s": 30.0}
-    kept = central.Kept(serial=3, set=values, before={"labels": ["a=b", "c"]})
-    order = CheckOrder(model="m", out="o", before=None, budget_bytes=1, data={"path": "digits.npz"}, plugins=("a",))
+    kept = remote_settings.StoredSettings(serial=3, set=values, before={"labels": ["a=b", "c"]})
+    order = CheckRequest(model="m", out="o", before=None, budget_bytes=1, data={"path": "digits.npz"}, plugins=("a",))
 
     def current(payload: bytes) -> object:
         (lies / SHA[:16] / models.RELEASE).write_bytes(payload)
-        return models.Models(settings, None, None).current_sha256()  # type: ignore[arg-type]
+        return models.ModelReleases(settings, None, None).current_sha256()  # type: ignore[arg-type]
 
     (lies / SHA[:16] / models.RELEASE).write_bytes(msgspec.json.encode(laid))
 
     def served(payload: bytes) -> object:
         (lies / FILE).write_bytes(b"")
-        runner = Runner(lies)
-        board = models.Models(settings, None, None)  # type: ignore[arg-type]
+        runner = RunnerStatusReader(lies)
+        board = models.ModelReleases(settings, None, None)  # type: ignore[arg-type]
         board.runner = runner
         runner.read_status()
         for _ in range(2):
@@ -240,9 +247,9 @@ def _kept(folder: Path) -> dict[str, Decoder]:
         return None if told is None else wire.decode(wire.encode(told), wire.Telemetry)
 
     def held(payload: bytes) -> object:
-        (folder / central.FILE).write_bytes(payload)
+        (folder / remote_settings.FILE).write_bytes(payload)
         taken: list[agent_settings.AgentSettings] = []
-        board = central.SettingsKind(settings, 8 << 30, folder, taken.append)
+        board = remote_settings.SettingsKind(settings, 8 << 30, folder, taken.append)
         board.current_sha256()
         return board.effective_settings().task_budget_bytes(8 << 30)
 
@@ -251,18 +258,18 @@ def _kept(folder: Path) -> dict[str, Decoder]:
             table = msgspec.json.decode(payload, type=dict[str, Any])
         except UNDECODABLE:
             return None
-        found = central.apply_remote_settings(settings, table, 8 << 30)
+        found = remote_settings.apply_remote_settings(settings, table, 8 << 30)
         return found.task_budget_bytes(8 << 30)
 
-    where = "edge_agent/upgrade/central.py"
+    where = "edge_agent/upgrade/remote_settings.py"
     return {
         "release.json": Decoder("edge_agent/releases/models.py", current, (), (msgspec.json.encode(laid),), share=0.3),
-        "served.json": Decoder("edge_agent/served.py", served, (), (msgspec.json.encode(says),), share=0.2),
+        "served.json": Decoder("edge_agent/runner_status.py", served, (), (msgspec.json.encode(says),), share=0.2),
         "settings.json": Decoder(where, held, (), (wire.encode(kept),), numbered, share=0.3),
         "settings of a release": Decoder(where, set_by, (JobError,), (msgspec.json.encode(values),)),
         "order to check": Decoder(
-            "edge_agent/releases/check.py",
-            lambda payload: msgspec.json.decode(payload, type=CheckOrder),
+            "edge_agent/releases/check/main.py",
+            lambda payload: msgspec.json.decode(payload, type=CheckRequest),
             OWN_ERRORS,
             (msgspec.json.encode(order),),
             share=0.1,
@@ -285,7 +292,7 @@ def _networks() -> dict[str, Decoder]:
     def read(payload: bytes) -> object:
         lines = payload.decode("utf-8", "replace").split("\n")
         facts = {name: line for name, line in zip(("input", "network", "labels"), lines, strict=False) if line}
-        found = exported.read_metadata(facts)
+        found = exported_model.read_metadata(facts)
         kind = found.task
         assert kind is None or isinstance(kind, str)
         sides = [table.get("size", 1) for table in (found.input, (found.network or {}).get("input")) if table]
@@ -297,7 +304,9 @@ def _networks() -> dict[str, Decoder]:
                     continue
         return found
 
-    return {"words of a network": Decoder("edge_agent/engines/exported.py", read, (ModelError,), (stitched, *trained))}
+    return {
+        "words of a network": Decoder("edge_agent/engines/exported_model.py", read, (ModelError,), (stitched, *trained))
+    }
 
 
 def _parted(folder: Path) -> dict[str, Decoder]:
@@ -307,31 +316,31 @@ def _parted(folder: Path) -> dict[str, Decoder]:
     graph = b"*" + bytes([len(tensor)]) + tensor + b"\x0a\x03\x0a\x01w"  # an initializer, and a node with one input
     model = b"\x08\x08:" + bytes([len(graph)]) + graph + b"B\x02\x10\x11"
     task = plain.task(job="digits-1", method="fedrep", params={"lr": 0.1}, actions=("check",))
-    assert onnx_fill.missing_tensors(model).keys() == given.keys()
-    sent = personal.encode_personal(task, model, {"own": given, "model": {"v": np.zeros((), np.float32)}})
+    assert weights.missing_tensors(model).keys() == given.keys()
+    sent = personal_models.encode_personal(task, model, {"own": given, "model": {"v": np.zeros((), np.float32)}})
 
     def read(payload: bytes) -> object:
         path.write_bytes(payload)
-        said = personal.read_task(path)
-        return said, onnx_fill.missing_tensors(personal.read_personal(path).graph.data)
+        said = personal_models.read_task(path)
+        return said, weights.missing_tensors(personal_models.read_personal(path).graph.data)
 
     def filled(payload: bytes) -> object:
-        return b"".join(onnx_fill.fill_graph(payload, given))
+        return b"".join(weights.fill_graph(payload, given))
 
     def read_whole(payload: bytes) -> object:
         (folder / "two.onnx").write_bytes(payload)
-        return b"".join(onnx_fill.read_with_external_data(folder / "two.onnx"))
+        return b"".join(weights.read_with_external_data(folder / "two.onnx"))
 
     (folder / "d").write_bytes(bytes(24))
     place = b"j\x0d\x0a\x08location\x12\x01dp\x01"  # external data: the location "d"
     outer = b"*" + bytes([len(tensor + place)]) + tensor + place
     beside = b"\x08\x08:" + bytes([len(outer)]) + outer + b"B\x02\x10\x11"
-    assert len(onnx_fill.read_with_external_data(_written(folder / "two.onnx", beside))) > 1
+    assert len(weights.read_with_external_data(_written(folder / "two.onnx", beside))) > 1
 
     return {
-        "result with parts on boards": Decoder("fedquilt/personal.py", read, (ModelError,), (sent,)),
-        "graph to be filled": Decoder("fedquilt/onnx_fill.py", filled, (ModelError,), (model,)),
-        "graph in two files": Decoder("fedquilt/onnx_fill.py", read_whole, (ModelError,), (beside,)),
+        "result with parts on boards": Decoder("fedquilt/formats/personal_models.py", read, (ModelError,), (sent,)),
+        "graph to be filled": Decoder("fedquilt/onnx/weights.py", filled, (ModelError,), (model,)),
+        "graph in two files": Decoder("fedquilt/onnx/weights.py", read_whole, (ModelError,), (beside,)),
     }
 
 
@@ -345,19 +354,21 @@ def _written(path: Path, payload: bytes) -> Path:
 
 def _rollouts(home: Path) -> dict[str, Decoder]:
     store = Store(home, durable=False)
-    plan = Plan(
+    plan = RolloutPlan(
         kind="settings", name="quieter", select=("a=b",), phases=(0.5, 1.0), settings={"budget": "1GB", "labels": ["a"]}
     )
-    brought = Plan(kind="model", name="digits", blob=BlobRef(sha256=SHA, size=3), limits=wire.Limits(min_gain=-0.005))
+    brought = RolloutPlan(
+        kind="model", name="digits", blob=BlobRef(sha256=SHA, size=3), limits=wire.ReleaseLimits(min_gain=-0.005)
+    )
     id = store.rollouts.add_rollout(plan)
-    facts: tuple[AnyFact, ...] = (
-        Begun(1),
-        Offered(0, ("a", "b")),
-        Heard("a", 1, "committed", "it is well", {"accuracy": 0.5}),
-        Passed(0, ("b",)),
-        Done(),
-        Aborted("two of two", 2),
-        RolledBack(2),
+    facts: tuple[AnyRolloutEvent, ...] = (
+        RolloutStarted(1),
+        ReleaseOffered(0, ("a", "b")),
+        StatusReported("a", 1, "committed", "it is well", {"accuracy": 0.5}),
+        PhasePassed(0, ("b",)),
+        RolloutCompleted(),
+        RolloutAborted("two of two", 2),
+        RolloutRolledBack(2),
     )
     bodies = tuple(msgspec.json.encode(fact) for fact in facts)
 
@@ -383,7 +394,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
         state = log.find_rollout(id).state
         for device in ("a", *state.offered):
             if (sent := release_for_device(state, device)) is not None:
-                assert wire.decode(wire.encode(sent), wire.Release).serial == sent.serial
+                assert wire.decode(wire.encode(sent), wire.DesiredRelease).serial == sent.serial
         return state
 
     known = msgspec.json.encode(plan).decode()
@@ -394,7 +405,7 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
     def heard(payload: bytes) -> object:
         return kept(known, tuple(payload.decode("utf-8", "replace").split("\n")))
 
-    where = "coordinator/rollout_log.py"
+    where = "coordinator/storage/rollout_log.py"
     logs = (bodies[:5], (*bodies[:3], bodies[5]), (*bodies[:2], bodies[4], bodies[6]))
     return {
         "plan of a rollout": Decoder(

@@ -12,15 +12,16 @@ import msgspec
 from decoding import SHA, Decoder, numbered
 from wired import MESSAGES
 
-from fedquilt import checked, config, evaluation, profiles, wire
-from fedquilt.blobs import pack
-from fedquilt.bundle import Index
-from fedquilt.coordinator import backup, deadline, facts, settings, snapshots, store_rows, write_ahead
-from fedquilt.coordinator.contributed import Contributed
-from fedquilt.coordinator.job_logs import Log
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views.scores import Score, Scores
+from fedquilt import profiles, wire
+from fedquilt.blobs.storage import pack_file
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import deadline, events
+from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.rounds.round_bitmap import RoundBitmap
+from fedquilt.coordinator.storage import backup, rows, snapshots, write_ahead_log
+from fedquilt.coordinator.storage.log_index import IndexedLog
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views.scores import EvaluationScore, RunScores
 from fedquilt.core import (
     UNDECODABLE,
     BlobRef,
@@ -29,13 +30,16 @@ from fedquilt.core import (
     StoreError,
     Update,
     UpdateError,
+    evaluation,
 )
-from fedquilt.disk import REAL
-from fedquilt.edge_agent import remembered
 from fedquilt.edge_agent import settings as agent_settings
-from fedquilt.edge_agent.clocks import hold
-from fedquilt.models.stitching import stitched
-from fedquilt.tools import demo
+from fedquilt.edge_agent.clocks import clock_pin
+from fedquilt.edge_agent.storage import job_records
+from fedquilt.formats import checksummed_json, toml
+from fedquilt.formats.job_bundle import BundleIndex
+from fedquilt.host.disk import REAL
+from fedquilt.models.stitching import stitched_network
+from fedquilt.tools.lab import demo
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -58,18 +62,18 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
     update = next(message for message in MESSAGES if isinstance(message, Update))
     update = msgspec.structs.replace(update, layouts={"model": {"w": "f4:3,4", "n": "i8:"}})
     log = (
-        facts.Started(ref),
-        facts.Asked(0, 0, ("a", "b"), {"a": 1.0}),
-        facts.Answered(0, update, 1.0),
-        facts.Committed(0, ref, False, {"loss": 0.5}),
-        facts.Surveyed(0, ("a",), {"offline": ("b",)}),
-        facts.Declined(0, "a", "memory", "too little"),
-        facts.Ended("done", ""),
+        events.JobStarted(ref),
+        events.CohortSelected(0, 0, ("a", "b"), {"a": 1.0}),
+        events.UpdateAccepted(0, update, 1.0),
+        events.RoundCommitted(0, ref, False, {"loss": 0.5}),
+        events.EligibilityRecorded(0, ("a",), {"offline": ("b",)}),
+        events.TaskDeclined(0, "a", "memory", "too little"),
+        events.JobEnded("done", ""),
     )
-    index = Index(meta={"network": {"name": "mlp"}, "flops": 9}, files={"model": ref})
-    scored = Scores({"path": "x"}, (Score(5, 0.5, 12, 1.25, SHA),), (), {"a": 0.5})
+    index = BundleIndex(meta={"network": {"name": "mlp"}, "flops": 9}, files={"model": ref})
+    scored = RunScores({"path": "x"}, (EvaluationScore(5, 0.5, 12, 1.25, SHA),), (), {"a": 0.5})
     known, path = _log_of(folder / "home"), folder / "small.pack"
-    written = pack.Pack(str(path), REAL)
+    written = pack_file.PackFile(str(path), REAL)
     for payload in (b"first", b"second blob"):
         sha256 = hashlib.sha256(payload).hexdigest()
         written.name_blob(sha256, written.write_blob(sha256, payload), len(payload))
@@ -77,12 +81,12 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
 
     def unpacked(payload: bytes) -> object:
         path.write_bytes(payload)
-        found = pack.Pack(str(path), REAL)
+        found = pack_file.PackFile(str(path), REAL)
         return [found.read_range(name) for name in found.blob_names()]
 
     def taken_up(payload: bytes) -> object:
         (folder / "fedquilt.db-wal").write_bytes(payload)
-        return write_ahead.read_log(REAL, folder / "fedquilt.db").count_lost_frames(REAL, 1)
+        return write_ahead_log.read_log(REAL, folder / "fedquilt.db").count_lost_frames(REAL, 1)
 
     with Store(folder / "saved") as store:
         store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), folder / "bundle")
@@ -94,64 +98,73 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
         return backup.restore_backup(folder / "changed.tar", folder / "again")
 
     def followed(payload: bytes) -> object:
-        found = Log()
+        found = IndexedLog()
         found.add_rows("job", [(1, 1.0, payload.decode("utf-8", "replace"), b"", len(payload))])
         return found.needed_blobs or found.facts
 
-    plan = Plan.from_job(settings.parse_job({"name": "digits", "method": "fedavg"}))
-    answered, history = {"a": update}, {"a": Contributed(5), "b": Contributed(1 << 70)}
-    took = {"a": (deadline.Took(0, 1.5, 2.0),)}
-    rounds = facts.Rounds(
+    plan = JobConstants.from_job(settings.parse_job({"name": "digits", "method": "fedavg"}))
+    answered, history = {"a": update}, {"a": RoundBitmap(5), "b": RoundBitmap(1 << 70)}
+    took = {"a": (deadline.TaskDuration(0, 1.5, 2.0),)}
+    rounds = events.JobState(
         plan, "open", 2, state=ref, asked=frozenset("bc"), answered=answered, history=history, took=took
     )
     return {
         "counts of an evaluation": Decoder(
-            "fedquilt/evaluation.py",
+            "fedquilt/core/evaluation.py",
             lambda payload: evaluation.unpack_counts(payload, 20),
             (UpdateError,),
             tuple(evaluation.pack_counts(range(start, start + 20)) for start in (0, 120, 1 << 40)),
         ),
         "what a fact names": Decoder(
-            "coordinator/job_logs.py", followed, (), tuple(msgspec.json.encode(fact) for fact in log)
+            "coordinator/storage/log_index.py", followed, (), tuple(msgspec.json.encode(fact) for fact in log)
         ),
         "snapshot": Decoder(
-            "coordinator/snapshots.py",
+            "coordinator/storage/snapshots.py",
             snapshots.decode,
             UNDECODABLE,
-            (snapshots.encode(snapshots.Standing(rounds, {"a": 9}, 12)),),
+            (snapshots.encode(snapshots.Snapshot(rounds, {"a": 9}, 12)),),
         ),
         "facts": Decoder(
-            "coordinator/store_rows.py",
-            lambda payload: store_rows.decoded(payload.decode("utf-8", "replace")),
+            "coordinator/storage/rows.py",
+            lambda payload: rows.decoded(payload.decode("utf-8", "replace")),
             (msgspec.MsgspecError,),
             tuple(msgspec.json.encode(fact) for fact in log),
         ),
         "job as stored": Decoder(
-            "coordinator/store.py",
-            lambda payload: msgspec.json.decode(payload.decode("utf-8", "replace"), type=settings.Job),
+            "coordinator/storage/store.py",
+            lambda payload: msgspec.json.decode(payload.decode("utf-8", "replace"), type=settings.JobSettings),
             (msgspec.MsgspecError,),
             (msgspec.json.encode(settings.parse_job({"name": "digits", "method": "fedavg"})),),
         ),
         "bundle": Decoder(
-            "fedquilt/checked.py",
-            lambda payload: checked.decode_with_checksum(payload, Index),
-            (checked.DamagedFileError,),
-            (checked.encode_with_checksum(index),),
+            "fedquilt/formats/checksummed_json.py",
+            lambda payload: checksummed_json.decode_with_checksum(payload, BundleIndex),
+            (checksummed_json.DamagedFileError,),
+            (checksummed_json.encode_with_checksum(index),),
             summed,
         ),
         "scores": Decoder(
-            "fedquilt/checked.py",
-            lambda payload: checked.decode_with_checksum(payload, Scores),
-            (checked.DamagedFileError,),
-            (checked.encode_with_checksum(scored),),
+            "fedquilt/formats/checksummed_json.py",
+            lambda payload: checksummed_json.decode_with_checksum(payload, RunScores),
+            (checksummed_json.DamagedFileError,),
+            (checksummed_json.encode_with_checksum(scored),),
             summed,
         ),
         "backup": Decoder(
-            "coordinator/backup.py", restored, (StoreError,), ((folder / "whole.tar").read_bytes(),), named, share=0.02
+            "coordinator/storage/backup.py",
+            restored,
+            (StoreError,),
+            ((folder / "whole.tar").read_bytes(),),
+            named,
+            share=0.02,
         ),
-        "pack": Decoder("fedquilt/blobs/pack.py", unpacked, (OSError,), (packed,), share=0.5),
+        "pack": Decoder("fedquilt/blobs/storage/pack_file.py", unpacked, (OSError,), (packed,), share=0.5),
         "write-ahead log": Decoder(
-            "coordinator/write_ahead.py", taken_up, (), ((known / "fedquilt.db-wal").read_bytes(),), share=0.05
+            "coordinator/storage/write_ahead_log.py",
+            taken_up,
+            (),
+            ((known / "fedquilt.db-wal").read_bytes(),),
+            share=0.05,
         ),
     }
 
@@ -171,20 +184,20 @@ def named(payload: bytes) -> bytes:
 
 
 def summed(payload: bytes) -> bytes:
-    """A file of `fedquilt.checked` with the right checksum, if it is JSON."""
+    """A file of `fedquilt.formats.checksummed_json` with the right checksum, if it is JSON."""
     try:
         table = json.loads(payload)
     except (ValueError, RecursionError):
         return payload
     if not isinstance(table, dict):
         return payload
-    table.pop(checked.FIELD, None)
-    return payload if "\ud800" in str(table) else json.dumps({**table, checked.FIELD: _sum(table)}).encode()
+    table.pop(checksummed_json.FIELD, None)
+    return payload if "\ud800" in str(table) else json.dumps({**table, checksummed_json.FIELD: _sum(table)}).encode()
 
 
 def _sum(table: dict[str, Any]) -> str:
     try:
-        return checked._checksum_of(table)
+        return checksummed_json._checksum_of(table)
     except (msgspec.MsgspecError, UnicodeError, OverflowError, RecursionError):
         return ""
 
@@ -193,7 +206,7 @@ def _log_of(home: Path) -> Path:
     """A home as SIGKILL leaves it, with facts in the log alone."""
     with Store(home / "alive") as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), home)
-        store.append_event(run, facts.Started(BlobRef(sha256=SHA, size=3)))
+        store.append_event(run, events.JobStarted(BlobRef(sha256=SHA, size=3)))
         shutil.copytree(home / "alive", home / "killed")
     return home / "killed"
 
@@ -203,15 +216,17 @@ def _log_of(home: Path) -> Path:
 
 def _agent(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
-    entry = remembered.Entry(round=3, epoch=1, private=SHA, left=3)
-    ledger = wire.encode(remembered.Ledger(jobs={"digits": entry}))
+    entry = job_records.JobRecord(round=3, epoch=1, private=SHA, left=3)
+    ledger = wire.encode(job_records.JobRecordFile(jobs={"digits": entry}))
 
     def remember(payload: bytes) -> object:
         (folder / "counted.json").write_bytes(payload)
-        return remembered.Remembered(folder, REAL, durable=False).load_counted()
+        return job_records.JobRecords(folder, REAL, durable=False).load_counted()
 
-    journal = hold.Journal(boot="b", settings=hold.Settings(mode="MAXN", levers=()), put="MAXN")
-    clamp = hold.Clamp(folder / "root", folder / "state")
+    journal = clock_pin.RestoreJournal(
+        boot="b", settings=clock_pin.BoardControlState(mode="MAXN", levers=()), put="MAXN"
+    )
+    clamp = clock_pin.ClockPin(folder / "root", folder / "state")
 
     def recovered(payload: bytes) -> object:
         (folder / "state" / "clocks.json").write_bytes(payload)
@@ -219,9 +234,9 @@ def _agent(folder: Path) -> dict[str, Decoder]:
         return clamp.restore_after_crash()
 
     return {
-        "counted.json": Decoder("edge_agent/remembered.py", remember, (), (ledger, b'{"digits":3}'), numbered),
+        "counted.json": Decoder("edge_agent/storage/job_records.py", remember, (), (ledger, b'{"digits":3}'), numbered),
         "journal of clocks": Decoder(
-            "edge_agent/clocks/hold.py", recovered, (), (msgspec.json.encode(journal),), share=0.3
+            "edge_agent/clocks/clock_pin.py", recovered, (), (msgspec.json.encode(journal),), share=0.3
         ),
     }
 
@@ -251,25 +266,25 @@ def _tables() -> dict[str, Decoder]:
             table = msgspec.json.decode(payload)
         except UNDECODABLE:
             return None
-        return stitched.load_donor_pool(table) if isinstance(table, dict) else None
+        return stitched_network.load_donor_pool(table) if isinstance(table, dict) else None
 
     return {
         "toml": Decoder(
-            "fedquilt/config.py",
-            lambda payload: config.parse_toml(text(payload), "job.toml"),
+            "fedquilt/formats/toml.py",
+            lambda payload: toml.parse_toml(text(payload), "job.toml"),
             (JobError,),
             (job, agent),
         ),
         "job": Decoder(
             "coordinator/settings.py",
-            lambda payload: settings.parse_job(config.parse_toml(text(payload), "job.toml")),
+            lambda payload: settings.parse_job(toml.parse_toml(text(payload), "job.toml")),
             (JobError,),
             (job, *(path.read_bytes() for path in jobs)),
             share=0.05,
         ),
         "agent.toml": Decoder(
             "edge_agent/settings.py",
-            lambda payload: agent_settings.parse_settings(config.parse_toml(text(payload), "agent.toml")),
+            lambda payload: agent_settings.parse_settings(toml.parse_toml(text(payload), "agent.toml")),
             (JobError,),
             (agent,),
             share=0.1,
@@ -283,6 +298,6 @@ def _tables() -> dict[str, Decoder]:
             share=0.01,
         ),
         "stock of donors": Decoder(
-            "models/stitching/stitched.py", stock, (ModelError,), (json.dumps(meta).encode(),), share=0.05
+            "models/stitching/stitched_network.py", stock, (ModelError,), (json.dumps(meta).encode(),), share=0.05
         ),
     }

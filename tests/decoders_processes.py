@@ -26,28 +26,28 @@ def every(folder: Path) -> dict[str, Decoder]:
     """
     folder.mkdir()
     task = next(message for message in MESSAGES if type(message).__name__ == "Task")
-    order = protocol.Order(
+    order = protocol.WorkRequest(
         task=task, device="a", budget_bytes=1, data={}, bundles={}, private=None, cache="/c", out="/o"
     )
-    outcome = protocol.Outcome(metrics={"loss": 0.5}, bundles={"model": BlobRef(sha256=SHA, size=3)}, reason="x")
+    outcome = protocol.WorkResult(metrics={"loss": 0.5}, bundles={"model": BlobRef(sha256=SHA, size=3)}, reason="x")
     child = _child()
 
     def answered(payload: bytes) -> object:
         return child(payload.replace(b"\n", b" ") + b"\n")
 
-    clock = client.Clock(
+    clock = client.ClockState(
         name="gpu", kind="gpu", listed_hz=(1e9,), low_hz=1e8, high_hz=1e9, now_hz=1e9, governor="performance"
     )
-    status = client.Answer(status=client.Status(clocks=(clock,), mode="MAXN"))
-    held = msgspec.json.encode(client.Hold(point=client.OperatingPoint("p", 1e9, 1e9, 1e9)))
-    served = helper.Helper.__new__(helper.Helper)
+    status = client.HelperResponse(status=client.HelperStatus(clocks=(clock,), mode="MAXN"))
+    held = msgspec.json.encode(client.PinRequest(point=client.OperatingPoint("p", 1e9, 1e9, 1e9)))
+    served = helper.ClockHelper.__new__(helper.ClockHelper)
     served._now_s = served._heard_s = 0.0
     served._decoder, served._holder, served._read_status = msgspec.json.Decoder(client.Request), None, lambda: None  # type: ignore[assignment,method-assign,return-value]
 
     return {
         "order": Decoder(
             "edge_agent/task/main.py",
-            lambda payload: msgspec.json.decode(payload, type=protocol.Order),
+            lambda payload: msgspec.json.decode(payload, type=protocol.WorkRequest),
             (msgspec.MsgspecError, UnicodeDecodeError, RecursionError),  # its own daemon's, which it trusts
             (msgspec.json.encode(order),),
         ),
@@ -55,7 +55,7 @@ def every(folder: Path) -> dict[str, Decoder]:
             "edge_agent/task/process.py",
             answered,
             (),
-            tuple(map(msgspec.json.encode, (outcome, protocol.Loaded(3), protocol.Progressed(0.5)))),
+            tuple(map(msgspec.json.encode, (outcome, protocol.DataLoaded(3), protocol.ProgressReport(0.5)))),
         ),
         "answer of the clock helper": Decoder(
             "edge_agent/clocks/client.py",
@@ -68,7 +68,7 @@ def every(folder: Path) -> dict[str, Decoder]:
             "edge_agent/clocks/helper.py",
             lambda payload: served._handle_request(None, payload),  # type: ignore[arg-type]
             (),
-            (msgspec.json.encode(client.Ask()), msgspec.json.encode(client.Keepalive())),
+            (msgspec.json.encode(client.StatusRequest()), msgspec.json.encode(client.KeepaliveRequest())),
         ),
         "hold of clocks": Decoder(
             "edge_agent/clocks/helper.py",
@@ -81,7 +81,7 @@ def every(folder: Path) -> dict[str, Decoder]:
 
 def _child() -> Callable[[bytes], object]:
     """What the daemon makes of a line that its task's process writes."""
-    child = process.Child.__new__(process.Child)
+    child = process.ChildProcess.__new__(process.ChildProcess)
     child._line = child._tail = child._unsent = b""
     child.garbled, child._errors, child._invalid_lines = False, None, 0
 
@@ -102,11 +102,11 @@ def _asked(folder: Path) -> Callable[[bytes], object]:
 
     def read(payload: bytes) -> object:
         ours, theirs = socket.socketpair()
-        clocks = client.Clocks.__new__(client.Clocks)
+        clocks = client.ClockClient.__new__(client.ClockClient)
         clocks._line, clocks._path = ours, folder
-        clocks._decoder = msgspec.json.Decoder(client.Answer)
+        clocks._decoder = msgspec.json.Decoder(client.HelperResponse)
         with ours, theirs:
             theirs.sendall(payload[: 1 << 15].replace(b"\n", b" ") + b"\n")
-            return clocks._send_request(client.Ask())
+            return clocks._send_request(client.StatusRequest())
 
     return read

@@ -11,9 +11,9 @@ import numpy as np
 from decoding import Decoder
 
 from fedquilt.core import UNDECODABLE, DataError
-from fedquilt.tools.runner import drift
-from fedquilt.tools.runner.models import Models
-from fedquilt.tools.runner.service import Service
+from fedquilt.tools.operations.runner import drift
+from fedquilt.tools.operations.runner.models import ModelSwitcher
+from fedquilt.tools.operations.runner.service import ModelService
 
 
 def every(folder: Path) -> dict[str, Decoder]:
@@ -23,7 +23,7 @@ def every(folder: Path) -> dict[str, Decoder]:
         folder: for files of theirs, empty.
     """
     place = classifiers.written(folder / "model.onnx")
-    answers = Service(Models(place, threads=1), size=20)
+    answers = ModelService(ModelSwitcher(place, threads=1), size=20)
     x = np.stack([classifiers.image(level) for level in (0, 90, 250)])
     files = [io.BytesIO() for _ in range(4)]
     np.save(files[0], x[0])
@@ -36,9 +36,9 @@ def every(folder: Path) -> dict[str, Decoder]:
     kept = drift.make_reference(("mean",), np.arange(60.0)[:, None], np.arange(60) % 2)
 
     def compared(payload: bytes) -> object:
-        found = msgspec.json.decode(payload, type=drift.Reference)
+        found = msgspec.json.decode(payload, type=drift.ReferenceDistribution)
         if found.is_consistent:
-            counted = drift.Drift(found)
+            counted = drift.DriftCounts(found)
             counted.add_examples(found.names, np.ones((60, len(found.names))), [0] * 60)
             assert 0.0 <= (counted.compute_score() or 0.0) <= 1.0
         return found
@@ -47,5 +47,7 @@ def every(folder: Path) -> dict[str, Decoder]:
         "asked": Decoder(
             "tools/artefacts/classifier.py", answers.classify_bytes, (DataError,), tuple(bodies), share=0.2
         ),
-        "reference": Decoder("tools/runner/service.py", compared, UNDECODABLE, (msgspec.json.encode(kept),), share=0.2),
+        "reference": Decoder(
+            "tools/operations/runner/service.py", compared, UNDECODABLE, (msgspec.json.encode(kept),), share=0.2
+        ),
     }

@@ -16,12 +16,14 @@ from certified import Certified
 from decoding import SHA, Decoder, numbered
 from wired import MESSAGES
 
-from fedquilt import compression, enrolment, graph_check, tensor_files, tensors, wire
+from fedquilt import compression, wire
+from fedquilt.arrays import safetensors_files, tensors
 from fedquilt.blobs import chunks
-from fedquilt.coordinator import manifest, passed, settings, sites
+from fedquilt.coordinator import settings, sites
+from fedquilt.coordinator.updates import checks, site_updates
 from fedquilt.core import (
     CODECS,
-    Contribution,
+    DeviceUpdate,
     Encoding,
     JobError,
     ModelError,
@@ -30,16 +32,18 @@ from fedquilt.core import (
     UpdateError,
     WireError,
 )
-from fedquilt.core.method import Expected
-from fedquilt.edge_agent import enrol
+from fedquilt.core.method import UpdateSchema
+from fedquilt.edge_agent import enrolment as edge_agent_enrolment
 from fedquilt.edge_agent import settings as agent_settings
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import masks
-from fedquilt.tools import demo
-from fedquilt.transport import envelope, packets, sealed
-from fedquilt.transport.handshake import Grant, Identity, Session
+from fedquilt.onnx import graph_check
+from fedquilt.security import authenticated_link, enrolment, message_signature
+from fedquilt.security.handshake import LinkIdentity, Session, SessionGrant
+from fedquilt.tools.lab import demo
 from fedquilt.transport.link import Message
+from fedquilt.transport.mqtt import packets
 
 
 def every(folder: Path) -> dict[str, Decoder]:
@@ -81,12 +85,12 @@ def _wire() -> dict[str, Decoder]:
         (WireError,),
         tuple(map(str.encode, named)),
     )
-    request = enrolment.Request(device="orin-01", csr="-----BEGIN", token="t")
-    answer = enrolment.Answer(certificate="-----BEGIN", reason="")
+    request = enrolment.SigningRequest(device="orin-01", csr="-----BEGIN", token="t")
+    answer = enrolment.SigningResponse(certificate="-----BEGIN", reason="")
     for name, one in (("Request", request), ("Answer", answer)):
         kind = type(one)
         found[f"enrolment.{name}"] = Decoder(
-            "fedquilt/enrolment.py",
+            "fedquilt/security/enrolment.py",
             lambda payload, kind=kind: enrolment.decode_message(payload, kind),  # type: ignore[misc]
             (WireError,),
             (msgspec.json.encode(one),),
@@ -111,7 +115,7 @@ def _packets() -> dict[str, Decoder]:
 
     return {
         f"packets of MQTT {name}": Decoder(
-            "fedquilt/transport/packets.py",
+            "fedquilt/transport/mqtt/packets.py",
             lambda payload, level=level: read(payload, level),  # type: ignore[misc]
             (packets.MalformedPacketError,),
             seeds,
@@ -122,19 +126,25 @@ def _packets() -> dict[str, Decoder]:
 
 def _sealed(folder: Path) -> dict[str, Decoder]:
     folder.mkdir()
-    site, grant = Certified(folder), Grant("0123456789abcdef", bytes(32), 3)
-    board, coordinator = (Identity(site.broker(name, kind)) for name, kind in (("b", "device"), ("coordinator",) * 2))
+    site, grant = Certified(folder), SessionGrant("0123456789abcdef", bytes(32), 3)
+    board, coordinator = (
+        LinkIdentity(site.broker(name, kind)) for name, kind in (("b", "device"), ("coordinator",) * 2)
+    )
     topic = wire.Topics("fleet").device_topic("b", "up", "update")
     route = wire.parse_topic(topic)
     update = next(wire.encode(message) for message in MESSAGES if isinstance(message, Update))
 
     def opened(payload: bytes) -> object:
-        inner = envelope.payload_without_check(payload)
+        inner = message_signature.payload_without_check(payload)
         assert isinstance(inner, bytes)
-        return wire.decode(envelope.verify_message(Session(grant), route, Message(topic, payload)).payload, Update)
+        return wire.decode(
+            message_signature.verify_message(Session(grant), route, Message(topic, payload)).payload, Update
+        )
 
     def closed(payload: bytes) -> bytes:
-        return envelope.sign_payload(Session(grant), topic, numbered(envelope.payload_without_check(payload)))
+        return message_signature.sign_payload(
+            Session(grant), topic, numbered(message_signature.payload_without_check(payload))
+        )
 
     def granted(payload: bytes) -> object:
         ours, theirs = board.start_as_device(), coordinator.start_as_coordinator()
@@ -146,7 +156,7 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
     first = ours.step(b"")
     second = theirs.step(first)
     third = ours.step(second)
-    hello = wire.encode(sealed.hello_from_flight(ours, 2, third))
+    hello = wire.encode(authenticated_link.hello_from_flight(ours, 2, third))
 
     def answered(payload: bytes) -> object:
         begun = board.start_as_device()
@@ -158,18 +168,18 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
         begun.step(other.step(b""))
         return begun.step(payload)
 
-    where = "fedquilt/transport/handshake.py"
+    where = "fedquilt/security/handshake.py"
     return {
         "envelope": Decoder(
-            "fedquilt/transport/envelope.py",
+            "fedquilt/security/message_signature.py",
             opened,
             (WireError,),
-            (envelope.sign_payload(Session(grant), topic, update),),
+            (message_signature.sign_payload(Session(grant), topic, update),),
             closed,
         ),
         "hello": Decoder(
-            "fedquilt/transport/sealed.py",
-            lambda payload: sealed.flight_from_hello(wire.decode(payload, wire.Hello)),
+            "fedquilt/security/authenticated_link.py",
+            lambda payload: authenticated_link.flight_from_hello(wire.decode(payload, wire.Hello)),
             (WireError,),
             (hello,),
             numbered,
@@ -186,10 +196,10 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
 
 def _certificate(site: Certified, folder: Path) -> Decoder:
     named = site.files("orin-01")
-    files = enrol.paths_from_settings(
+    files = edge_agent_enrolment.paths_from_settings(
         AgentSettings(device="orin-01", home=str(folder), broker=_broker(named), budget="1GB")
     )
-    key, pem = enrol.load_or_create_key(files), Path(named["cert"]).read_bytes()
+    key, pem = edge_agent_enrolment.load_or_create_key(files), Path(named["cert"]).read_bytes()
     head, tail = b"-----BEGIN CERTIFICATE-----\n", b"-----END CERTIFICATE-----\n"
 
     def wrapped(der: bytes) -> bytes:
@@ -197,8 +207,8 @@ def _certificate(site: Certified, folder: Path) -> Decoder:
 
     der = base64.b64decode(b"".join(pem.split(tail)[0].removeprefix(head).split()))
     return Decoder(
-        "edge_agent/enrol.py",
-        lambda payload: enrol._validity_or_reason(payload, files, "orin-01", key),
+        "edge_agent/enrolment.py",
+        lambda payload: edge_agent_enrolment._validity_or_reason(payload, files, "orin-01", key),
         (JobError,),
         (pem, der),
         lambda payload: wrapped(payload),
@@ -220,26 +230,26 @@ def _manifests() -> dict[str, Decoder]:
         for codec in CODECS:
             for whole in (True, False):
                 try:
-                    manifest.require_manifest_fits(found, Expected(like, whole), Encoding(codec=codec), None)
+                    checks.require_manifest_fits(found, UpdateSchema(like, whole), Encoding(codec=codec), None)
                 except UpdateError:
                     continue
         return None
 
     def cut(payload: bytes) -> object:
-        told = wire.decode(payload, wire.Manifest)
+        told = wire.decode(payload, wire.BlobManifest)
         return [
             chunks.is_valid_chunk(told, index, b"x" * 1024) for index in range(-1, min(chunks.chunk_count(told), 3))
         ]
 
     return {
         "manifest of an update": Decoder(
-            "coordinator/manifest.py", fits, (WireError,), (wire.encode(update),), numbered
+            "coordinator/updates/checks.py", fits, (WireError,), (wire.encode(update),), numbered
         ),
         "manifest of a blob": Decoder(
             "fedquilt/blobs/chunks.py",
             cut,
             (WireError,),
-            (wire.encode(wire.Manifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2)),),
+            (wire.encode(wire.BlobManifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2)),),
             numbered,
         ),
     }
@@ -258,40 +268,44 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 
     def floats(payload: bytes) -> object:
         path.write_bytes(payload)
-        return list(tensor_files.Floats(path).values())
+        return list(safetensors_files.FloatReader(path).values())
 
     def streamed(payload: bytes) -> None:
         path.write_bytes(payload)
-        tensors.require_finite(tensor_files.Stored(path))
+        tensors.require_finite(safetensors_files.SafetensorsReader(path))
 
     def state_file(payload: bytes) -> object:
         path.write_bytes(payload)
-        return tensor_files.read_state(path, fedavg.State)
+        return safetensors_files.read_state(path, fedavg.State)
 
     found = {
-        "large update": Decoder("fedquilt/tensor_files.py", streamed, (UpdateError, StoreError), (plain,), measured),
+        "large update": Decoder(
+            "fedquilt/arrays/safetensors_files.py", streamed, (UpdateError, StoreError), (plain,), measured
+        ),
         "large state": Decoder(
-            "fedquilt/tensor_files.py", state_file, (StoreError,), (tensors.pack_state(state),), measured
+            "fedquilt/arrays/safetensors_files.py", state_file, (StoreError,), (tensors.pack_state(state),), measured
         ),
         "tensors": Decoder(
-            "fedquilt/tensors.py",
+            "fedquilt/arrays/tensors.py",
             lambda payload: tensors.require_finite(tensors.decode_tensors(payload)),
             (UpdateError,),
             (plain, tensors.encode_tensors({"b": roll.random(5) > 0.5, "h": np.ones(2, np.float16)})),
             measured,
         ),
         "state": Decoder(
-            "fedquilt/tensors.py",
+            "fedquilt/arrays/tensors.py",
             lambda payload: tensors.unpack_state(payload, fedavg.State),
             (StoreError,),
             (tensors.pack_state(state),),
             measured,
         ),
-        "floats": Decoder("fedquilt/tensor_files.py", floats, (UpdateError, StoreError), (plain,), measured),
+        "floats": Decoder(
+            "fedquilt/arrays/safetensors_files.py", floats, (UpdateError, StoreError), (plain,), measured
+        ),
         "sum of a site": _summed(state),
         "updates of a site": _passed(state),
         "boards of a site": _table(),
-        "graph": Decoder("fedquilt/graph_check.py", graph_check.check_bytes, (ModelError,), _graphs(), share=0.5),
+        "graph": Decoder("fedquilt/onnx/graph_check.py", graph_check.check_bytes, (ModelError,), _graphs(), share=0.5),
         "plan of masks": Decoder(
             "models/partial/masks.py",
             lambda payload: masks.plan_from_array(np.frombuffer(payload, np.uint8)),
@@ -316,42 +330,44 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 def _summed(state: fedavg.State) -> Decoder:
     """Decoder of the accumulator that a site sends to the coordinator above it."""
     method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
-    boards = [Contribution(name, 0, 3.0, {}, {"model": state.model}) for name in ("a", "b")]
+    boards = [DeviceUpdate(name, 0, 3.0, {}, {"model": state.model}) for name in ("a", "b")]
     total = functools.reduce(lambda so_far, board: fedavg.fold(state, so_far, board), boards, None)
 
     def read(payload: bytes) -> object:
-        bundles = {passed.SUM: tensors.decode_tensors(payload)}
-        return method.step(state, method.fold(state, None, Contribution("site", 0, 6.0, {}, bundles)))
+        bundles = {site_updates.SUM: tensors.decode_tensors(payload)}
+        return method.step(state, method.fold(state, None, DeviceUpdate("site", 0, 6.0, {}, bundles)))
 
     arrays, skeleton = tensors.split_state(total)
-    sent = tensors.encode_tensors(passed.bundle_from_aggregate(arrays, skeleton["state"], ["a", "b"]))
+    sent = tensors.encode_tensors(site_updates.bundle_from_aggregate(arrays, skeleton["state"], ["a", "b"]))
     return Decoder("coordinator/sites.py", read, (UpdateError,), (sent,), measured)
 
 
 def _passed(state: fedavg.State) -> Decoder:
     """Decoder of a bundle in which a site passes its boards' updates up."""
     method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
-    boards = [Contribution(name, 0, 3.0, {"loss": 0.5}, {"model": state.model}) for name in ("a", "b")]
-    seeds = tuple(tensors.encode_tensors(bundle) for _, bundle in passed.bundle_updates(boards))
+    boards = [DeviceUpdate(name, 0, 3.0, {"loss": 0.5}, {"model": state.model}) for name in ("a", "b")]
+    seeds = tuple(tensors.encode_tensors(bundle) for _, bundle in site_updates.bundle_updates(boards))
 
     def read(payload: bytes) -> object:
-        update = Contribution("site", 0, 6.0, {}, {"site.0": tensors.decode_tensors(payload)})
-        passed.parts_of_site(update)
+        update = DeviceUpdate("site", 0, 6.0, {}, {"site.0": tensors.decode_tensors(payload)})
+        site_updates.parts_of_site(update)
         return method.step(state, method.fold(state, None, update))
 
-    return Decoder("coordinator/passed.py", read, (UpdateError,), seeds, measured)
+    return Decoder("coordinator/updates/site_updates.py", read, (UpdateError,), seeds, measured)
 
 
 def _table() -> Decoder:
     """Decoder of the table of boards in such a bundle."""
-    parts = [passed.Part("a", 3.0, {"loss": 0.5}, ("model",)), passed.Part("b", 1.0)]
+    parts = [site_updates.SiteUpdatePart("a", 3.0, {"loss": 0.5}, ("model",)), site_updates.SiteUpdatePart("b", 1.0)]
 
     def read(payload: bytes) -> object:
-        bundle = {passed.TABLE: np.frombuffer(payload, np.uint8)}
-        update = Contribution("site", 0, 4.0, {}, {"site.0": bundle})
-        return passed.parts_of_site(update), passed.split_site_update(update)
+        bundle = {site_updates.TABLE: np.frombuffer(payload, np.uint8)}
+        update = DeviceUpdate("site", 0, 4.0, {}, {"site.0": bundle})
+        return site_updates.parts_of_site(update), site_updates.split_site_update(update)
 
-    return Decoder("coordinator/passed.py", read, (UpdateError,), (passed.encode_parts(parts).tobytes(),))
+    return Decoder(
+        "coordinator/updates/site_updates.py", read, (UpdateError,), (site_updates.encode_parts(parts).tobytes(),)
+    )
 
 
 def measured(payload: bytes) -> bytes:

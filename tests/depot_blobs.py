@@ -21,7 +21,7 @@ BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 256 for number in ran
 REF = ref_of(BLOB)
 
 
-def cut(chunk: int = 8 * KIB) -> wire.Manifest:
+def cut(chunk: int = 8 * KIB) -> wire.BlobManifest:
     return chunks.build_manifest(REF, chunk, lambda offset, size: BLOB[offset : offset + size])
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from waiting import until
 
 ROOT = Path(__file__).parents[1]
-DIGITS = ROOT / "tools" / "demo" / "digits.npz"
+DIGITS = ROOT / "tools" / "lab" / "demo" / "digits.npz"
 LIMIT_S = 300.0  # for one command; a page's commands take seconds on an idle machine
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import Examples
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 
 AMPLE = 8 * 2**30
 TIGHT = 1  # nothing fits: one example at a time
@@ -21,7 +21,7 @@ def numpy_one(budget_bytes: int) -> NumpyEngine:
 
 
 def torch_one(budget_bytes: int):
-    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")  # before torch: it says how threads wait
     return module.TorchEngine(budget_bytes, base_bytes=0)
 
 

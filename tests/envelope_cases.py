@@ -20,17 +20,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from fedquilt.core import ClockError, OperatingPoint, StoreError, Work
+from fedquilt.core import ClockError, OperatingPoint, StoreError, WorkEstimate
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.client import Status
+from fedquilt.edge_agent.clocks.client import HelperStatus
+from fedquilt.edge_agent.clocks.clock_pin import ClockPin
 from fedquilt.edge_agent.clocks.helper import read_clock_state
-from fedquilt.edge_agent.clocks.hold import Clamp
 from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.power import governor
-from fedquilt.profiles import layouts
+from fedquilt.profiles import board_layouts
 from fedquilt.testing.boards import write_fake_board
 
-EVERY: Final = [(board, jetpack) for board, one in layouts.BOARDS.items() for jetpack in one.jetpacks]
+EVERY: Final = [(board, jetpack) for board, one in board_layouts.BOARDS.items() for jetpack in one.jetpacks]
 ROUNDED: Final = 1.01  # nvpmodel's caps are rounded: 850 MHz means 854.25
 OTHERS: Final = ("15340000.vic", "bwmgr")  # devfreq devices that are no GPU
 ON: Final[dict[Path, int]] = {}  # root of a board -> number of its cores that are on
@@ -41,11 +41,11 @@ class Outside(AssertionError):
     """Something was written or held beyond the owner's bounds."""
 
 
-def once(find: Callable[[Path], controls.Levers]) -> Callable[[Path], controls.Levers]:
+def once(find: Callable[[Path], controls.ClockControls]) -> Callable[[Path], controls.ClockControls]:
     """`controls.discover_controls`, cached: the folders and lists of a tree do not change."""
-    found: dict[tuple[object, ...], controls.Levers] = {}
+    found: dict[tuple[object, ...], controls.ClockControls] = {}
 
-    def discover(root: Path) -> controls.Levers:
+    def discover(root: Path) -> controls.ClockControls:
         key = (root, ON.get(root))
         if key not in found:
             found[key] = find(root)
@@ -59,7 +59,7 @@ class World:
 
     def __init__(self, folder: Path, board: str, jetpack: int) -> None:
         self.root, self.state = folder / "root", folder / "state"
-        self.layout = layouts.BOARDS[board]
+        self.layout = board_layouts.BOARDS[board]
         write_fake_board(self.root, board, jetpack)
         self.gpu = next(path for path in (self.root / "sys/class/devfreq").iterdir() if path.name not in OTHERS)
         self.policies = {
@@ -73,7 +73,7 @@ class World:
         self.odds, self.celsius, self.hottest_c = 0.0, 40.0, 85.0
         self.max_w: float | None = None
         self.own: dict[Path, int] = {}  # limits that the owner has written by hand
-        self.clamp: Clamp | None = None
+        self.clamp: ClockPin | None = None
         self.tick = 0
         self.set(self.layout.default)
         self.device = jetson.detect(self.root, clocks=self)
@@ -196,14 +196,14 @@ class World:
     def send_keepalive(self, now_s: float) -> None:
         pass
 
-    def request_status(self) -> Status:
+    def request_status(self) -> HelperStatus:
         found = controls.discover_controls(self.root)
         if self.clamp is None:
-            return Status(clocks=tuple(map(read_clock_state, found.found)))
+            return HelperStatus(clocks=tuple(map(read_clock_state, found.found)))
         owner = self.clamp.owner_mode()
         most = self.clamp.control_limits(found, owner)
         clocks = tuple(read_clock_state(lever, most.get(lever.name)) for lever in found.found)
-        return Status(clocks=clocks, mode=owner, modes=tuple(mode.name for mode in found.modes))
+        return HelperStatus(clocks=clocks, mode=owner, modes=tuple(mode.name for mode in found.modes))
 
     def heat(self, celsius: float) -> None:
         self.celsius = celsius
@@ -234,7 +234,7 @@ def play(world: World, case: int) -> int:
         world.own[file] = luck.choice(lower)
         world.write(file, world.own[file])
     world.odds = luck.choice([0.0, 0.0, 0.05, 0.3])
-    clamp = lambda: Clamp(  # noqa: E731
+    clamp = lambda: ClockPin(  # noqa: E731
         world.root, world.state, hottest_c=world.hottest_c, max_w=world.max_w, put=world.put, nvpmodel=world.nvpmodel
     )
     world.clamp, held = clamp(), 0
@@ -275,8 +275,8 @@ def by_governor(world: World, luck: random.Random, step: int) -> int:
     """A task with a deadline, as the agent takes it."""
     assert world.device is not None
     world.device._detect_mode_change(float(step))  # part of `read`, whose sensors take most of its time
-    rule = governor.Rule(luck.choice(["energy", "paper", "max"]), max_w=world.max_w)  # type: ignore[arg-type]
-    work = Work(flops=10 ** luck.uniform(9, 13), read_bytes=10 ** luck.uniform(6, 10))
+    rule = governor.GovernorPolicy(luck.choice(["energy", "paper", "max"]), max_w=world.max_w)  # type: ignore[arg-type]
+    work = WorkEstimate(flops=10 ** luck.uniform(9, 13), read_bytes=10 ** luck.uniform(6, 10))
     point = governor.choose_point(rule, world.device.points, work, 10 ** luck.uniform(-1, 3), world.device.idle_w)
     if point is None:
         return 0

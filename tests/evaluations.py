@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedquilt import evaluation
-from fedquilt.core import EvaluationSums
+from fedquilt.core import EvaluationSums, evaluation
 
 
 def of_classes(accuracy: float, examples: int = 10, loss: float = 0.5) -> EvaluationSums:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedquilt.models.stitching import class_moments
+from fedquilt.models.stitching.algebra import class_moments
 
 CLASSES = 4
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import Bundle, Method
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import point_members, toy_bundle
-from fedquilt.testing.toys import run_method as run
-from fedquilt.tools.simulation import Member
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.testing.toy_networks import point_members, toy_bundle
+from fedquilt.testing.toy_networks import run_method as run
+from fedquilt.tools.simulation import DeviceData
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 
@@ -23,7 +23,7 @@ def numpy_one() -> NumpyEngine:
 
 
 def torch_one(budget_bytes: int = 1 << 40) -> Any:
-    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")  # before torch: it says how threads wait
     return module.TorchEngine(budget_bytes, base_bytes=0)
 
 
@@ -31,7 +31,7 @@ def play(
     name: str,
     engine: Any = None,
     bundle: Bundle | None = None,
-    devices: list[Member] | None = None,
+    devices: list[DeviceData] | None = None,
     rounds: int = 3,
     method: Method | None = None,
     cohort: int = 0,

@@ -17,20 +17,23 @@ from typing import Any
 import numpy as np
 from ordinary import User
 
-from fedquilt import bundle, config, methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
-from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.delivery.executor import LinkExecutor
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store import Store
-from fedquilt.tools import demo, simulation
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.formats import job_bundle, toml
+from fedquilt.tools import simulation
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.simulation import children
+from fedquilt.tools.lab import demo
+from fedquilt.tools.simulation import child_processes
 from fedquilt.transport import link as links
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 ROUNDS, DEVICES = 2, 3
 LIMIT_S = 240.0  # of a job; nothing waits so long unless something hangs
@@ -94,11 +97,13 @@ def bundle_of(network: str, folder: Path) -> Path:
         job = {"input": table.pop("input", {}), "model": table}
         made = prepare.prepare_bundle({key: value for key, value in job.items() if value}, folder)
         contents = {name: tensors.encode_tensors(made.load(name)) for name in made.files}
-        bundle.write_bundle(folder, {**made.meta, "pretrained": True}, contents)  # some methods hold still what is not
+        job_bundle.write_bundle(
+            folder, {**made.meta, "pretrained": True}, contents
+        )  # some methods hold still what is not
     return folder
 
 
-def job_of(method: str, network: str, data: Path) -> Job:
+def job_of(method: str, network: str, data: Path) -> JobSettings:
     """Two rounds of all devices, an evaluation before each and one after the last."""
     known = {field.name for field in fields(methods.load(method).params)}
     wanted = SEARCH if stitches(method) else TRAINING
@@ -136,7 +141,7 @@ class Agents:
         for table in boards:
             name = str(table["device"])
             told = {**table, "home": str(user.home / name), "broker": {"url": broker}, "warm_s": 600.0}
-            (user.folder / f"{name}.toml").write_text(config.format_toml(told))
+            (user.folder / f"{name}.toml").write_text(toml.format_toml(told))
             self.start(name)
 
     @property
@@ -148,7 +153,7 @@ class Agents:
         command = (
             sys.executable,
             "-c",
-            children.RUN,
+            child_processes.RUN,
             str(os.getpid()),
             "agent",
             str(self._user.folder / f"{name}.toml"),
@@ -181,12 +186,12 @@ class Federation:
     data: Path
     bundles: Path
 
-    def plan(self, method: str, network: str, home: Path) -> simulation.agents.Plan:
-        return simulation.agents.Plan(
+    def plan(self, method: str, network: str, home: Path) -> simulation.agents.FleetPlan:
+        return simulation.agents.FleetPlan(
             job_of(method, network, self.data), bundle_of(network, self.bundles / network), home
         )
 
-    def coordinate(self, home: Path, run: str, observe: Callable[[AnyFact], None] = lambda fact: None) -> None:
+    def coordinate(self, home: Path, run: str, observe: Callable[[AnyEvent], None] = lambda fact: None) -> None:
         """Be the coordinator of a home until a run has ended, or `observe` raises `Killed`."""
         link = MqttLink(Broker.from_url(self.broker), "fedquilt-coordinator-fleet")
         end_s = time.monotonic() + LIMIT_S
@@ -196,12 +201,12 @@ class Federation:
             assert time.monotonic() < end_s, f"{run} has not ended within {LIMIT_S:g} s: {self.agents.log.read_text()}"
             return False
 
-        def told(job: Running, fact: AnyFact) -> None:
+        def told(job: RunningJob, fact: AnyEvent) -> None:
             observe(fact)
 
         with Store(home) as store:
             assert store.acquire_lock()
-            server = Server(OverLink(link, "fleet", store.depot, store.begin_epoch()), store, told, run)
+            server = Server(LinkExecutor(link, "fleet", store.depot, store.begin_epoch()), store, told, run)
             try:
                 links.run_endpoint(server, link, stop)
                 server.shut_down()
@@ -209,41 +214,41 @@ class Federation:
                 link.close()  # the broker sees it go; nothing has been said
 
     def resumed(
-        self, plan: simulation.agents.Plan, observe: Callable[[AnyFact], None] = lambda fact: None
-    ) -> list[AnyFact]:
+        self, plan: simulation.agents.FleetPlan, observe: Callable[[AnyEvent], None] = lambda fact: None
+    ) -> list[AnyEvent]:
         """The facts of a job whose coordinator ends whenever a round is committed, and another one goes on."""
         with Store(plan.home) as store:
             run = plan.queue_or_resume(store)
 
-        def until_committed(fact: AnyFact) -> None:
+        def until_committed(fact: AnyEvent) -> None:
             observe(fact)
-            if isinstance(fact, Committed):
+            if isinstance(fact, RoundCommitted):
                 raise Killed
 
-        found: list[AnyFact] = []
-        while not found or not isinstance(found[-1], Ended):
+        found: list[AnyEvent] = []
+        while not found or not isinstance(found[-1], JobEnded):
             self.coordinate(plan.home, run, until_committed)
             before, found = found, facts(plan.home, run)
             assert found[: len(before)] == before
-            assert isinstance(found[-1], Committed | Ended), found[-1]
+            assert isinstance(found[-1], RoundCommitted | JobEnded), found[-1]
         return found
 
 
-def facts(home: Path, run: str) -> list[AnyFact]:
+def facts(home: Path, run: str) -> list[AnyEvent]:
     with Store(home) as store:
         return [fact for _, _, fact in store.read_events(run)]
 
 
-def undisturbed(plan: simulation.agents.Plan, home: Path) -> list[AnyFact]:
+def undisturbed(plan: simulation.agents.FleetPlan, home: Path) -> list[AnyEvent]:
     """The facts of the same job on virtual time, in this process, with nothing that happens to it."""
-    calm = simulation.agents.Plan(plan.job, plan.bundle, home, plan.devices, plan.fleet)
+    calm = simulation.agents.FleetPlan(plan.job, plan.bundle, home, plan.devices, plan.fleet)
     run, _ = simulation.agents.run_fleet_virtually(calm)
     return facts(home, run)
 
 
-def states(found: Sequence[AnyFact]) -> list[str]:
+def states(found: Sequence[AnyEvent]) -> list[str]:
     """The content of every state that was committed, in order."""
-    return [fact.state.sha256 for fact in found if isinstance(fact, Committed)]
+    return [fact.state.sha256 for fact in found if isinstance(fact, RoundCommitted)]
 
 
 def rounds_of(method: str) -> int:
@@ -251,14 +256,14 @@ def rounds_of(method: str) -> int:
     return 1 if "rounds" in {field.name for field in fields(methods.load(method).params)} else ROUNDS
 
 
-def require_whole(found: Sequence[AnyFact], least: int = ROUNDS) -> None:
+def require_whole(found: Sequence[AnyEvent], least: int = ROUNDS) -> None:
     """Check that a run has ended well, with every device in every round, and with so many rounds at least."""
     last = found[-1]
-    assert isinstance(last, Ended), last
+    assert isinstance(last, JobEnded), last
     assert last.status == "done", last
-    rounds = [fact for fact in found if isinstance(fact, Committed)]
+    rounds = [fact for fact in found if isinstance(fact, RoundCommitted)]
     worked = [fact for fact in rounds if not fact.settled]
     assert len(worked) >= least, [type(fact).__name__ for fact in found]
     for each in rounds:
-        folded = {fact.update.device for fact in found if isinstance(fact, Answered) and fact.round == each.round}
+        folded = {fact.update.device for fact in found if isinstance(fact, UpdateAccepted) and fact.round == each.round}
         assert len(folded) == DEVICES, f"round {each.round} has the updates of {sorted(folded)}"

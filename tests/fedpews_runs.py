@@ -9,21 +9,21 @@ from fedavg_runs import SMALL, torch_one
 
 from fedquilt import methods
 from fedquilt.core import Bundle
-from fedquilt.testing.toys import MLP_MASKS, point_members, toy_bundle
-from fedquilt.testing.toys import run_method as run
-from fedquilt.tools.simulation import Member
+from fedquilt.testing.toy_networks import MLP_MASKS, point_members, toy_bundle
+from fedquilt.testing.toy_networks import run_method as run
+from fedquilt.tools.simulation import DeviceData
 
 PLAN = MLP_MASKS
 H = 5
 
 
-def play(name: str, engine: Any = None, members: list[Member] | None = None, **params: Any) -> list[Any]:
+def play(name: str, engine: Any = None, members: list[DeviceData] | None = None, **params: Any) -> list[Any]:
     """The states of three rounds on toy devices."""
     return play_on(toy_bundle(), name, engine, members, **params)
 
 
 def play_on(
-    bundle: Bundle, name: str, engine: Any = None, members: list[Member] | None = None, **params: Any
+    bundle: Bundle, name: str, engine: Any = None, members: list[DeviceData] | None = None, **params: Any
 ) -> list[Any]:
     """Likewise of another network."""
     method, work = methods.load(name), params.pop("work", None)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from fedquilt import methods
-from fedquilt.core import Answer, DeviceView, Site, Task
+from fedquilt.core import ClientContext, ClientResult, DeviceView, Task
 from fedquilt.methods import fedsdg
-from fedquilt.testing.toys import deliver_task, image_members, run_method, toy_bundle, with_loaded_tensors
-from fedquilt.tools.simulation.carriers import Hands
-from fedquilt.tools.simulation.simulated_job import Round, Simulation
+from fedquilt.testing.toy_networks import deliver_task, image_members, run_method, toy_bundle, with_loaded_tensors
+from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
+from fedquilt.tools.simulation.workers.backend import WorkBackend
 
-torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine", reason="adapters are trained with torch")
+torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine", reason="adapters are trained with torch")
 
 from fedquilt.models.networks import registry  # noqa: E402
 
@@ -43,15 +43,15 @@ class Played:
     """A run on toy devices: the states, what each task had and gave, in order, and what its rounds took."""
 
     def __init__(self, name: str, rounds: int = 2, devices: int = 2, **params: Any) -> None:
-        self.method, self.worked = methods.load(name), list[tuple[Site, Answer]]()
-        self.rounds: list[Round] = []
+        self.method, self.worked = methods.load(name), list[tuple[ClientContext, ClientResult]]()
+        self.rounds: list[SimulatedRound] = []
 
-        def work(task: Task, site: Site) -> Answer:
+        def work(task: Task, site: ClientContext) -> ClientResult:
             answer = self.method.work(task, site)
             self.worked.append((with_loaded_tensors(task, site), answer))
             return answer
 
-        def observe(simulation: Simulation, hands: Hands) -> None:
+        def observe(simulation: Simulation, hands: WorkBackend) -> None:
             self.rounds = simulation.rounds
 
         self.states = run_method(
@@ -66,7 +66,7 @@ class Played:
         )
 
 
-def asked(state: Any, local: Any = None, device: int = 0) -> tuple[Task, Site]:
+def asked(state: Any, local: Any = None, device: int = 0) -> tuple[Task, ClientContext]:
     """What one device gets now, with what it has kept."""
     member = image_members(4, 40)[device]
     method = methods.load("fedsdg")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from fedquilt.tools.flash import coordinator
-from fedquilt.tools.flash.bundle import Board, read_board_files
-from fedquilt.tools.flash.coordinator import Coordinator
+from fedquilt.tools.boards.flash import coordinator
+from fedquilt.tools.boards.flash.bundle import BoardFiles, read_board_files
+from fedquilt.tools.boards.flash.coordinator import CoordinatorFiles
 
 URL = '[broker]\nurl = "mqtts://broker.site:8883"\n'
 
 
-def told(site: Path, text: str, *given: object) -> Board:
+def told(site: Path, text: str, *given: object) -> BoardFiles:
     (site / "agent.toml").write_text('device = "orin-1"\nhome = "agent-home"\n' + text)
     return read_board_files(site / "agent.toml", *given)
 
 
-def serving(site: Path, text: str = "") -> Coordinator:
+def serving(site: Path, text: str = "") -> CoordinatorFiles:
     """A coordinator's settings, read."""
     files = 'ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n'
     (site / "coordinator.toml").write_text(f'fleet = "site"\n{URL}{files}{text}')

@@ -34,9 +34,9 @@ if __name__ == "__main__":  # else tests/fedquilt, which a script finds first, i
 
 from homes import Federation, answered
 
-from fedquilt import tensors
-from fedquilt.coordinator.facts import AnyFact, Ended
-from fedquilt.coordinator.store import Store
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
 from fedquilt.core import FedquiltError
 from fedquilt.tools.artefacts import export
@@ -94,7 +94,7 @@ class Ground:
             live = Federation(folder / "live", method, rounds=5, codec=codec).make()
             when = answered(3, 2)
 
-            def killed(fact: AnyFact, when=when, live=live, name=name) -> bool:  # type: ignore[no-untyped-def]
+            def killed(fact: AnyEvent, when=when, live=live, name=name) -> bool:  # type: ignore[no-untyped-def]
                 if not when(fact):
                     return False
                 shutil.copytree(live.folder, folder / f"{name}-half")  # with the write-ahead log, as SIGKILL leaves it
@@ -105,7 +105,7 @@ class Ground:
             self._states[name] = live.states()
             with Store(live.folder / "coordinator") as store:
                 row = store.find_job("sim")
-                found = scores.Scores({}, (scores.Score(5, 0.5, 12, 1.25, "a" * 64),))
+                found = scores.RunScores({}, (scores.EvaluationScore(5, 0.5, 12, 1.25, "a" * 64),))
                 scores.write_scores(scores.scores_path(store.home, row.id), found)
             (folder / "live").rename(folder / f"{name}-whole")
             with self._at(f"{name}-whole") as whole:
@@ -120,7 +120,7 @@ class Ground:
         with self._at(f"{name}-whole" if situation == "whole" else f"{name}-half") as federation:
             flipped, facts = [], roll.randint(1, 12)
 
-            def later(fact: AnyFact) -> bool:
+            def later(fact: AnyEvent) -> bool:
                 flipped.append(_flip(roll, federation.folder, True) if len(flipped) == facts - 1 else "")
                 return False
 
@@ -143,12 +143,12 @@ class Ground:
         return Result("refused" if NAMED.search(said) else "SILENT", file, said)
 
     def _gone_on(
-        self, name: str, federation: Federation, told: Callable[[AnyFact], bool] | None
+        self, name: str, federation: Federation, told: Callable[[AnyEvent], bool] | None
     ) -> tuple[bool, list[str]]:
         federation.run(told or (lambda fact: False))
         last = federation.facts()[-1]
-        done = isinstance(last, Ended) and last.status == "done"
-        notes = [last.reason if isinstance(last, Ended) else "", *federation.notes()]
+        done = isinstance(last, JobEnded) and last.status == "done"
+        notes = [last.reason if isinstance(last, JobEnded) else "", *federation.notes()]
         return done and federation.states() == self._states[name], notes
 
     def _as_before(self, name: str, federation: Federation) -> tuple[bool, list[str]]:

@@ -27,13 +27,14 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Asked, Committed, Started
-from fedquilt.coordinator.store import Store
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools import demo
+from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted, RoundCommitted
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle
 from fedquilt.tools.artefacts import export
+from fedquilt.tools.lab import demo
 from fedquilt.tools.simulation import agents
 
 FILE = Path(__file__).parent / "simulation" / "golden.json"
@@ -111,16 +112,18 @@ class File(msgspec.Struct, frozen=True):
 def play(method: str, folder: Path) -> Golden:
     """Run a method on virtual time and export its result."""
     job, stock = _job(method, folder)
-    plan = agents.Plan(job, stock, folder / "runs")
+    plan = agents.FleetPlan(job, stock, folder / "runs")
     asked: list[list[str]] = []
     states: list[Content] = []
     append = Store.append_event
 
     def watched(store: Store, run: str, fact: Any) -> None:
         append(store, run, fact)
-        if isinstance(fact, Asked):
+        if isinstance(fact, CohortSelected):
             asked.append(list(fact.devices))
-        if isinstance(fact, Started | Committed):  # read at once: the store drops a state once there is a newer one
+        if isinstance(
+            fact, JobStarted | RoundCommitted
+        ):  # read at once: the store drops a state once there is a newer one
             path = store.depot.blob_path(fact.state.sha256)
             assert path is not None, f"{method}: a state is recorded that is not on disk"
             states.append(content(path.read_bytes(), "state"))
@@ -134,15 +137,15 @@ def play(method: str, folder: Path) -> Golden:
     return Golden(asked, states, content(out.read_bytes(), out.suffix))
 
 
-def _job(method: str, folder: Path) -> tuple[settings.Job, Path]:
+def _job(method: str, folder: Path) -> tuple[settings.JobSettings, Path]:
     if method == "fedstitch":
         whole = msgspec.to_builtins(settings.load_job(DEMO / "job.toml"))
         changed = {
             key: {**whole[key], **value} if isinstance(value, dict) else value for key, value in STITCHING.items()
         }
         return settings.parse_job({**whole, **changed}), DEMO / "bundle"
-    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
-    bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
+    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    job_bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
     return settings.parse_job({**TABLE, "method": method, **CHANGES[method]}), folder / "bundle"
 
 
@@ -193,7 +196,7 @@ def _block() -> bytes:
     """What the first block of the demo gives for fixed noise."""
     import onnxruntime
 
-    stock = bundle.load_bundle(DEMO / "bundle")
+    stock = job_bundle.load_bundle(DEMO / "bundle")
     name = sorted(name for name in stock.files if name.endswith(".onnx"))[0]
     session = onnxruntime.InferenceSession(str(DEMO / "bundle" / "blobs" / stock.files[name].sha256))
     given = session.get_inputs()[0]

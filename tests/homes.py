@@ -9,18 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Started
+from fedquilt.coordinator.delivery.executor import LinkExecutor
+from fedquilt.coordinator.rounds.events import AnyEvent, JobStarted, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import create_device as make_board
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.worker import InlineWorker
-from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, run_on_virtual_time
+from fedquilt.formats import job_bundle
+from fedquilt.transport.link import Endpoint
+from fedquilt.transport.memory_link import MemoryBroker, MemoryLink, run_on_virtual_time
 
 NETWORK = {"name": "mlp", "inputs": 16, "hidden": [], "classes": 3}
 DEVICES = 3
@@ -49,8 +51,8 @@ class Federation:
 
     def make(self) -> Federation:
         """Write the bundle and the devices' data, and queue the job."""
-        first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
-        bundle.write_bundle(self.folder / "bundle", {"network": NETWORK, "flops": 96}, {"model": first})
+        first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+        job_bundle.write_bundle(self.folder / "bundle", {"network": NETWORK, "flops": 96}, {"model": first})
         data = np.random.default_rng(0)
         for index in range(DEVICES):
             arrays = {"x": data.random((12, 4, 4), np.float32), "y": data.integers(0, 3, 12)}
@@ -59,7 +61,7 @@ class Federation:
             store.add_job(settings.parse_job(self._job), self.folder / "bundle")
         return self
 
-    def run(self, kill: Callable[[AnyFact], bool] = lambda fact: False, *, limit_s: float = LIMIT_S) -> None:
+    def run(self, kill: Callable[[AnyEvent], bool] = lambda fact: False, *, limit_s: float = LIMIT_S) -> None:
         """Go on until the job has ended, or a fact is written at which everything is killed.
 
         Raises:
@@ -67,7 +69,7 @@ class Federation:
         """
         broker = MemoryBroker(0, max_payload=4096)
 
-        def observe(job: Any, fact: AnyFact) -> None:
+        def observe(job: Any, fact: AnyEvent) -> None:
             if kill(fact):
                 raise Killed
 
@@ -75,7 +77,7 @@ class Federation:
             assert store.acquire_lock()
             link = broker.connect()
             row = store.find_job(self.job)
-            server = Server(OverLink(link, "sim", store.depot, store.begin_epoch()), store, observe, only=row.id)
+            server = Server(LinkExecutor(link, "sim", store.depot, store.begin_epoch()), store, observe, only=row.id)
             sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
             for index in range(DEVICES):
                 own, board = broker.connect(), make_board("jetson-nano")
@@ -94,31 +96,31 @@ class Federation:
         with Store(self.folder / "coordinator") as store:
             return store.all_jobs()[0].id
 
-    def facts(self) -> list[AnyFact]:
+    def facts(self) -> list[AnyEvent]:
         """The run's facts so far."""
         with Store(self.folder / "coordinator") as store:
             return [fact for _, _, fact in store.read_events(self.job)]
 
     def states(self) -> list[str]:
         """Hash (sha256) of every state so far."""
-        return [fact.state.sha256 for fact in self.facts() if isinstance(fact, Started | Committed)]
+        return [fact.state.sha256 for fact in self.facts() if isinstance(fact, JobStarted | RoundCommitted)]
 
     def notes(self) -> list[str]:
         """What devices have said of their updates."""
-        return [fact.update.note for fact in self.facts() if isinstance(fact, Answered) and fact.update.note]
+        return [fact.update.note for fact in self.facts() if isinstance(fact, UpdateAccepted) and fact.update.note]
 
 
-def committed(round: int) -> Callable[[AnyFact], bool]:
+def committed(round: int) -> Callable[[AnyEvent], bool]:
     """Whether a fact is the end of this round."""
-    return lambda fact: isinstance(fact, Committed) and fact.round == round
+    return lambda fact: isinstance(fact, RoundCommitted) and fact.round == round
 
 
-def answered(round: int, count: int) -> Callable[[AnyFact], bool]:
+def answered(round: int, count: int) -> Callable[[AnyEvent], bool]:
     """Whether a fact is the `count`th answer of this round."""
-    found: list[AnyFact] = []
+    found: list[AnyEvent] = []
 
-    def told(fact: AnyFact) -> bool:
-        found.extend([fact] if isinstance(fact, Answered) and fact.round == round else [])
+    def told(fact: AnyEvent) -> bool:
+        found.extend([fact] if isinstance(fact, UpdateAccepted) and fact.round == round else [])
         return len(found) == count
 
     return told

@@ -35,21 +35,24 @@ from mosquittos import Mosquitto
 from processes import DIGITS, NETWORK, Processes
 from waiting import until
 
-from fedquilt import bundle, config, tensors, wire
+from fedquilt import wire
+from fedquilt.arrays import tensors
 from fedquilt.blobs import chunks
-from fedquilt.coordinator import passed, settings
-from fedquilt.coordinator.facts import AnyFact, Ended
-from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, Contribution, Task, Update, Usage
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import site_updates
+from fedquilt.core import BlobRef, DeviceUpdate, Task, Update, Usage
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.devices import create_device as make_board
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools.identity import broker_config
-from fedquilt.tools.identity.authority import clock_s
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, toml
+from fedquilt.security.authenticated_link import DeviceLink
+from fedquilt.security.handshake import LinkIdentity
+from fedquilt.tools.operations.identity import broker_config
+from fedquilt.tools.operations.identity.authority import clock_s
 from fedquilt.tools.simulation import agents as fleet
-from fedquilt.transport.handshake import Identity
-from fedquilt.transport.mqtt import MqttLink
-from fedquilt.transport.sealed import BoardLink
+from fedquilt.transport.mqtt.link import MqttLink
 
 LIAR, FLEET = "liar-00", "fleet"
 TOPICS = wire.Topics(FLEET)
@@ -120,8 +123,8 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Lie], str]] = {  # -> what the log 
 def _of_others(model: Tensors) -> bytes:
     """Updates of the honest boards, as a site passes them up."""
     names = [f"jetson-nano-{number:02d}" for number in range(3)]
-    given = [Contribution(name, 0, 10.0, {}, {"model": model}) for name in names]
-    ((_, bundle),) = passed.bundle_updates(given)
+    given = [DeviceUpdate(name, 0, 10.0, {}, {"model": model}) for name in names]
+    ((_, bundle),) = site_updates.bundle_updates(given)
     return tensors.encode_tensors(bundle)
 
 
@@ -153,7 +156,7 @@ class Liar(threading.Thread):
         rate: messages a second that it sends besides, of all kinds; 0: none.
     """
 
-    def __init__(self, link: BoardLink, raw: Noted, model: Tensors, rate: float = 0.0) -> None:
+    def __init__(self, link: DeviceLink, raw: Noted, model: Tensors, rate: float = 0.0) -> None:
         super().__init__(daemon=True)
         self.done, self.sent = Counter[str](), 0
         self._link, self._raw, self._model, self._rate = link, raw, model, rate
@@ -170,8 +173,8 @@ class Liar(threading.Thread):
                 route = wire.parse_topic(message.topic)
                 if route.kind is Task and message.payload:
                     self._tasked(wire.decode(message.payload, Task))
-                elif route.kind is wire.Get:
-                    self._served(wire.decode(message.payload, wire.Get))
+                elif route.kind is wire.ChunkRequest:
+                    self._served(wire.decode(message.payload, wire.ChunkRequest))
             if self._link.connected and self._session != self._link.session:
                 self._session = self._link.session
                 self._told()
@@ -192,7 +195,7 @@ class Liar(threading.Thread):
     def _told(self) -> None:
         """Come online as a board of the smallest kind that says it is a site of five."""
         self._say("presence", wire.Presence(online=True, boot="b"), retain=True)
-        means = events.Means(2_000_000_000, ("numpy",), ())
+        means = events.Capabilities(2_000_000_000, ("numpy",), ())
         profile = messages.profile_message(LIAR, make_board("x86-host"), means)
         self._say("profile", msgspec.structs.replace(profile, boards=5), retain=True)
 
@@ -231,7 +234,7 @@ class Liar(threading.Thread):
         )  # the broker's to stop
         self.done[name] += 1
 
-    def _served(self, get: wire.Get) -> None:
+    def _served(self, get: wire.ChunkRequest) -> None:
         payload = self._blobs.get(get.sha256)
         if payload is None:
             return
@@ -264,7 +267,7 @@ class Liar(threading.Thread):
             self._link.publish(TOPICS.chunk_topic(LIAR, "up", f"{number:064x}", 0), bytes(1024), reliable=False)
             self.sent += 1
         else:
-            get = wire.Get(sha256=f"{number:064x}", chunk=1024, indices=tuple(range(64)))
+            get = wire.ChunkRequest(sha256=f"{number:064x}", chunk=1024, indices=tuple(range(64)))
             self._link.publish(f"{TOPICS.root}/dev/{LIAR}/up/blob/get", wire.encode(get))
             self.sent += 1
 
@@ -286,14 +289,14 @@ class Site:
             "fleet": {"devices": 3, "boards": ["jetson-nano"], "budgets": ["256MB"]},
             "data": {"path": str(DIGITS), "partition": "classes", "classes": 4},
         }
-        first = numpy_engine.init_tensors(NETWORK, seed=0)
+        first = engine.init_tensors(NETWORK, seed=0)
         self.model = {name: array + np.float32(1) for name, array in first.items()}  # which nobody has yet
-        bundle.write_bundle(
+        job_bundle.write_bundle(
             folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": tensors.encode_tensors(first)}
         )
-        (folder / "job.toml").write_text(config.format_toml(table))
+        (folder / "job.toml").write_text(toml.format_toml(table))
         calm = {**table, "cohort": {"start_devices": 3}}
-        self.plan = fleet.Plan(settings.parse_job(calm), folder / "job.bundle", folder / "calm")
+        self.plan = fleet.FleetPlan(settings.parse_job(calm), folder / "job.bundle", folder / "calm")
         out = folder / "site"
         broker_config.write_config(
             self.certified.authority, "mosquitto", ["127.0.0.1"], out, clock_s(), installed=str(out)
@@ -311,7 +314,7 @@ class Site:
             told = {"url": self.url, **self.certified.files(device)}
             path = self.folder / f"{device}.toml"
             path.write_text(
-                config.format_toml({**table, "home": str(self.folder / device), "broker": told, "warm_s": 600.0})
+                toml.format_toml({**table, "home": str(self.folder / device), "broker": told, "warm_s": 600.0})
             )
             self.processes.start(device, self.folder / "agents.log", "agent", str(path))
 
@@ -326,18 +329,18 @@ class Site:
         """The hostile board, at its work."""
         broker = self.certified.broker(LIAR, url=self.url)
         raw = Noted(broker, LIAR)
-        made = Liar(BoardLink(raw, Identity(broker), FLEET, LIAR), raw, self.model, rate)
+        made = Liar(DeviceLink(raw, LinkIdentity(broker), FLEET, LIAR), raw, self.model, rate)
         made.start()
         return made
 
-    def facts(self) -> list[AnyFact]:
+    def facts(self) -> list[AnyEvent]:
         """The job's facts so far."""
         return processes.facts(self.home)
 
     def ended(self) -> bool:
-        return any(isinstance(fact, Ended) for fact in self.facts())
+        return any(isinstance(fact, JobEnded) for fact in self.facts())
 
-    def calm(self) -> list[AnyFact]:
+    def calm(self) -> list[AnyEvent]:
         """Facts of the same job in this process, without the liar."""
         run, _ = fleet.run_fleet_virtually(self.plan)
         with Store(self.plan.home) as store:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import inspect
 
 from fedquilt import wire
-from fedquilt.coordinator import passed
+from fedquilt.coordinator.updates import site_updates
 from fedquilt.core import BlobRef, EvaluationSums, OperatingPoint, Profile, Rates, Update, Usage
 
 MESSAGES = (
@@ -19,17 +19,17 @@ MESSAGES = (
     wire.Claim,
     wire.Progress,
     wire.Telemetry,
-    wire.Installed,
+    wire.ReleaseStatus,
     Update,
-    wire.Get,
-    wire.Manifest,
-    wire.Missing,
-    wire.Placed,
+    wire.ChunkRequest,
+    wire.BlobManifest,
+    wire.MissingBlob,
+    wire.UploadProgress,
     wire.Hello,
 )
 """Messages that devices send."""
 
-PARTS = (OperatingPoint, Rates, Usage, EvaluationSums, BlobRef, passed.Part)
+PARTS = (OperatingPoint, Rates, Usage, EvaluationSums, BlobRef, site_updates.SiteUpdatePart)
 """Structs within them, or within a blob that a site sends."""
 
 LONG = 3000  # of a text without a limit

@@ -6,21 +6,21 @@ from dataclasses import replace
 from typing import Any
 
 from fedquilt.core import DeviceView
-from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.stitching import stitched
-from fedquilt.testing.toys import SMALL, FakeRunner, build_donors, deliver_task, image_members, run_method
-from fedquilt.tools.simulation import Member
+from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
+from fedquilt.models.stitching import stitched_network
+from fedquilt.testing.toy_networks import SMALL, FakeRunner, build_donors, deliver_task, image_members, run_method
+from fedquilt.tools.simulation import DeviceData
 
 
 def played(
-    devices: list[Member] | None = None,
+    devices: list[DeviceData] | None = None,
     *,
     cohort: int = 0,
     runner: FakeRunner | None = None,
     method: Any = METHOD,
     rounds: int = 1000,
     **changes: Any,
-) -> list[State]:
+) -> list[SearchState]:
     bundle, own = build_donors()
     return run_method(
         "fedstitch",
@@ -38,15 +38,15 @@ def played(
 FULL = played()
 
 
-def narrow(state: State, name: str, channels: int) -> stitched.Block:
+def narrow(state: SearchState, name: str, channels: int) -> stitched_network.Block:
     """A block with other channels."""
     return replace(state.stock.blocks[name], out_shape=(channels, 4, 4))
 
 
-def gathering(**changes: Any) -> tuple[State, Any, Any]:
+def gathering(**changes: Any) -> tuple[SearchState, Any, Any]:
     """A state that gathers, and one device's task and site."""
     bundle, runner = build_donors()
-    state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0, **changes}), 3)
+    state = METHOD.init(bundle, SearchParams(**{**SMALL, "expansions": 0, **changes}), 3)
     return (
         state,
         *deliver_task(METHOD, METHOD.send(state, DeviceView("dev-0", None)), image_members(1)[0], runner, seed=3),

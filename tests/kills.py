@@ -40,11 +40,19 @@ from federation import bundle_of, digits
 from mosquittos import Mosquitto
 from processes import Processes, facts
 
-from fedquilt import config
-from fedquilt.coordinator import rounds, settings
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended, Rounds
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.store_rows import is_served
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import next_event
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    JobState,
+    RoundCommitted,
+    UpdateAccepted,
+)
+from fedquilt.coordinator.storage.rows import is_served
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.formats import toml
 from fedquilt.tools.simulation import agents as fleet
 
 DEVICES = 3
@@ -54,7 +62,7 @@ ONLOOKERS = 2  # of a job of the command line
 LIMIT_S = 600.0  # without a new fact
 TASK_KILLS = 2  # of one board's task in one round: the third would have the board refuse it, as it should
 FACTS = 4  # of a job's log that come at most between two kills
-STEPS = (Asked, Answered, Committed)  # the facts that are counted
+STEPS = (CohortSelected, UpdateAccepted, RoundCommitted)  # the facts that are counted
 POLL_S = 0.05
 IN_A_ROW = 4  # kills without an answer in between: else nothing would ever be done
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> network, and how long a task is
@@ -139,8 +147,8 @@ class Campaign:
             "fleet": {"devices": DEVICES, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB", "8GB"]},
             "data": {"path": str(digits(folder / "digits.npz")), "partition": "dirichlet", "alpha": 2.0, "min_size": 8},
         }
-        (folder / "job.toml").write_text(config.format_toml(job))
-        self.plan = fleet.Plan(settings.load_job(folder / "job.toml"), self._bundle, folder / "calm")
+        (folder / "job.toml").write_text(toml.format_toml(job))
+        self.plan = fleet.FleetPlan(settings.load_job(folder / "job.toml"), self._bundle, folder / "calm")
         self._tasks = Counter[tuple[str, int]]()  # kills of tasks, by board and round
 
     # -- with kills --
@@ -168,13 +176,13 @@ class Campaign:
         for table in self.plan.make_agent_tables():
             name = table["device"]
             told = {**table, "home": str(self.folder / name), "broker": {"url": broker.url}, "warm_s": 600.0}
-            (self.folder / f"{name}.toml").write_text(config.format_toml(told))
+            (self.folder / f"{name}.toml").write_text(toml.format_toml(told))
             commands[name] = ("agent", str(self.folder / f"{name}.toml"))
         for name, command in commands.items():
             processes.start(name, self._log, *command)
         seen, moved_s, answers, row = 0, time.monotonic(), 0, 0
         moments = Moments(self._roll, moved_s)
-        while not isinstance((found := self.facts() or [None])[-1], Ended):
+        while not isinstance((found := self.facts() or [None])[-1], JobEnded):
             now_s = time.monotonic()
             for name in self._onlookers if found != [None] else ():
                 if name not in processes.running:
@@ -184,7 +192,7 @@ class Campaign:
                 seen, moved_s = len(found), now_s
             if now_s > moved_s + LIMIT_S:
                 raise LostError(f"nothing has happened for {LIMIT_S:g} s: {self._words()}")
-            if (count := sum(isinstance(fact, Answered) for fact in found)) > answers:
+            if (count := sum(isinstance(fact, UpdateAccepted) for fact in found)) > answers:
                 answers, row = count, 0
             due = moments.due(sum(isinstance(fact, STEPS) for fact in found), now_s)
             able = self.killed.total() < self._kills and row < IN_A_ROW
@@ -218,7 +226,7 @@ class Campaign:
             broker.kill()
             broker.restart()
         elif kind == "task":
-            round = max((fact.round for fact in found if isinstance(fact, Asked)), default=0)
+            round = max((fact.round for fact in found if isinstance(fact, CohortSelected)), default=0)
             found_tasks = ((name, _task_of(process.pid)) for name, process in processes.running.items())
             tasks = {name: task for name, task in found_tasks if task is not None}
             able = sorted(name for name in tasks if self._tasks[name, round] < TASK_KILLS)
@@ -243,30 +251,32 @@ class Campaign:
 
     # -- afterwards --
 
-    def facts(self) -> list[AnyFact]:
+    def facts(self) -> list[AnyEvent]:
         """The job's facts so far; none before it is queued."""
         return facts(self._home, "kills")
 
     def _require(self) -> None:
         found = self.facts()
         last = found[-1]
-        if not isinstance(last, Ended) or last.status != "done":
+        if not isinstance(last, JobEnded) or last.status != "done":
             raise LostError(f"the job has not been done: {last}")
         cohorts: list[frozenset[str]] = []
         for fact in found:
-            if isinstance(fact, Committed):
-                asked = {name for each in found if isinstance(each, Asked) and each.round == fact.round
+            if isinstance(fact, RoundCommitted):
+                asked = {name for each in found if isinstance(each, CohortSelected) and each.round == fact.round
                          for name in each.devices}  # fmt: skip
                 counted = [
-                    each.update.device for each in found if isinstance(each, Answered) and each.round == fact.round
+                    each.update.device
+                    for each in found
+                    if isinstance(each, UpdateAccepted) and each.round == fact.round
                 ]
                 if sorted(counted) != sorted(asked):
                     raise LostError(f"round {fact.round} asked {sorted(asked)}, and counted {sorted(counted)}")
                 cohorts.append(frozenset(counted))
         self.partial = sum(len(cohort) < DEVICES for cohort in cohorts)
         run, undisturbed = calm(self.plan, cohorts)
-        states = [fact.state.sha256[:12] for fact in found if isinstance(fact, Committed)]
-        wanted = [fact.state.sha256[:12] for fact in undisturbed if isinstance(fact, Committed)]
+        states = [fact.state.sha256[:12] for fact in found if isinstance(fact, RoundCommitted)]
+        wanted = [fact.state.sha256[:12] for fact in undisturbed if isinstance(fact, RoundCommitted)]
         if states != wanted:
             raise LostError(f"states are {states}, and without kills {wanted}; boards: {[*map(sorted, cohorts)]}")
         for device in sorted(frozenset().union(*cohorts)):
@@ -278,15 +288,15 @@ class Campaign:
         return self._log.read_text(errors="replace")[-3000:]
 
 
-def calm(plan: fleet.Plan, cohorts: Sequence[Collection[str]]) -> tuple[str, list[AnyFact]]:
+def calm(plan: fleet.FleetPlan, cohorts: Sequence[Collection[str]]) -> tuple[str, list[AnyEvent]]:
     """(run, facts) of a job in this process, where nothing happens; these boards take part in each round."""
-    decide = rounds.decide_event
+    decide = next_event.decide_event
 
-    def among(state: Rounds, now_s: float, online: Collection[str], *rest: Any, **more: Any) -> AnyFact | None:
+    def among(state: JobState, now_s: float, online: Collection[str], *rest: Any, **more: Any) -> AnyEvent | None:
         allowed = cohorts[state.round] if state.round < len(cohorts) else online
         return decide(state, now_s, {name for name in online if name in allowed}, *rest, **more)
 
-    with mock.patch.object(rounds, "decide_event", among), contextlib.redirect_stdout(io.StringIO()):
+    with mock.patch.object(next_event, "decide_event", among), contextlib.redirect_stdout(io.StringIO()):
         run, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as store:
         return run, [fact for _, _, fact in store.read_events(run)]

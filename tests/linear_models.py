@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = Path(__file__).parents[1] / "tools/demo/digits.npz"
+DIGITS = Path(__file__).parents[1] / "tools/lab/demo/digits.npz"
 LABELS = tuple(map(str, range(10)))
 INPUT = {"channels": 1, "size": 8}
 

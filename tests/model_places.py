@@ -16,9 +16,9 @@ from toy_kinds import release
 from waiting import until
 
 from fedquilt.core import BlobRef
-from fedquilt.edge_agent.releases.models import Models
+from fedquilt.edge_agent.releases.models import ModelReleases
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
-from fedquilt.wire import Release
+from fedquilt.wire import DesiredRelease
 
 
 class Place:
@@ -29,16 +29,16 @@ class Place:
         self.blobs.mkdir()
         self.settings = AgentSettings(device="d", home=str(root / "d"), models=ModelSettings(**settings))
         self.checks, self.board = Bench(), Board()
-        self.models = Models(self.settings, self.board, self.checks, clock=lambda: self.now_s)
+        self.models = ModelReleases(self.settings, self.board, self.checks, clock=lambda: self.now_s)
         self.folder = self.models.folder
 
-    def release(self, serial: int, payload: bytes | None = None) -> tuple[Release, Path]:
+    def release(self, serial: int, payload: bytes | None = None) -> tuple[DesiredRelease, Path]:
         payload = network(gain=serial) if payload is None else payload
         sha256 = hashlib.sha256(payload).hexdigest()
         (self.blobs / sha256).write_bytes(payload)
         return release(serial, BlobRef(sha256=sha256, size=len(payload))), self.blobs / sha256
 
-    def put(self, serial: int) -> Release:
+    def put(self, serial: int) -> DesiredRelease:
         """Bring a release into use."""
         wanted, blob = self.release(serial)
         self.models.stage(wanted, blob)
@@ -53,7 +53,7 @@ class Place:
         return sorted(os.listdir(self.folder))
 
 
-def short(wanted: Release) -> str:
+def short(wanted: DesiredRelease) -> str:
     assert wanted.blob is not None
     return wanted.blob.sha256[:16]
 

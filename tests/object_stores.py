@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from fedquilt.coordinator.object_store import Bucket
+from fedquilt.coordinator.delivery.blobs.object_store import Bucket
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "verysecret"}
 

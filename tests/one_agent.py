@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt import tensors, wire
-from fedquilt.blobs.store import Depot
-from fedquilt.blobs.transfer import Transfers
-from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Task, Update, Work, derive_seed
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Task, Update, WorkEstimate, derive_seed
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.releases.kind import Kind
-from fedquilt.edge_agent.served import Runner
+from fedquilt.edge_agent.releases.release_kind import ReleaseKind
+from fedquilt.edge_agent.runner_status import RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
-from fedquilt.edge_agent.task.protocol import Event, Order, Outcome
-from fedquilt.edge_agent.task.worker import Worker
-from fedquilt.transport.link import MemoryBroker, MemoryLink
+from fedquilt.edge_agent.task.protocol import Event, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.worker import TaskWorker
+from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 
 MODEL = {"w": np.arange(4, dtype=np.float32)}
 TOPICS = wire.Topics("f")
@@ -56,7 +57,7 @@ class Board:
     def unpin_clocks(self) -> None:
         self.clocks.append("-")
 
-    def task_cost(self, work: Work, measured: Cost) -> Cost:
+    def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
         return measured
 
 
@@ -66,11 +67,11 @@ class Bench:
     resident_bytes = 0
 
     def __init__(self) -> None:
-        self.orders: list[Order] = []
+        self.orders: list[WorkRequest] = []
         self.killed = 0
         self.events: list[Event] = []
 
-    def start(self, order: Order, now_s: float) -> None:
+    def start(self, order: WorkRequest, now_s: float) -> None:
         self.orders.append(order)
 
     def poll(self, now_s: float) -> list[Event]:
@@ -100,7 +101,7 @@ class Bench:
         left = None if private is None else write_tensors(out / PRIVATE, {"c": np.array([private])})
         values = {"weight": 3.0, "metrics": {"loss": 0.5}, "bundles": {"model": ref}, "wall_s": 2.0, "cpu_s": 1.5}
         values["private"] = left
-        self.events.append(Outcome(**{**values, "peak_bytes": 9, "base_bytes": 4, **changes}))
+        self.events.append(WorkResult(**{**values, "peak_bytes": 9, "base_bytes": 4, **changes}))
 
 
 class Site:
@@ -110,17 +111,17 @@ class Site:
         self.folder = folder
         self.broker = MemoryBroker(max_payload=2048)
         self.link = self.broker.connect()
-        self.depot = Depot(folder / "coordinator")
+        self.depot = BlobStore(folder / "coordinator")
         self.transfers = Transfers(self.link, self.depot, TOPICS, "dn", lambda device, sha256: True)
         self.link.subscribe(TOPICS.coordinator_filters())
         self.heard: dict[str, list[Any]] = {}
         self.board = Board()
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, ReleaseKind] = {}
         self.clock: Callable[[], float | None] = lambda: None
-        self.runner: Runner | None = None
+        self.runner: RunnerStatusReader | None = None
         self.start()
 
-    def start(self, worker: Worker | None = None, **changes: Any) -> None:
+    def start(self, worker: TaskWorker | None = None, **changes: Any) -> None:
         """A new process on the same folder; one that ran before has died in the middle of whatever it did."""
         if hasattr(self, "own"):
             self.broker.lose_client(self.own)
@@ -168,7 +169,7 @@ class Site:
         """Ask for a round's work on MODEL plus the round's number."""
         model = self.depot.store_bytes(tensors.encode_tensors({name: array + round for name, array in MODEL.items()}))
         values: dict[str, Any] = {"attempt": 0, "method": "fedavg", "engine": "numpy", "actions": ("work",)}
-        values |= {"params": {}, "bundles": {"model": model}, "work": Work(flops=1e6), "deadline_s": 60.0}
+        values |= {"params": {}, "bundles": {"model": model}, "work": WorkEstimate(flops=1e6), "deadline_s": 60.0}
         task = Task(**{"job": "j-1", "round": round, "seed": derive_seed(round), **values, **changes})
         self.say("task", task, retain=True)
         return task

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from fedquilt import methods
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Method
 
 
-def opened(store: Store, run: str, method: Method | None = None) -> Running:
+def opened(store: Store, run: str, method: Method | None = None) -> RunningJob:
     """The job, with its state; `method`: None: the one that it names."""
     row = store.find_job(run)
-    job = Running(row, store, 0.0, method or methods.load(row.job.method))
+    job = RunningJob(row, store, 0.0, method or methods.load(row.job.method))
     job.continue_from(job.build_state_loader()(), 0.0)
     return job

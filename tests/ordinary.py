@@ -30,8 +30,8 @@ from forks import CONTEXT
 from waiting import LIMIT_S
 
 import fedquilt
-from fedquilt.edge_agent.clocks.helper import Helper
-from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.edge_agent.clocks.clock_pin import ClockPin
+from fedquilt.edge_agent.clocks.helper import ClockHelper
 
 PLACES = (sys.base_prefix, sys.prefix, *filter(None, sys.path), *(os.path.dirname(path) for path in fedquilt.__path__))
 NEEDED = {place for place in (Path(path).resolve() for path in PLACES) if place.is_dir()}  # every child reads them
@@ -175,7 +175,7 @@ class Served:
     def __init__(self, root: Path, folder: Path, group: int | None) -> None:
         folder.mkdir(mode=0o755)
         self.path = folder / "clocks.sock"
-        self._helper = Helper(Clamp(root, folder / "state"), self.path, folder / "state", group=group)
+        self._helper = ClockHelper(ClockPin(root, folder / "state"), self.path, folder / "state", group=group)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedquilt.core import Profile, Task, Work
+from fedquilt.core import Profile, Task, WorkEstimate
 
 
 def profile(**changes: Any) -> Profile:
@@ -21,5 +21,5 @@ def budgeted(budget_bytes: int, **changes: Any) -> Profile:
 def task(**changes: Any) -> Task:
     """FedAvg of round 0 in numpy, due in a minute."""
     values: dict[str, Any] = {"job": "j", "round": 0, "attempt": 0, "method": "fedavg", "engine": "numpy"}
-    values |= {"actions": ("work",), "params": {}, "bundles": {}, "work": Work(), "seed": 0, "deadline_s": 60.0}
+    values |= {"actions": ("work",), "params": {}, "bundles": {}, "work": WorkEstimate(), "seed": 0, "deadline_s": 60.0}
     return Task(**{**values, **changes})

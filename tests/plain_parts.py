@@ -29,7 +29,7 @@ from plain_training import (
 )
 from torch import nn
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 
 LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
     "root_parameter": {

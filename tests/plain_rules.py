@@ -29,7 +29,7 @@ from plain_training import (
 from torch import nn
 
 from fedquilt.models.networks import registry
-from fedquilt.testing import awkward
+from fedquilt.testing import difficult_networks
 
 
 def fedavg(network: str, model: Model, run: Played) -> Model:
@@ -160,7 +160,7 @@ def median(network: str, model: Model, run: Played) -> Model:
 def norms(network: str) -> set[str]:
     """All tensors of modules that normalise by running statistics."""
     model = registry.build(table_of(network))
-    kinds = (nn.BatchNorm1d, awkward.MovingNorm)
+    kinds = (nn.BatchNorm1d, difficult_networks.MovingNorm)
     found = {
         f"{path}.{leaf}"
         for path, each in model.named_modules()

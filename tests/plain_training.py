@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import methods, tensors
-from fedquilt.core import Answer, Bundle, Examples, Site, Task, derive_seed
-from fedquilt.testing import toys
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.core import Bundle, ClientContext, ClientResult, Examples, Task, derive_seed
+from fedquilt.testing import toy_networks
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation import DeviceData
 
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
-from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
+from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
-from fedquilt.testing import awkward  # noqa: E402
+from fedquilt.testing import difficult_networks  # noqa: E402
 
 Model = dict[str, np.ndarray]
 SIZES, ROUNDS, BATCH, LR, SEED = (16, 11, 6), 2, 5, 0.05, 3  # every last mini-batch has one example
@@ -33,7 +34,7 @@ DROPS = ("root_parameter", "tokens")  # dropout is left out, whose draws are an 
 
 
 def table_of(network: str) -> dict[str, Any]:
-    return awkward.network_table(network, **({"drop": 0.0} if network in DROPS else {}))
+    return difficult_networks.network_table(network, **({"drop": 0.0} if network in DROPS else {}))
 
 
 @cache
@@ -42,14 +43,14 @@ def bundle_of(network: str) -> Bundle:
 
 
 @cache
-def members() -> list[Member]:
+def members() -> list[DeviceData]:
     """Three devices; the last one has no example of class 2."""
     found = []
     for index, size in enumerate(SIZES):
         draws = np.random.default_rng(index)
         x, y = draws.normal(size=(size + 4, 6)).astype(np.float32), draws.integers(0, 3 - (index == 2), size + 4)
         x[np.arange(len(y)), y] += 2
-        found.append(Member(f"dev-{index}", Examples(x[4:], y[4:]), Examples(x[:4], y[:4])))
+        found.append(DeviceData(f"dev-{index}", Examples(x[4:], y[4:]), Examples(x[:4], y[:4])))
     return found
 
 
@@ -62,7 +63,7 @@ def batches(order: np.ndarray) -> Iterator[np.ndarray]:
     yield from (order[first : first + BATCH] for first in range(0, len(order), BATCH))
 
 
-def steps_of(member: Member) -> int:
+def steps_of(member: DeviceData) -> int:
     return -(-len(member.train) // BATCH)
 
 
@@ -151,7 +152,7 @@ class Plain:
         return {name: held[name].detach().numpy().copy() for name in like}
 
 
-def local(network: str, begun: Model, member: Member, round: int, correct: Any = None, only: Any = None) -> Model:
+def local(network: str, begun: Model, member: DeviceData, round: int, correct: Any = None, only: Any = None) -> Model:
     """Tensors after one epoch of a device, in which all of them or those of the names in `only` move."""
     plain = Plain(network, begun, only)
     order = generator(member.device, round).permutation(len(member.train))
@@ -211,7 +212,7 @@ def played(
     """A run of a method on an awkward network, by the coordinator's rounds."""
     method, found = methods.load(name), Played([], {}, [])
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         answer = method.work(task, site)
         if answer.local:
             found.kept[site.device] = {key: np.array(array) for key, array in answer.local.items()}
@@ -221,7 +222,7 @@ def played(
         found.devices[:] = [each.devices for each in simulation.rounds]
 
     made = bundle_of(network)
-    found.states = toys.run_method(
+    found.states = toy_networks.run_method(
         name,
         replace(made, meta={**made.meta, **meta}),
         members(),

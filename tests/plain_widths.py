@@ -26,7 +26,7 @@ from plain_training import (
 )
 from torch import nn
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import derive_seed
 
 UNITS: dict[str, dict[str, tuple[str, ...]]] = {

@@ -6,18 +6,26 @@ from typing import Any
 
 import plain
 
-from fedquilt.core import BlobRef, Task, Update, Usage, Work
-from fedquilt.edge_agent.events import Action, Arrived, Done, Event, Means, Say, State
-from fedquilt.edge_agent.plan import advance
+from fedquilt.core import BlobRef, Task, Update, Usage, WorkEstimate
+from fedquilt.edge_agent.events import (
+    Action,
+    Capabilities,
+    DeviceState,
+    Event,
+    PublishClaim,
+    TaskCompleted,
+    TaskReceived,
+)
+from fedquilt.edge_agent.state_machine import advance
 from fedquilt.wire import Claim
 
-MEANS = Means(budget_bytes=100 << 20, engines=("numpy",), methods=("fedavg",))
+MEANS = Capabilities(budget_bytes=100 << 20, engines=("numpy",), methods=("fedavg",))
 A, B = BlobRef(sha256="a" * 64, size=10), BlobRef(sha256="b" * 64, size=20)
 
 
 def task(round: int = 0, **changes: Any) -> Task:
     values: dict[str, Any] = {"job": "j-1", "round": round, "seed": 1, "bundles": {"model": A}}
-    return plain.task(**{**values, "work": Work(peak_bytes=1 << 20), **changes})
+    return plain.task(**{**values, "work": WorkEstimate(peak_bytes=1 << 20), **changes})
 
 
 def update(round: int = 0, base_bytes: int | None = None, attempt: int = 0, **changes: Any) -> Update:
@@ -25,11 +33,13 @@ def update(round: int = 0, base_bytes: int | None = None, attempt: int = 0, **ch
     return Update(**{**values, "bundles": {}, "metrics": {}, "usage": Usage(base_bytes=base_bytes), **changes})
 
 
-def claim(round: int = 0, attempt: int = 0) -> Say:
-    return Say(Claim(job="j-1", round=round, attempt=attempt, accepted=True))
+def claim(round: int = 0, attempt: int = 0) -> PublishClaim:
+    return PublishClaim(Claim(job="j-1", round=round, attempt=attempt, accepted=True))
 
 
-def after(*events: Event, now_s: float = 0.0, state: State = State(MEANS)) -> tuple[State, tuple[Action, ...]]:
+def after(
+    *events: Event, now_s: float = 0.0, state: DeviceState = DeviceState(MEANS)
+) -> tuple[DeviceState, tuple[Action, ...]]:
     """The state after events, and what the last one asked for."""
     actions: tuple[Action, ...] = ()
     for event in events:
@@ -37,5 +47,5 @@ def after(*events: Event, now_s: float = 0.0, state: State = State(MEANS)) -> tu
     return state, actions
 
 
-def done(private: bool = False, round: int = 0) -> State:
-    return after(Arrived(task(round)), Done(update(round), private))[0]
+def done(private: bool = False, round: int = 0) -> DeviceState:
+    return after(TaskReceived(task(round)), TaskCompleted(update(round), private))[0]

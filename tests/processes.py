@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedquilt import bundle, config, tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, AnyFact
-from fedquilt.coordinator.store import Store
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.coordinator.rounds.events import AnyEvent, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.simulation import agents as fleet
 
-DIGITS = Path(fleet.__file__).parents[1] / "demo" / "digits.npz"
+DIGITS = Path(fleet.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [64], "classes": 10}
 TABLE: dict[str, Any] = {
     "name": "digits",
@@ -58,7 +59,7 @@ class Processes:
             self.kill(name)
 
 
-def facts(home: Path, run: str = "digits") -> list[AnyFact]:
+def facts(home: Path, run: str = "digits") -> list[AnyEvent]:
     """A job's facts so far; none before it is queued."""
     if not (home / "fedquilt.db").exists():
         return []
@@ -67,16 +68,16 @@ def facts(home: Path, run: str = "digits") -> list[AnyFact]:
 
 
 def answers(home: Path, round: int) -> int:
-    return sum(isinstance(fact, Answered) and fact.round == round for fact in facts(home))
+    return sum(isinstance(fact, UpdateAccepted) and fact.round == round for fact in facts(home))
 
 
-def make_job(folder: Path, hidden: int = 64, **cohort: Any) -> fleet.Plan:
+def make_job(folder: Path, hidden: int = 64, **cohort: Any) -> fleet.FleetPlan:
     """A job and its bundle; more than 900 `hidden` neurons make a model of several chunks. `cohort`: of the job."""
     network = {**NETWORK, "hidden": [hidden]}
-    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
-    bundle.write_bundle(folder / "job.bundle", {"network": network, "flops": 150 * hidden}, {"model": first})
+    first = tensors.encode_tensors(engine.init_tensors(network, seed=0))
+    job_bundle.write_bundle(folder / "job.bundle", {"network": network, "flops": 150 * hidden}, {"model": first})
     cohort = {**TABLE["cohort"], "start_devices": 3, **cohort}
     rest = {key: value for key, value in TABLE.items() if not isinstance(value, dict)}
     nested = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
-    (folder / "job.toml").write_text(config.format_toml({**rest, **nested, "cohort": cohort}))
-    return fleet.Plan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
+    (folder / "job.toml").write_text(toml.format_toml({**rest, **nested, "cohort": cohort}))
+    return fleet.FleetPlan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")

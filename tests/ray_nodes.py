@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from fedquilt.tools.simulation import agents
-from fedquilt.tools.simulation.carriers import Hands
-from fedquilt.tools.simulation.pool import Pool
-from fedquilt.tools.simulation.ray_workers import RayWorkers
-from fedquilt.tools.simulation.workers import Work
+from fedquilt.tools.simulation.workers.backend import WorkBackend
+from fedquilt.tools.simulation.workers.pool import WorkerPool
+from fedquilt.tools.simulation.workers.protocol import WorkBatch
+from fedquilt.tools.simulation.workers.ray.workers import RayWorkers
 
 STORE_BYTES = 100 << 20
 
@@ -68,7 +68,7 @@ class Watched(RayWorkers):
         self._amid = amid
         self.nodes: list[str] = []
 
-    def send_work(self, worker: int, work: Work) -> None:
+    def send_work(self, worker: int, work: WorkBatch) -> None:
         node = self._all[worker].node
         self.nodes.append(node)
         with self._amid(node, len(self.nodes)):
@@ -76,11 +76,11 @@ class Watched(RayWorkers):
 
 
 @contextmanager
-def hands(workers: RayWorkers, given: agents.Plan) -> Iterator[Hands]:
+def hands(workers: RayWorkers, given: agents.FleetPlan) -> Iterator[WorkBackend]:
     members = given.load_devices()[0]
-    with Pool(workers, members) as pool:
+    with WorkerPool(workers, members) as pool:
         pool.wait_until_ready()
-        yield Hands(lambda orders: (outcome for _, outcome in pool.run_requests(orders)), pool.held, pool)
+        yield WorkBackend(lambda orders: (outcome for _, outcome in pool.run_requests(orders)), pool.held, pool)
 
 
 @contextmanager

@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import wire
-from fedquilt.blobs.store import Depot
-from fedquilt.blobs.transfer import Transfers
-from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.rollouts import AnyFact, Plan, Rollout
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.coordinator.delivery.executor import LinkExecutor
+from fedquilt.coordinator.rounds.rollout import AnyRolloutEvent, Rollout, RolloutPlan
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef, Profile
-from fedquilt.disk import PRIVATE, Disk
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.host.disk import PRIVATE, Disk
+from fedquilt.transport.memory_link import MemoryBroker
 
 TOPICS = wire.Topics("f")
 MODEL, OTHER = b"a model" * 1000, b"another model" * 1000
-Judge = Callable[[str, wire.Release], str]
+Judge = Callable[[str, wire.DesiredRelease], str]
 """What a board comes to with a release that it was sent: committed, refused, returned, or a phase that it stays in."""
 
 
-def good(device: str, release: wire.Release) -> str:
+def good(device: str, release: wire.DesiredRelease) -> str:
     """Every board is content."""
     return "committed"
 
@@ -41,10 +41,10 @@ class Board:
         versions: Mapping[str, str] = {},
     ) -> None:
         self.name, self.broker, self.judge, self.labels, self.versions = name, broker, judge, labels, dict(versions)
-        self.depot = Depot(folder, durable=False)
+        self.depot = BlobStore(folder, durable=False)
         self.serial, self.runs, self.before = 0, "", ""  # of the last release, blobs
         self.had: set[str] = set()  # blobs that it has ever run
-        self.releases: list[wire.Release | None] = []
+        self.releases: list[wire.DesiredRelease | None] = []
         self.boots = 0
         self.link: Any = None
 
@@ -57,7 +57,7 @@ class Board:
         )
         self.link = self.broker.connect(will)
         self.transfers = Transfers(self.link, self.depot, TOPICS, "up", lambda device, sha256: True)
-        self.wanted: wire.Release | None = None
+        self.wanted: wire.DesiredRelease | None = None
         self.link.subscribe(TOPICS.device_filters(self.name))
         self.say("presence", wire.Presence(online=True, boot=str(self.boots)), retain=True)
         profile = Profile(
@@ -79,10 +79,10 @@ class Board:
     def say(self, leaf: str, message: Any, retain: bool = False) -> None:
         self.link.publish(TOPICS.device_topic(self.name, "up", leaf), wire.encode(message), retain=retain)
 
-    def tell(self, release: wire.Release, phase: Any, reason: str = "") -> None:
+    def tell(self, release: wire.DesiredRelease, phase: Any, reason: str = "") -> None:
         self.say(
             "installed",
-            wire.Installed(
+            wire.ReleaseStatus(
                 rollout=release.rollout,
                 kind=release.kind,
                 serial=release.serial,
@@ -102,13 +102,13 @@ class Board:
             if route.leaf == "presence":
                 self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
             if route.leaf in ("model", "agent"):
-                self.take(wire.decode(message.payload, wire.Release) if message.payload else None)
+                self.take(wire.decode(message.payload, wire.DesiredRelease) if message.payload else None)
         self.transfers.step(now_s)
         for _, _, error in self.transfers.take_finished():
             assert error is None, error
             self.check()
 
-    def take(self, release: wire.Release | None) -> None:
+    def take(self, release: wire.DesiredRelease | None) -> None:
         self.releases.append(release)
         if release is None or release.serial < self.serial:
             return
@@ -131,7 +131,7 @@ class Board:
             self.tell(release, "checking")
             self.end(release)
 
-    def end(self, release: wire.Release) -> None:
+    def end(self, release: wire.DesiredRelease) -> None:
         """Tell how the board ends with a release."""
         assert release.blob is not None
         ends = self.judge(self.name, release)
@@ -152,7 +152,7 @@ class Ground:
         self.folder, self.disk, self.home = folder, disk, home or folder / "home"
         self.broker = MemoryBroker()
         self.boards: list[Board] = []
-        self.facts: list[tuple[str, AnyFact]] = []
+        self.facts: list[tuple[str, AnyRolloutEvent]] = []
         self.start()
 
     def start(self) -> None:
@@ -160,7 +160,7 @@ class Ground:
         self.store = Store(self.home, disk=self.disk)
         will = (TOPICS.coord, wire.encode(wire.CoordState(online=False)))
         self.link = self.broker.connect(will)
-        self.executor = OverLink(self.link, "f", self.store.depot, self.store.begin_epoch())
+        self.executor = LinkExecutor(self.link, "f", self.store.depot, self.store.begin_epoch())
         self.server = Server(
             self.executor, self.store, tell=lambda rollout, fact: self.facts.append((rollout.id, fact))
         )
@@ -185,7 +185,9 @@ class Ground:
     def deploy(self, payload: bytes = MODEL, **changes: Any) -> str:
         """Queue a rollout of a model."""
         blob: BlobRef = self.store.depot.store_bytes(payload)
-        return self.store.rollouts.add_rollout(Plan(**{"kind": "model", "name": "digits", "blob": blob, **changes}))
+        return self.store.rollouts.add_rollout(
+            RolloutPlan(**{"kind": "model", "name": "digits", "blob": blob, **changes})
+        )
 
     def play(self, seconds: float = 10.0) -> None:
         """Let virtual time pass in steps of 0.1 s."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.disk import REAL
-from fedquilt.tools.runner.http import Server
-from fedquilt.tools.runner.models import Models
-from fedquilt.tools.runner.service import Service
+from fedquilt.host.disk import REAL
+from fedquilt.tools.operations.runner.http import RunnerServer
+from fedquilt.tools.operations.runner.models import ModelSwitcher
+from fedquilt.tools.operations.runner.service import ModelService
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Clock:
 class Client:
     """Asks a runner over one connection."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: RunnerServer) -> None:
         self._connection = http.client.HTTPConnection(*server.address, timeout=60)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -50,9 +50,9 @@ class Running:
     """A runner in this process."""
 
     def __init__(self, models: Path, clock: Clock | None = None) -> None:
-        self.models = Models(models, threads=1)
-        self.service = Service(self.models, models, size=100, **({"clock": clock} if clock else {}))
-        self.server = Server(self.service, "127.0.0.1", 0)
+        self.models = ModelSwitcher(models, threads=1)
+        self.service = ModelService(self.models, models, size=100, **({"clock": clock} if clock else {}))
+        self.server = RunnerServer(self.service, "127.0.0.1", 0)
         self.server.start()
         self._clients: list[Client] = []
         self.client = self.connect()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.coordinator import backup
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage import backup
+from fedquilt.coordinator.storage.store import Store
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from certified import Certified
 
 from fedquilt import wire
-from fedquilt.transport.handshake import Identity
-from fedquilt.transport.link import MemoryBroker, Message
-from fedquilt.transport.sealed import BoardLink
-from fedquilt.transport.sealed_fleet import FleetLink
+from fedquilt.security.authenticated_link import DeviceLink, FleetLink
+from fedquilt.security.handshake import LinkIdentity
+from fedquilt.transport.link import Message
+from fedquilt.transport.memory_link import MemoryBroker
 
 TOPICS = wire.Topics("f")
 CLAIM = b'{"v":1,"crc":"00000000","round":1}'
@@ -39,8 +39,8 @@ class Fleet:
 
     def __init__(self, site: Certified) -> None:
         self.site, self.broker = site, Tampered()
-        self.identities = {"coordinator": Identity(site.broker("coordinator", "coordinator"))}
-        self.boards: dict[str, BoardLink] = {}
+        self.identities = {"coordinator": LinkIdentity(site.broker("coordinator", "coordinator"))}
+        self.boards: dict[str, DeviceLink] = {}
         self.heard: dict[str, list[Message]] = {}
         self.epoch = 0
         self.coordinate()
@@ -57,10 +57,10 @@ class Fleet:
         self.link.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=self.epoch)), retain=True)
         self.heard["coordinator"] = []
 
-    def join(self, name: str, identity: Identity | None = None) -> BoardLink:
+    def join(self, name: str, identity: LinkIdentity | None = None) -> DeviceLink:
         """A new agent's process of a board."""
-        self.identities.setdefault(name, identity or Identity(self.site.broker(name)))
-        self.boards[name] = BoardLink(self.broker.connect(), self.identities[name], "f", name, self.clock)
+        self.identities.setdefault(name, identity or LinkIdentity(self.site.broker(name)))
+        self.boards[name] = DeviceLink(self.broker.connect(), self.identities[name], "f", name, self.clock)
         self.heard[name] = []
         return self.boards[name]
 

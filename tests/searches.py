@@ -5,26 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from fedquilt.core import Method
-from fedquilt.methods.fedstitch import METHOD, State
-from fedquilt.testing.toys import SMALL, FakeRunner, build_donors, image_members
-from fedquilt.testing.toys import run_method as run_of
-from fedquilt.tools.simulation import Member
+from fedquilt.methods.fedstitch import METHOD, SearchState
+from fedquilt.testing.toy_networks import SMALL, FakeRunner, build_donors, image_members
+from fedquilt.testing.toy_networks import run_method as run_of
+from fedquilt.tools.simulation import DeviceData
 
 
-def play(devices: list[Member] | None = None, seed: int = 3, **changes: Any) -> list[State]:
+def play(devices: list[DeviceData] | None = None, seed: int = 3, **changes: Any) -> list[SearchState]:
     return played(METHOD, devices, seed=seed, **changes)
 
 
 def played(
     method: Method,
-    devices: list[Member] | None = None,
+    devices: list[DeviceData] | None = None,
     *,
     seed: int = 3,
     rounds: int = 1000,
     cohort: int = 0,
     runner: FakeRunner | None = None,
     **changes: Any,
-) -> list[State]:
+) -> list[SearchState]:
     """The states of a search by a double of the method. It ends by itself, or after so many rounds."""
     bundle, own = build_donors()
     return run_of(

@@ -27,15 +27,17 @@ if __name__ == "__main__":
 from certified import Certified
 from processes import DIGITS
 
-from fedquilt import bundle, tensors, wire
+from fedquilt import wire
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle
+from fedquilt.security.authenticated_link import DeviceLink
+from fedquilt.security.handshake import LinkIdentity
 from fedquilt.tools.simulation import agents as fleet
-from fedquilt.transport.handshake import Identity
-from fedquilt.transport.link import MemoryBroker
-from fedquilt.transport.sealed import BoardLink
+from fedquilt.transport.memory_link import MemoryBroker
 
 BOARDS: Final = 3
 MOST: Final = 0.03  # share of bytes that signatures may add to a model of the usual size
@@ -73,8 +75,8 @@ class Counting(MemoryBroker):
 def played(folder: Path, hidden: list[int], rounds: int, *, signed: bool) -> Spent:
     """Bytes of a job of `rounds` rounds with a network of these hidden layers."""
     network = {"name": "mlp", "inputs": 64, "hidden": hidden, "classes": 10}
-    first = numpy_engine.init_tensors(network, seed=0)
-    bundle.write_bundle(
+    first = engine.init_tensors(network, seed=0)
+    job_bundle.write_bundle(
         folder / "job.bundle", {"network": network, "flops": 9600}, {"model": tensors.encode_tensors(first)}
     )
     job = {
@@ -87,7 +89,7 @@ def played(folder: Path, hidden: list[int], rounds: int, *, signed: bool) -> Spe
         "fleet": {"devices": BOARDS, "boards": ["jetson-nano"], "budgets": ["2GB"]},
         "data": {"path": str(DIGITS), "partition": "classes", "classes": 4},
     }
-    plan = fleet.Plan(settings.parse_job(job), folder / "job.bundle", folder / "runs")
+    plan = fleet.FleetPlan(settings.parse_job(job), folder / "job.bundle", folder / "runs")
     spent = Spent(Counter(), Counter())
     made: list[MemoryBroker] = []
 
@@ -104,15 +106,15 @@ def played(folder: Path, hidden: list[int], rounds: int, *, signed: bool) -> Spe
         else:
             certified = Certified(folder)
 
-            def coordinator(*given: Any) -> OverLink:
-                return OverLink(*given, identity=Identity(certified.broker("coordinator", "coordinator")))
+            def coordinator(*given: Any) -> LinkExecutor:
+                return LinkExecutor(*given, identity=LinkIdentity(certified.broker("coordinator", "coordinator")))
 
             def agent(link: Any, options: Any, *given: Any, **more: Any) -> Agent:
                 name = options.device
-                own = BoardLink(link, Identity(certified.broker(name)), plan.fleet, name, clock)
+                own = DeviceLink(link, LinkIdentity(certified.broker(name)), plan.fleet, name, clock)
                 return Agent(own, options, *given, **more)
 
-            with mock.patch.multiple(fleet, OverLink=coordinator, Agent=agent):
+            with mock.patch.multiple(fleet, LinkExecutor=coordinator, Agent=agent):
                 _, ended = fleet.run_fleet_virtually(plan)
     assert ended == "done", ended
     return spent

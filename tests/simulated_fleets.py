@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import methods
-from fedquilt.coordinator.facts import AnyFact
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Method
-from fedquilt.edge_agent.devices.simulated import SimulatedDevice
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import make_job, point_members, toy_bundle, write_bundle
-from fedquilt.tools.simulation import Member, carriers, run
+from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.testing.toy_networks import make_job, point_members, toy_bundle, write_bundle
+from fedquilt.tools.simulation import DeviceData, run
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers import backend
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 HEAVY = 1e10  # FLOPs of an example: seconds on any board
@@ -38,16 +39,16 @@ class Fleet:
         method: Method | None = None,
         home: str = "",
         flops: float = HEAVY,
-        members: Sequence[Member] = (),
+        members: Sequence[DeviceData] = (),
         make: Callable[[str], Any] = SimulatedDevice.from_name,
         **table: Any,
-    ) -> tuple[Simulation, carriers.Hands]:
+    ) -> tuple[Simulation, backend.WorkBackend]:
         self._count += 1
         made = toy_bundle()
         bundle = write_bundle(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
         load = methods.load if method is None else lambda name: method
         given = list(members) or point_members(devices, 13)
-        hands, held = carriers.make_local_backend(given, load=load, engine=self.engine)
+        hands, held = backend.make_local_backend(given, load=load, engine=self.engine)
         wanted = make_job(name, table.pop("params", SMALL), **{"rounds": 2, **table})
         place = self.place / (home or f"home-{self._count}")
         simulation = Simulation(wanted, bundle, held, place, load=load, engine="numpy", make=make)
@@ -62,5 +63,5 @@ class Fleet:
 
 def facts(simulation: Simulation, kind: type[Any] | None = None) -> list[Any]:
     with Store(simulation.fleet.depot.folder.parent) as store:
-        found: list[AnyFact] = [fact for _, _, fact in store.read_events(simulation.run)]
+        found: list[AnyEvent] = [fact for _, _, fact in store.read_events(simulation.run)]
     return [fact for fact in found if kind is None or isinstance(fact, kind)]

@@ -9,28 +9,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedquilt import bundle, tensors, wire
-from fedquilt.blobs.shared_store import Shared
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.blobs.storage.shared_store import SharedBlobStore
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined
-from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.background_worker import SynchronousWorker
+from fedquilt.coordinator.delivery.executor import LinkExecutor
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, TaskDeclined, UpdateAccepted
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.worker import Here
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import SiteRight
 from fedquilt.data import examples
 from fedquilt.edge_agent import settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import create_device
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.edge_agent.task.protocol import Order
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.task.protocol import WorkRequest
 from fedquilt.edge_agent.task.worker import InlineWorker, VirtualWorker
-from fedquilt.tools import demo
-from fedquilt.tools.simulation.agents import Plan
-from fedquilt.tools.site import virtual
-from fedquilt.tools.site.virtual import VirtualSite
-from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, run_on_virtual_time
+from fedquilt.formats import job_bundle
+from fedquilt.tools.lab import demo
+from fedquilt.tools.operations.site import virtual_site
+from fedquilt.tools.operations.site.virtual_site import VirtualSite
+from fedquilt.tools.simulation.agents import FleetPlan
+from fedquilt.transport.link import Endpoint
+from fedquilt.transport.memory_link import MemoryBroker, MemoryLink, run_on_virtual_time
 
 Seat = tuple[MemoryLink, Endpoint]
 
@@ -38,7 +41,7 @@ Seat = tuple[MemoryLink, Endpoint]
 class StalledWorker(InlineWorker):
     """Never ends a task, while its agent answers everything else."""
 
-    def start(self, order: Order, now_s: float) -> None:
+    def start(self, order: WorkRequest, now_s: float) -> None:
         VirtualWorker.start(self, order, now_s)
 
 
@@ -46,17 +49,17 @@ class StalledWorker(InlineWorker):
 class Federation:
     """A coordinator above sites, or above boards alone."""
 
-    plan: Plan
+    plan: FleetPlan
     stack: contextlib.ExitStack
     broker: MemoryBroker = field(default_factory=lambda: MemoryBroker(3))
     seats: list[Seat] = field(default_factory=list)
     sites: dict[str, VirtualSite] = field(default_factory=dict)
-    facts: list[AnyFact] = field(default_factory=list)
+    facts: list[AnyEvent] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
     answered: dict[int, list[str]] = field(default_factory=dict)  # round -> devices whose updates counted
     id: str = "job-1"
-    below: dict[str, list[AnyFact]] = field(default_factory=dict)  # site -> facts of its own coordinator
-    limits: Limits = field(default_factory=Limits)
+    below: dict[str, list[AnyEvent]] = field(default_factory=dict)  # site -> facts of its own coordinator
+    limits: CoordinatorLimits = field(default_factory=CoordinatorLimits)
     stalled: Collection[str] = ()  # devices that never end a task
 
     def __post_init__(self) -> None:
@@ -65,8 +68,8 @@ class Federation:
         self.run = self.store.add_job(self.plan.job, self.plan.bundle, "fleet", id=self.id)
         self._serve()
         self._stores: dict[str, Store] = {}
-        self._together = examples.Together()
-        self._shared = Shared(self.plan.get_agent_folder(self.run, ".shared"))
+        self._together = examples.SharedLoader()
+        self._shared = SharedBlobStore(self.plan.get_agent_folder(self.run, ".shared"))
         self.tables = self.plan.make_agent_tables(self.run)
 
     def _open(self) -> None:
@@ -75,8 +78,8 @@ class Federation:
 
     def _serve(self) -> None:
         link = self.broker.connect()
-        executor = OverLink(link, self.plan.fleet, self.store.depot, self.store.begin_epoch())
-        worker = Here(virtual.LARGE_BYTES)
+        executor = LinkExecutor(link, self.plan.fleet, self.store.depot, self.store.begin_epoch())
+        worker = SynchronousWorker(virtual_site.LARGE_BYTES)
         self.server = Server(
             executor, self.store, self._observe, only=self.run, limits=self.limits, worker=worker, by_wall=True
         )
@@ -96,11 +99,11 @@ class Federation:
         self._open()
         self._serve()
 
-    def _observe(self, job: Any, fact: AnyFact) -> None:
+    def _observe(self, job: Any, fact: AnyEvent) -> None:
         self.facts.append(fact)
-        if isinstance(fact, Answered):
+        if isinstance(fact, UpdateAccepted):
             self.answered.setdefault(fact.round, []).append(fact.update.device)
-        if isinstance(fact, Committed):
+        if isinstance(fact, RoundCommitted):
             payload = self.store.depot.load(fact.state.sha256)
             assert payload is not None
             self.states.append(payload)
@@ -166,15 +169,15 @@ class Federation:
 
 @contextlib.contextmanager
 def federation(
-    plan: Plan,
+    plan: FleetPlan,
     split: Sequence[int] = (),
     id: str = "job-1",
-    limits: Limits | None = None,
+    limits: CoordinatorLimits | None = None,
     stalled: Collection[str] = (),
 ) -> Iterator[Federation]:
     """A coordinator with all boards of a plan, or with sites of so many each, and boards of its own for the rest."""
     with contextlib.ExitStack() as stack:
-        made = Federation(plan, stack, id=id, limits=limits or Limits(), stalled=stalled)
+        made = Federation(plan, stack, id=id, limits=limits or CoordinatorLimits(), stalled=stalled)
         begin = 0
         for number, count in enumerate(split):
             made.site(f"site-{number}", made.tables[begin : begin + count])
@@ -203,10 +206,10 @@ METHODS = {
 
 def plan(
     folder: Path, method: str = "fedavg", devices: int = 6, rounds: int = 3, flops: float = 1000, **table: Any
-) -> Plan:
+) -> FleetPlan:
     """A job on the demo's digits."""
-    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
-    bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": flops}, {"model": first})
+    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    job_bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": flops}, {"model": first})
     job = jobs.parse_job(
         {
             "name": "sited",
@@ -219,7 +222,7 @@ def plan(
             **table,
         }
     )
-    return Plan(job, folder / "bundle", folder / "home")
+    return FleetPlan(job, folder / "bundle", folder / "home")
 
 
 def states(folder: Path, method: str, split: tuple[int, ...], waits: int, **table: Any) -> list[bytes]:
@@ -227,5 +230,5 @@ def states(folder: Path, method: str, split: tuple[int, ...], waits: int, **tabl
     table = {"cohort": {"start_devices": waits}, **table}
     with federation(plan(folder, method, **table), split) as made:
         assert made.play() == "done", made.facts[-1]
-        assert not [fact for fact in made.facts if isinstance(fact, Declined)]
+        assert not [fact for fact in made.facts if isinstance(fact, TaskDeclined)]
         return made.states

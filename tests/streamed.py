@@ -10,11 +10,11 @@ from pathlib import Path
 from two_sides import Side
 from waiting import LIMIT_S
 
-from fedquilt.blobs.carriers import Carriers
-from fedquilt.coordinator.places import Places, Where
+from fedquilt.blobs.transfer.backend import TransferBackend
+from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
 from fedquilt.core import Profile
-from fedquilt.transport.handshake import Identity
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.security.handshake import LinkIdentity
+from fedquilt.transport.memory_link import MemoryBroker
 
 
 class Counted(MemoryBroker):
@@ -38,19 +38,19 @@ class Pair:
         self,
         folder: Path,
         *devices: str,
-        where: Where = Where("127.0.0.1:0"),
-        own: Identity | None = None,
-        boards: Callable[[str], Identity | None] = lambda device: None,
+        where: BlobLocationSettings = BlobLocationSettings("127.0.0.1:0"),
+        own: LinkIdentity | None = None,
+        boards: Callable[[str], LinkIdentity | None] = lambda device: None,
         **settings: object,
     ) -> None:
         self.broker = Counted()
         self.others: list[Callable[[], None]] = []  # called by `close`
         self.coordinator = Side(self.broker, folder / "c", **settings)
-        self.places = Places(where, self.coordinator.depot, self.allowed, own)
+        self.places = BlobLocationProvider(where, self.coordinator.depot, self.allowed, own)
         self.coordinator.carry(self.places)
         self.boards = {device: Side(self.broker, folder / device, device, **settings) for device in devices}
         for device, side in self.boards.items():
-            side.carry(Carriers(boards(device)))
+            side.carry(TransferBackend(boards(device)))
             self.places.record_profile(profile(device))
 
     def allowed(self, device: str, sha256: str) -> bool:

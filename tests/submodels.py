@@ -12,8 +12,8 @@ from plain import budgeted
 
 from fedquilt.core import Bundle, DeviceView, Examples, Method
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import bundle_files, register_entry, run_method
-from fedquilt.tools.simulation import Member
+from fedquilt.testing.toy_networks import bundle_files, register_entry, run_method
+from fedquilt.tools.simulation import DeviceData
 
 torch = pytest.importorskip("torch")
 
@@ -25,7 +25,7 @@ MIXED = ("512MB", "2GB", "8GB")
 
 @cache
 def engine() -> Any:
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     return TorchEngine(1 << 40, base_bytes=0)
 
@@ -33,7 +33,7 @@ def engine() -> Any:
 def bundle(network: dict[str, Any] | None = None) -> Bundle:
     """A network with its plan of masks, as `fedquilt prepare` writes it."""
     from fedquilt.models.networks import registry
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
     table = network or NETWORK
     with torch.random.fork_rng():
@@ -41,18 +41,18 @@ def bundle(network: dict[str, Any] | None = None) -> Bundle:
         module = registry.build(table)
     parts: dict[str, dict[str, np.ndarray]] = {
         "model": {key: value.numpy().copy() for key, value in module.state_dict().items()},
-        "masks": {"json": masks.plan_to_array(trace.trace_plan(module))},
+        "masks": {"json": masks.plan_to_array(dependency_trace.trace_plan(module))},
     }
     meta = {"network": table, "flops": 1e6, "example_bytes": 10**6, **register_entry(table)}
     return Bundle(meta, bundle_files(parts), lambda name: parts[name])
 
 
-def pictures(count: int = 3) -> list[Member]:
+def pictures(count: int = 3) -> list[DeviceData]:
     found = []
     for i in range(count):
         draws = np.random.default_rng(i)
         x, y = draws.integers(0, 255, (12, 8, 8)).astype(np.uint8), draws.integers(0, 3, 12)
-        found.append(Member(f"dev-{i}", Examples(x[4:], y[4:]), Examples(x[:4], y[:4])))
+        found.append(DeviceData(f"dev-{i}", Examples(x[4:], y[4:]), Examples(x[:4], y[:4])))
     return found
 
 

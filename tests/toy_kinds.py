@@ -8,11 +8,11 @@ from typing import Any
 from one_agent import Site
 
 from fedquilt.core import BlobRef
-from fedquilt.edge_agent.releases.kind import Kind, Verdict
-from fedquilt.wire import Installed, Release
+from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
+from fedquilt.wire import DesiredRelease, ReleaseStatus
 
 
-class ToyKind(Kind):
+class ToyKind(ReleaseKind):
     """What is in use, and what was before; both outlive the agent's process, as a disk does.
 
     A call of a method that is named in `fails` raises that, once.
@@ -20,7 +20,7 @@ class ToyKind(Kind):
 
     def __init__(self) -> None:
         self.running, self.previous = "", "none"  # blobs; "none": there is none
-        self.verdict: Verdict | None = Verdict("", {"accuracy": 0.9})
+        self.verdict: CheckResult | None = CheckResult("", {"accuracy": 0.9})
         self.illness, self.hook_runs, self.need = "", False, 0
         self.lasting = ""  # illness of what was before
         self.fails: dict[str, BaseException] = {}
@@ -35,17 +35,17 @@ class ToyKind(Kind):
     def current_sha256(self) -> str:
         return self.running
 
-    def stage(self, release: Release, blob: Path | None) -> None:
+    def stage(self, release: DesiredRelease, blob: Path | None) -> None:
         self._called("stage")
         self.staged = None if blob is None else blob.read_bytes()
 
-    def start_check(self, release: Release) -> None:
+    def start_check(self, release: DesiredRelease) -> None:
         self._called("check")
 
-    def poll_check(self) -> Verdict | None:
+    def poll_check(self) -> CheckResult | None:
         return self.verdict
 
-    def activate(self, release: Release) -> None:
+    def activate(self, release: DesiredRelease) -> None:
         self._called("swap")
         assert release.blob is not None
         if self.running != release.blob.sha256:
@@ -71,22 +71,22 @@ class ToyKind(Kind):
     def is_settled(self) -> bool:
         return not self.hook_runs
 
-    def check_memory_bytes(self, release: Release) -> int:
+    def check_memory_bytes(self, release: DesiredRelease) -> int:
         return self.need
 
 
-def release(serial: int = 1, blob: BlobRef | None = None, **changes: Any) -> Release:
+def release(serial: int = 1, blob: BlobRef | None = None, **changes: Any) -> DesiredRelease:
     """A release of a model, with a soak of ten seconds."""
     values: dict[str, Any] = {"rollout": f"r{serial}", "kind": "model", "soak_s": 10.0, "name": f"v{serial}"}
-    return Release(**{**values, "serial": serial, "blob": blob, **changes})
+    return DesiredRelease(**{**values, "serial": serial, "blob": blob, **changes})
 
 
-def deploy(site: Site, serial: int = 1, **changes: object) -> Release:
+def deploy(site: Site, serial: int = 1, **changes: object) -> DesiredRelease:
     """Publish a release of a blob of its own, as the coordinator does."""
     wanted = release(serial, site.depot.store_bytes(b"model %d" % serial), **changes)
     site.say("model", wanted, retain=True)
     return wanted
 
 
-def last(site: Site) -> Installed:
+def last(site: Site) -> ReleaseStatus:
     return site.all("installed")[-1]

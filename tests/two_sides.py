@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedquilt import wire
-from fedquilt.blobs.carriers import Carriers
-from fedquilt.blobs.store import Depot
-from fedquilt.blobs.transfer import Transfers
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.backend import TransferBackend
+from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.core import BlobRef, WireError
-from fedquilt.transport.link import MemoryBroker, run_on_virtual_time
+from fedquilt.transport.memory_link import MemoryBroker, run_on_virtual_time
 
 KIB = 1024
 TOPICS = wire.Topics("lab")
@@ -32,7 +32,7 @@ class Side:
     def __init__(self, broker: MemoryBroker, folder: Path, device: str = "", **settings: object) -> None:
         self.finished = False
         self.link = broker.connect()
-        self.depot = Depot(folder)
+        self.depot = BlobStore(folder)
         self.refused: set[tuple[str, str]] = set()
         self.undecodable = 0
         self.errors: dict[tuple[str, str], str | None] = {}
@@ -41,7 +41,7 @@ class Side:
         self.carry(None)
         self.link.subscribe(TOPICS.device_filters(device) if device else TOPICS.coordinator_filters())
 
-    def carry(self, carriers: Carriers | None) -> None:
+    def carry(self, carriers: TransferBackend | None) -> None:
         """Begin anew, with carriers beside the link."""
         self.transfers = Transfers(
             self.link,

@@ -13,10 +13,10 @@ from waiting import until
 
 from fedquilt.core import BlobRef, FedquiltError
 from fedquilt.edge_agent import settings as agents
-from fedquilt.edge_agent.releases.kind import Verdict
-from fedquilt.edge_agent.upgrade import launch
-from fedquilt.edge_agent.upgrade.kind import AgentKind, Launched
-from fedquilt.wire import Release
+from fedquilt.edge_agent.releases.release_kind import CheckResult
+from fedquilt.edge_agent.upgrade import launcher
+from fedquilt.edge_agent.upgrade.agent_release import AgentKind, LaunchInfo
+from fedquilt.wire import DesiredRelease
 
 FLASHED = "f"
 
@@ -35,10 +35,10 @@ class Board:
         self.start()
 
     def start(self, running: str | None = None, **changes: Any) -> None:
-        choice = launch.read_choice(self.versions)
+        choice = launcher.read_choice(self.versions)
         running = running if running is not None else "" if choice is None else choice.current
         packages = tuple(path for path in sys.path if path.endswith("site-packages"))
-        started = Launched(
+        started = LaunchInfo(
             str(self.versions), FLASHED, running, ("agent", "a.toml"), packages, changes.pop("unable", "")
         )
         self.restarted = False
@@ -52,23 +52,23 @@ class Board:
         settings = agents.parse_settings(self.table)
         self.kind = AgentKind(started, settings, lambda: self.connected, restart, quiet=quiet, **changes)
 
-    def release(self, file: Path) -> Release:
+    def release(self, file: Path) -> DesiredRelease:
         self.serial += 1
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-        return Release(
+        return DesiredRelease(
             rollout="r", kind="agent", serial=self.serial, blob=BlobRef(sha256, file.stat().st_size), name="9.9.9"
         )
 
-    def verdict(self, file: Path) -> Verdict:
+    def verdict(self, file: Path) -> CheckResult:
         """What the check says of a bundle."""
         release = self.release(file)
         try:
             self.kind.stage(release, file)
             self.kind.start_check(release)
         except FedquiltError as error:
-            return Verdict(str(error), {})
+            return CheckResult(str(error), {})
 
-        def ended() -> Verdict | None:
+        def ended() -> CheckResult | None:
             select.select(self.kind.fds(), [], [], 0.1)
             return self.kind.poll_check()
 
@@ -76,7 +76,7 @@ class Board:
 
     def take(self, file: Path) -> str:
         """Check a bundle, put it on trial, and begin anew as its version; the version's name."""
-        assert self.verdict(file) == Verdict("", {})
+        assert self.verdict(file) == CheckResult("", {})
         release = self.release(file)
         self.kind.activate(release)
         assert release.blob is not None

@@ -12,12 +12,13 @@ import boards
 from boards import PYTHON
 
 import fedquilt
-from fedquilt.edge_agent.upgrade import archive, launch
-from fedquilt.edge_agent.upgrade.archive import Manifest
-from fedquilt.tools.flash import bundle, over_the_air, wheels
+from fedquilt.edge_agent.upgrade import archive
+from fedquilt.edge_agent.upgrade import launcher as upgrade_launcher
+from fedquilt.edge_agent.upgrade.archive import UpgradeManifest
+from fedquilt.tools.boards.flash import bundle, upgrade_bundle, wheels
 
 NEW = "9.9.9"
-LAUNCHER = Path(launch.__file__)
+LAUNCHER = Path(upgrade_launcher.__file__)
 
 
 def wheel(folder: Path, version: str = NEW, changes: Mapping[str, Callable[[str], str]] = {}) -> Path:
@@ -64,7 +65,7 @@ def pack(
         "unpacked_bytes": sum(map(bundle.unpacked_bytes, house)),
         "present": {"msgspec": wheels.metadata.version("msgspec")},  # the others are found in the same folder
     }
-    over_the_air.pack_bundle(Manifest(**{**told, **changes}), house, out, sign)  # type: ignore[arg-type]
+    upgrade_bundle.pack_bundle(UpgradeManifest(**{**told, **changes}), house, out, sign)  # type: ignore[arg-type]
     return out
 
 

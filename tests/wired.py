@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from fedquilt import wire
-from fedquilt.core import BlobRef, Place, Placed, Profile, Source, Task, Update, Usage, Wired, Work
+from fedquilt.core import (
+    BlobLocation,
+    BlobRef,
+    LocationOffer,
+    Profile,
+    Task,
+    Update,
+    UploadProgress,
+    Usage,
+    WireMessage,
+    WorkEstimate,
+)
 
 SHA = "ab" * 32
 NUMBERED = {"job": "digits-1", "round": 3, "attempt": 0}
-MESSAGES: list[Wired] = [
+MESSAGES: list[WireMessage] = [
     wire.CoordState(online=True, epoch=7),
     wire.RoundState(job="digits-1", method="fedavg", round=3, rounds=5, phase="open", asked=("tx2-1", "nano-2")),
     wire.Presence(online=False, boot="b1", seq=2),
@@ -30,17 +41,19 @@ MESSAGES: list[Wired] = [
         actions=("check", "work"),
         params={"lr": 0.1, "network": {"name": "mlp", "layers": [64, 10]}},
         bundles={},
-        work=Work(flops=1e6),
+        work=WorkEstimate(flops=1e6),
         seed=5,
         deadline_s=60.0,
     ),
     wire.Ack(**NUMBERED, accepted=True),
-    wire.Release(rollout="digits-2", kind="model", serial=3, limits=wire.Limits(min_gain=-0.005), window="02:00-05:00"),
-    wire.Installed(rollout="digits-2", kind="model", serial=3, phase="committed", metrics={"accuracy": 0.93}),
-    wire.Get(sha256=SHA, chunk=1024, indices=(0, 5)),
-    wire.Manifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2),
-    wire.Missing(sha256=SHA, reason="not offered"),
-    Place(sha256=SHA, way="get", sources=(Source(url=f"https://c.site:8443/blobs/{SHA}", token="abc"),)),
-    Placed(sha256=SHA, moved=1500, done=True),
+    wire.DesiredRelease(
+        rollout="digits-2", kind="model", serial=3, limits=wire.ReleaseLimits(min_gain=-0.005), window="02:00-05:00"
+    ),
+    wire.ReleaseStatus(rollout="digits-2", kind="model", serial=3, phase="committed", metrics={"accuracy": 0.93}),
+    wire.ChunkRequest(sha256=SHA, chunk=1024, indices=(0, 5)),
+    wire.BlobManifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2),
+    wire.MissingBlob(sha256=SHA, reason="not offered"),
+    LocationOffer(sha256=SHA, way="get", sources=(BlobLocation(url=f"https://c.site:8443/blobs/{SHA}", token="abc"),)),
+    UploadProgress(sha256=SHA, moved=1500, done=True),
     wire.Hello(attempt="0123456789abcdef", flight=2, tls="AAAA"),
 ]

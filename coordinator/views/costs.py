@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fedquilt import metrics
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
+from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, TaskDeclined, UpdateAccepted, UpdateRejected
 from fedquilt.core import Update
 from fedquilt.metrics import ACCURACY, Metric
 
 
 @dataclass(frozen=True)
-class Ledger:
+class CostLedger:
     tasks: int = 0
     metered: int = 0  # of them
     declined: int = 0
@@ -36,14 +36,14 @@ class Ledger:
     up_bytes: int = 0
 
 
-def sum_costs(updates: Sequence[Update], declined: int = 0) -> Ledger:
+def sum_costs(updates: Sequence[Update], declined: int = 0) -> CostLedger:
     usages = [update.usage for update in updates]
     metered = [update for update in updates if update.usage.energy_j is not None]
     energy_j = _sum_known([update.usage.energy_j for update in metered])
     idle_j = _sum_known([update.usage.idle_j for update in metered])
     examples = sum(update.weight for update in metered)
     highest = max(usages, key=lambda usage: usage.peak_bytes or -1, default=None)
-    return Ledger(
+    return CostLedger(
         tasks=len(updates),
         metered=len(metered),
         declined=declined,
@@ -68,7 +68,7 @@ def _sum_known(values: Sequence[float | None]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Checked:
+class EvaluationCost:
     round: int
     value: float  # of `metric`; accuracy runs from 0 to 1
     energy_j: float | None  # gross; None: some task was not metered
@@ -76,26 +76,26 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Account:
-    whole: Ledger
-    rounds: dict[int, Ledger]
-    devices: dict[str, Ledger]
-    checks: tuple[Checked, ...] = ()
+class JobCost:
+    whole: CostLedger
+    rounds: dict[int, CostLedger]
+    devices: dict[str, CostLedger]
+    checks: tuple[EvaluationCost, ...] = ()
     point_j: float | None = None  # gross, for each per cent of the main metric from the first check to the best
 
 
-def compute_job_cost(facts: Iterable[AnyFact]) -> Account:
+def compute_job_cost(facts: Iterable[AnyEvent]) -> JobCost:
     updates: list[Update] = []
     checked: dict[int, tuple[Metric, float]] = {}
     refused: dict[str, int] = defaultdict(int)
     refused_in: dict[int, int] = defaultdict(int)
     for fact in facts:
-        if isinstance(fact, Answered):
+        if isinstance(fact, UpdateAccepted):
             updates.append(fact.update)
-        elif isinstance(fact, Declined | Rejected):
+        elif isinstance(fact, TaskDeclined | UpdateRejected):
             refused[fact.device] += 1
             refused_in[fact.round] += 1
-        elif isinstance(fact, Committed) and (main := metrics.main_metric(fact.evaluation)) is not None:
+        elif isinstance(fact, RoundCommitted) and (main := metrics.main_metric(fact.evaluation)) is not None:
             checked[fact.round] = main
     by_device, by_round = defaultdict(list), defaultdict(list)
     for update in updates:
@@ -104,19 +104,20 @@ def compute_job_cost(facts: Iterable[AnyFact]) -> Account:
     rounds = {n: sum_costs(by_round[n], refused_in[n]) for n in sorted({*by_round, *refused_in})}
     devices = {name: sum_costs(by_device[name], refused[name]) for name in sorted({*by_device, *refused})}
     checks = tuple(
-        Checked(n, value, _energy_before_round_j(rounds, n), metric) for n, (metric, value) in sorted(checked.items())
+        EvaluationCost(n, value, _energy_before_round_j(rounds, n), metric)
+        for n, (metric, value) in sorted(checked.items())
     )
-    return Account(sum_costs(updates, sum(refused.values())), rounds, devices, checks, _energy_per_point_j(checks))
+    return JobCost(sum_costs(updates, sum(refused.values())), rounds, devices, checks, _energy_per_point_j(checks))
 
 
-def _energy_before_round_j(rounds: dict[int, Ledger], round: int) -> float | None:
+def _energy_before_round_j(rounds: dict[int, CostLedger], round: int) -> float | None:
     earlier = [ledger for n, ledger in rounds.items() if n < round]
     if any(ledger.metered < ledger.tasks for ledger in earlier):
         return None
     return sum(ledger.energy_j or 0.0 for ledger in earlier)
 
 
-def _energy_per_point_j(checks: Sequence[Checked]) -> float | None:
+def _energy_per_point_j(checks: Sequence[EvaluationCost]) -> float | None:
     if not checks or not checks[0].metric.share:
         return None
     first, best = checks[0], max(checks, key=lambda check: check.value)
@@ -137,7 +138,7 @@ def format_energy(energy_j: float, net_j: float | None, error_j: float | None) -
     return f"{format_number(energy_j)} J" + (f" ({', '.join(more)})" if more else "")
 
 
-def format_energy_summary(found: Account) -> list[str]:
+def format_energy_summary(found: JobCost) -> list[str]:
     whole = found.whole
     if whole.energy_j is None or whole.task_j is None:
         return []

@@ -9,10 +9,12 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import columns, labels, units
-from fedquilt.coordinator.boards import Board, Doing, Reading, Runs
-from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.console import table as console_table
+from fedquilt.console import units
+from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, InstalledRelease, TelemetrySample
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
 from fedquilt.core import shorten_error
+from fedquilt.formats import labels
 
 STATES: Final = ("online", "offline", "silent", "working", "idle", "refused")  # what --state takes
 SKEW_SAID_S: Final = 1.0  # smaller differences between clocks may be the network's
@@ -21,9 +23,9 @@ HEAD: Final = ("board", "state", "for", "W", "°C", "memory", "doing")
 LOOK_S: Final = 0.5  # between two looks of `watch_devices`
 
 
-class Device(msgspec.Struct, frozen=True):
-    board: Board
-    reading: Reading  # its latest; nothing is known where there is no recent one
+class DeviceRow(msgspec.Struct, frozen=True):
+    board: DeviceStatus
+    reading: TelemetrySample  # its latest; nothing is known where there is no recent one
 
     @property
     def state(self) -> str:
@@ -38,15 +40,15 @@ class Device(msgspec.Struct, frozen=True):
         return {**told, "state": self.state, **reading}
 
 
-def load_devices(home: Path, now: float | None = None) -> list[Device]:
+def load_devices(home: Path, now: float | None = None) -> list[DeviceRow]:
     """Return every known device of a home, sorted by name.
 
     Raises:
         StoreError: If the stored device data cannot be read.
     """
-    with BoardStore(home) as store:
+    with TelemetryStore(home) as store:
         latest = store.latest_readings(time.time() if now is None else now)
-        return [Device(each, latest.get(each.device, Reading(0))) for each in store.load_statuses()]
+        return [DeviceRow(each, latest.get(each.device, TelemetrySample(0))) for each in store.load_statuses()]
 
 
 def describe_outage(home: Path, now: float) -> str:
@@ -55,12 +57,14 @@ def describe_outage(home: Path, now: float) -> str:
     Raises:
         StoreError: If the stored device data cannot be read.
     """
-    with BoardStore(home) as store:
+    with TelemetryStore(home) as store:
         since = store.broker_outage_start()
     return "" if since is None else f"its broker, which it has not reached for {units.format_duration(now - since)}"
 
 
-def filter_devices(devices: Iterable[Device], wanted: Sequence[str] = (), state: str | None = None) -> list[Device]:
+def filter_devices(
+    devices: Iterable[DeviceRow], wanted: Sequence[str] = (), state: str | None = None
+) -> list[DeviceRow]:
     return [
         each
         for each in devices
@@ -68,7 +72,7 @@ def filter_devices(devices: Iterable[Device], wanted: Sequence[str] = (), state:
     ]
 
 
-def states_of(device: Device) -> set[str]:
+def states_of(device: DeviceRow) -> set[str]:
     board = device.board
     refused = {"refused"} if board.refusal is not None else set()
     if not board.online:
@@ -77,7 +81,7 @@ def states_of(device: Device) -> set[str]:
 
 
 def format_devices(
-    devices: Sequence[Device], now: float, *, served: bool = True, away: str = "", wide: int | None = None
+    devices: Sequence[DeviceRow], now: float, *, served: bool = True, away: str = "", wide: int | None = None
 ) -> list[str]:
     """Return the fleet as lines: a count, then each device with its description and last decline.
 
@@ -88,13 +92,13 @@ def format_devices(
         away: A text on the outage of the broker, or "".
         wide: The greatest width of a line, or None for the width of the terminal.
     """
-    wide = columns.line_width() if wide is None else wide
+    wide = console_table.line_width() if wide is None else wide
     told = [_format_counts(devices)]
     if not served:
         told.append("no coordinator serves this home: the boards are shown as the last one knew them")
     elif away:
         told.append(f"the coordinator waits for {away}: the boards are shown as they were known then")
-    table = columns.format_table([HEAD, *(_format_cells(each, now) for each in devices)], "<<>>>><", 10**6)
+    table = console_table.format_table([HEAD, *(_format_cells(each, now) for each in devices)], "<<>>>><", 10**6)
     told += ["", _truncate_line(table[0], wide)] if devices else []
     for device, line in zip(devices, table[1:], strict=True):
         told += [_truncate_line(line, wide), _truncate_line(f"  {_describe_device(device.board, now)}", wide)]
@@ -112,7 +116,7 @@ def format_devices(
     return told
 
 
-def _format_counts(devices: Sequence[Device]) -> str:
+def _format_counts(devices: Sequence[DeviceRow]) -> str:
     online = [each for each in devices if each.board.online]
     working = sum(each.board.doing is not None for each in online)
     boards = f"{len(devices)} board{'' if len(devices) == 1 else 's'}"
@@ -122,7 +126,7 @@ def _format_counts(devices: Sequence[Device]) -> str:
     return f"{boards}: {len(online)} online, {working} of them at work; {offline} offline{lost}"
 
 
-def _format_cells(device: Device, now: float) -> tuple[str, ...]:
+def _format_cells(device: DeviceRow, now: float) -> tuple[str, ...]:
     board, reading = device.board, device.reading
     return (
         board.device,
@@ -146,7 +150,7 @@ def _format_digits(value: float, digits: int) -> str:
     return f"{value:.{digits}g}" if value < 10**digits - 0.5 else f"{value:.0f}"
 
 
-def _format_task(doing: Doing, now: float) -> str:
+def _format_task(doing: CurrentTask, now: float) -> str:
     share = f" {100 * doing.fraction:.0f} %" if doing.fraction is not None else ""
     return f"{_job_name(doing.job)}, round {doing.round}:{share} {units.format_duration(now - doing.since)}"
 
@@ -156,7 +160,7 @@ def _job_name(run: str) -> str:
     return run.rsplit("-", 3)[0]
 
 
-def _format_runner(reading: Reading) -> str:
+def _format_runner(reading: TelemetrySample) -> str:
     if reading.served is None and reading.drift is None and reading.accuracy is None:
         return ""
     parts = [] if reading.served is None else [f"{reading.served} answers"]
@@ -165,7 +169,7 @@ def _format_runner(reading: Reading) -> str:
     return f"serves: {', '.join(parts)}"
 
 
-def _format_release(runs: Runs, now: float) -> str:
+def _format_release(runs: InstalledRelease, now: float) -> str:
     what = runs.name or runs.current[:12] or "as flashed"
     if runs.phase == "committed":
         return f"{runs.kind} {what}, for {units.format_duration(now - runs.at)}"
@@ -173,7 +177,7 @@ def _format_release(runs: Runs, now: float) -> str:
     return f"{runs.kind} {what}; {runs.rollout} {runs.phase} {units.format_duration(now - runs.at)} ago{why}"
 
 
-def _describe_device(board: Board, now: float) -> str:
+def _describe_device(board: DeviceStatus, now: float) -> str:
     parts = [board.board or "has not said what it is", board.mode and f"mode {board.mode}"]
     parts.append(board.version and f"agent {board.version}")
     if board.skew_s is not None and board.online:
@@ -195,12 +199,12 @@ def _truncate_line(line: str, wide: int) -> str:
 
 
 def watch_devices(
-    show: Callable[[list[Device]], None],
-    look: Callable[[], list[Device]],
+    show: Callable[[list[DeviceRow]], None],
+    look: Callable[[], list[DeviceRow]],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
     """Show the devices now and after every change. Never return."""
-    before: list[Device] | None = None
+    before: list[DeviceRow] | None = None
     while True:
         now = look()
         if now != before:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from fedquilt.coordinator.facts import AnyFact
-from fedquilt.coordinator.shown import Shown
-from fedquilt.coordinator.views import log as sentences
+from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.views import event_messages as sentences
 from fedquilt.coordinator.views.terminal import Console
-from fedquilt.logs import log_ids
+from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.rounds")
 
@@ -18,7 +18,7 @@ class JsonConsole(Console):
         super().__init__(wordy=True, named=True)
         log.setLevel(min(logging.INFO, logging.getLogger().level))  # they are what it is for
 
-    def observe(self, job: Shown, fact: AnyFact) -> None:
+    def observe(self, job: JobView, fact: AnyEvent) -> None:
         update = getattr(fact, "update", None)
         device = getattr(fact, "device", None) or getattr(update, "device", None)
         ids = log_ids(run=job.id, round=getattr(fact, "round", None), device=device, fact=type(fact).__name__)

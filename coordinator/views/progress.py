@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedquilt import metrics
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
+from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.views import costs
 from fedquilt.core import EvaluationSums, Update
 
-Dated = tuple[float, AnyFact]  # wall-clock seconds, and the fact
+Dated = tuple[float, AnyEvent]  # wall-clock seconds, and the fact
 
 
 @dataclass(frozen=True)
-class Personal:
+class PersonalScores:
     weighted: float  # over all their examples
     mean: float  # over devices, however many examples each has
     worst_decile: float  # mean of the tenth of the devices, at least one, for which it is worst
@@ -30,7 +30,7 @@ class Personal:
 
 
 @dataclass(frozen=True)
-class Point:
+class ProgressPoint:
     """State of a run after some rounds, with their total costs, or None where unknown."""
 
     rounds: int
@@ -42,11 +42,11 @@ class Point:
     down_bytes: int
     up_bytes: int
     energy_j: float | None  # gross, of all boards
-    personal: Personal | None = None  # None: no check
+    personal: PersonalScores | None = None  # None: no check
 
 
 @dataclass(frozen=True)
-class Split:
+class TimeBreakdown:
     """Time of a round by use, as means over its devices. The parts add up to `lasted_s`."""
 
     round: int
@@ -56,18 +56,20 @@ class Split:
     wait_s: float  # for others, or for the round to begin
 
 
-def summarise_round(total: EvaluationSums | None, updates: Iterable[Update]) -> Personal | None:
+def summarise_round(total: EvaluationSums | None, updates: Iterable[Update]) -> PersonalScores | None:
     return summarise_evaluation(total, {update.device: update.evaluation for update in updates})
 
 
-def summarise_evaluation(total: EvaluationSums | None, devices: Mapping[str, EvaluationSums | None]) -> Personal | None:
+def summarise_evaluation(
+    total: EvaluationSums | None, devices: Mapping[str, EvaluationSums | None]
+) -> PersonalScores | None:
     main, over = metrics.main_metric(total), metrics.summarise_over_devices(total)
     if total is None or main is None or over is None:
         return None
     known = {
         device: found[1] for device, each in sorted(devices.items()) if (found := metrics.main_metric(each)) is not None
     }
-    return Personal(
+    return PersonalScores(
         weighted=main[1],
         mean=over.mean,
         worst_decile=over.worst_decile,
@@ -79,7 +81,7 @@ def summarise_evaluation(total: EvaluationSums | None, devices: Mapping[str, Eva
     )
 
 
-def progress_points(facts: Sequence[Dated], rounds: int) -> list[Point]:
+def progress_points(facts: Sequence[Dated], rounds: int) -> list[ProgressPoint]:
     """Return the progress of a run before every committed round and after the last round.
 
     Args:
@@ -87,23 +89,23 @@ def progress_points(facts: Sequence[Dated], rounds: int) -> list[Point]:
         rounds: The greatest number of rounds of the job, without the closing evaluation.
     """
     answers = _updates_by_round(facts)
-    found: list[Point] = []
+    found: list[ProgressPoint] = []
     clock_s, real_s, broken_off_s, down, up = 0.0, 0.0, 0.0, 0, 0
     boards_s: float | None = 0.0
     energy_j: float | None = 0.0
     since, over, extra = (facts[0][0] if facts else 0.0), False, 0
     for at, fact in facts:
         since = min(since, at)
-        if isinstance(fact, Ended):
+        if isinstance(fact, JobEnded):
             broken_off_s, since = broken_off_s + at - since, math.inf  # until the run continues, if it does
-        if not isinstance(fact, Committed):
+        if not isinstance(fact, RoundCommitted):
             continue
         updates = [answer.update for answer in answers.get(fact.round, ())]
         counted, checked = fact.round - extra, summarise_round(fact.evaluation, updates)
         if fact.settled:  # its cost is in the next point's sums
             extra += 1
         else:
-            found.append(Point(counted, clock_s, real_s, boards_s, down, up, energy_j, checked))
+            found.append(ProgressPoint(counted, clock_s, real_s, boards_s, down, up, energy_j, checked))
             if over or counted >= rounds:
                 return found
         clock_s, real_s = clock_s + fact.took_s, real_s + broken_off_s + at - since
@@ -116,23 +118,23 @@ def progress_points(facts: Sequence[Dated], rounds: int) -> list[Point]:
             whole_j = taken.energy_j if taken.metered == taken.tasks else None
             energy_j = None if energy_j is None or whole_j is None else energy_j + whole_j
     if found:
-        found.append(Point(found[-1].rounds + 1, clock_s, real_s, boards_s, down, up, energy_j))
+        found.append(ProgressPoint(found[-1].rounds + 1, clock_s, real_s, boards_s, down, up, energy_j))
     return found
 
 
-def count_completed_rounds(facts: Iterable[AnyFact], rounds: int) -> int:
+def count_completed_rounds(facts: Iterable[AnyEvent], rounds: int) -> int:
     count, over = 0, False
     for fact in facts:
-        if isinstance(fact, Committed) and not fact.settled and not over and count < rounds:
+        if isinstance(fact, RoundCommitted) and not fact.settled and not over and count < rounds:
             count, over = count + 1, fact.finished
     return count
 
 
-def split_round_times(facts: Sequence[Dated]) -> list[Split]:
+def split_round_times(facts: Sequence[Dated]) -> list[TimeBreakdown]:
     answers = _updates_by_round(facts)
     found = []
     for _, fact in facts:
-        if not isinstance(fact, Committed):
+        if not isinstance(fact, RoundCommitted):
             continue
         timed = [
             (answer.took_s, answer.update.usage.wall_s)
@@ -145,7 +147,7 @@ def split_round_times(facts: Sequence[Dated]) -> list[Split]:
     return found
 
 
-def split_round_time(round: int, took_s: float, timed: Sequence[tuple[float, float]]) -> Split:
+def split_round_time(round: int, took_s: float, timed: Sequence[tuple[float, float]]) -> TimeBreakdown:
     """Return the use of time in a round.
 
     Args:
@@ -156,12 +158,12 @@ def split_round_time(round: int, took_s: float, timed: Sequence[tuple[float, flo
     lasted_s = max(took_s, *(answered_s for answered_s, _ in timed))
     compute_s = sum(wall_s for _, wall_s in timed) / len(timed)
     mean_s = sum(answered_s for answered_s, _ in timed) / len(timed)
-    return Split(round, lasted_s, compute_s, max(mean_s - compute_s, 0.0), lasted_s - mean_s)
+    return TimeBreakdown(round, lasted_s, compute_s, max(mean_s - compute_s, 0.0), lasted_s - mean_s)
 
 
-def _updates_by_round(facts: Sequence[Dated]) -> dict[int, list[Answered]]:
-    found: dict[int, list[Answered]] = {}
+def _updates_by_round(facts: Sequence[Dated]) -> dict[int, list[UpdateAccepted]]:
+    found: dict[int, list[UpdateAccepted]] = {}
     for _, fact in facts:
-        if isinstance(fact, Answered):
+        if isinstance(fact, UpdateAccepted):
             found.setdefault(fact.round, []).append(fact)
     return found

@@ -7,28 +7,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fedquilt import columns, labels, units
-from fedquilt.coordinator.boards import Board
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.rollout_log import Kept, RolloutLog
-from fedquilt.coordinator.rollouts import (
-    Aborted,
-    AnyFact,
-    Begun,
-    Done,
-    Heard,
-    Offered,
-    Passed,
-    Plan,
-    Restarted,
-    RolledBack,
+from fedquilt.console import table, units
+from fedquilt.coordinator.fleet.device_status import DeviceStatus
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.rounds.rollout import (
+    AnyRolloutEvent,
+    PhasePassed,
+    ReleaseOffered,
     Rollout,
-    Seen,
+    RolloutAborted,
+    RolloutCompleted,
+    RolloutDevice,
+    RolloutPlan,
+    RolloutResumed,
+    RolloutRolledBack,
+    RolloutStarted,
+    StatusReported,
     format_incompatible_devices,
     select_rollout_devices,
 )
-from fedquilt.coordinator.rollouts import find_blocking_devices as hold_up
-from fedquilt.coordinator.store_rows import is_served
+from fedquilt.coordinator.rounds.rollout import find_blocking_devices as hold_up
+from fedquilt.coordinator.storage.rollout_log import RolloutLog, StoredRollout
+from fedquilt.coordinator.storage.rows import is_served
+from fedquilt.formats import labels
 
 HEAD: Final = ("rollout", "brings", "status", "step", "boards", "begun")
 ORDER: Final = ("committed", "soaking", "checking", "fetching", "waiting", "refused", "returned", "lost", "")
@@ -36,7 +37,7 @@ SHOWN: Final = 200  # boards of one rollout
 NAMED: Final = 5  # boards that it waits for
 
 
-def summarise_rollout(kept: Kept) -> dict[str, Any]:
+def summarise_rollout(kept: StoredRollout) -> dict[str, Any]:
     state, plan = kept.state, kept.state.plan
     counts = state.count_outcomes()
     return {
@@ -57,7 +58,7 @@ def summarise_rollout(kept: Kept) -> dict[str, Any]:
     }
 
 
-def detail_rollout(kept: Kept) -> dict[str, Any]:
+def detail_rollout(kept: StoredRollout) -> dict[str, Any]:
     state = kept.state
     boards = [
         {
@@ -73,26 +74,26 @@ def detail_rollout(kept: Kept) -> dict[str, Any]:
     return {**summarise_rollout(kept), "limits": dict(_list_limits(state.plan)), "boards": boards}
 
 
-class Sight(NamedTuple):
+class RolloutContext(NamedTuple):
     home: Path
     served: bool  # by a coordinator, without which nothing goes on
     every: Sequence[Rollout]  # all rollouts, in the order in which they were queued
-    boards: Mapping[str, Board]  # as the coordinator knew them last
+    boards: Mapping[str, DeviceStatus]  # as the coordinator knew them last
     now: float  # wall-clock seconds
 
 
-def load_context(home: Path, log: RolloutLog) -> Sight:
+def load_context(home: Path, log: RolloutLog) -> RolloutContext:
     """Return the present context of a home's rollouts.
 
     Raises:
         StoreError: If the home or the stored device data cannot be read.
     """
-    with BoardStore(home) as store:
+    with TelemetryStore(home) as store:
         boards = {board.device: board for board in store.load_statuses()}
-    return Sight(home, is_served(home), [kept.state for kept in log.readable_rollouts()], boards, time.time())
+    return RolloutContext(home, is_served(home), [kept.state for kept in log.readable_rollouts()], boards, time.time())
 
 
-def load_wait(kept: Kept, log: RolloutLog, around: Sight) -> str:
+def load_wait(kept: StoredRollout, log: RolloutLog, around: RolloutContext) -> str:
     """Return `describe_rollout_wait` of a rollout. Events are read only for a rollout under way.
 
     Raises:
@@ -103,7 +104,9 @@ def load_wait(kept: Kept, log: RolloutLog, around: Sight) -> str:
     return describe_rollout_wait(kept.state, log.read_events(kept.state.id), around)
 
 
-def describe_rollout_wait(state: Rollout, facts: Sequence[tuple[int, float, AnyFact]], around: Sight) -> str:
+def describe_rollout_wait(
+    state: Rollout, facts: Sequence[tuple[int, float, AnyRolloutEvent]], around: RolloutContext
+) -> str:
     """Return what a rollout waits for, as the end of a sentence, or "" if it does not wait.
 
     Args:
@@ -117,14 +120,20 @@ def describe_rollout_wait(state: Rollout, facts: Sequence[tuple[int, float, AnyF
         return f"a coordinator: nobody serves {around.home}, `fedquilt serve --home {around.home}` does"
     told_s: dict[str, float] = {}
     for _, at, fact in facts:
-        for device in fact.devices if isinstance(fact, Offered) else (fact.device,) if isinstance(fact, Heard) else ():
+        for device in (
+            fact.devices
+            if isinstance(fact, ReleaseOffered)
+            else (fact.device,)
+            if isinstance(fact, StatusReported)
+            else ()
+        ):
             told_s[device] = at
     seen = {}
     for device in {*around.boards, *state.offered}:
-        board = around.boards.get(device, Board(device))
+        board = around.boards.get(device, DeviceStatus(device))
         since_s = max(told_s.get(device, 0.0), 0.0 if board.online else board.since or 0.0)
         has = board.labels if device in around.boards else None
-        seen[device] = Seen(board.online, since_s, has, device not in state.without)
+        seen[device] = RolloutDevice(board.online, since_s, has, device not in state.without)
     fleet = select_rollout_devices(state, around.every, seen)
     if state.is_step_open:
         names = hold_up(state, fleet, around.now)
@@ -140,7 +149,7 @@ def describe_rollout_wait(state: Rollout, facts: Sequence[tuple[int, float, AnyF
     return ""
 
 
-def describe_empty_selection(plan: Plan, around: Sight) -> str:
+def describe_empty_selection(plan: RolloutPlan, around: RolloutContext) -> str:
     if any(labels.is_selected(plan.select, board.labels) for board in around.boards.values()):
         return ""
     if not around.boards:
@@ -151,7 +160,7 @@ def describe_empty_selection(plan: Plan, around: Sight) -> str:
     return f"a board: {known} {isnt} selected by {chosen}; `fedquilt devices --home {around.home}` shows their labels"
 
 
-def _outcome_reason(standing: str, heard: Heard | None) -> str:
+def _outcome_reason(standing: str, heard: StatusReported | None) -> str:
     if heard is None:
         return ""
     if standing == "lost":
@@ -159,7 +168,7 @@ def _outcome_reason(standing: str, heard: Heard | None) -> str:
     return heard.reason
 
 
-def format_rollouts(known: Sequence[Kept], now: float) -> list[str]:
+def format_rollouts(known: Sequence[StoredRollout], now: float) -> list[str]:
     rows = [HEAD]
     for kept in reversed(known):
         state = kept.state
@@ -173,10 +182,12 @@ def format_rollouts(known: Sequence[Kept], now: float) -> list[str]:
                 f"{units.format_duration(now - kept.created)} ago",
             )
         )
-    return columns.format_table(rows, "<<<<<<", 10**6)
+    return table.format_table(rows, "<<<<<<", 10**6)
 
 
-def format_rollout(kept: Kept, facts: Sequence[tuple[int, float, AnyFact]], around: Sight) -> list[str]:
+def format_rollout(
+    kept: StoredRollout, facts: Sequence[tuple[int, float, AnyRolloutEvent]], around: RolloutContext
+) -> list[str]:
     state, plan = kept.state, kept.state.plan
     asked = "; ".join(f"{name} {value}" for name, value in _list_limits(plan)) or "none"
     found = [
@@ -189,37 +200,37 @@ def format_rollout(kept: Kept, facts: Sequence[tuple[int, float, AnyFact]], arou
         found.append(f"it waits for {held}")
     found.append("")
     for _, at, fact in facts:
-        if not isinstance(fact, Heard):
+        if not isinstance(fact, StatusReported):
             found.append(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}  {format_event(state, fact)}")
     boards = [each for each in detail_rollout(kept)["boards"] if each["phase"] != "committed"]
     if boards:
         rows = [("board", "step", "phase", "why")]
         rows += [(each["device"], str(each["step"]), each["phase"], each["reason"]) for each in boards[:SHOWN]]
-        found += ["", *columns.format_table(rows, "<><~")]
+        found += ["", *table.format_table(rows, "<><~")]
     if len(boards) > SHOWN:
         found.append(f"... and {len(boards) - SHOWN} more: --format json has them all")
     return found
 
 
-def format_event(state: Rollout, fact: AnyFact) -> str:
+def format_event(state: Rollout, fact: AnyRolloutEvent) -> str:
     match fact:
-        case Begun(without=unable):
+        case RolloutStarted(without=unable):
             out = f"; left out: {format_incompatible_devices(unable, SHOWN)}" if unable else ""
             return f"begun: {state.plan.kind} {state.plan.name}{out}"
-        case Offered(number, devices):
+        case ReleaseOffered(number, devices):
             return f"{_format_step_name(state.plan, number)}: offered to {_format_device_count(len(devices))}"
-        case Heard(device, phase=phase, reason=reason):
+        case StatusReported(device, phase=phase, reason=reason):
             return f"{device} {phase}{f': {reason}' if reason else ''}"
-        case Restarted():
+        case RolloutResumed():
             return "a coordinator goes on with it"
-        case Passed(number, silent):
+        case PhasePassed(number, silent):
             without = f", without {_format_device_count(len(silent))} that said nothing" if silent else ""
             return f"{_format_step_name(state.plan, number)} passed{without}"
-        case Done():
+        case RolloutCompleted():
             return "done: boards that come later get it too" if state.plan.includes_all_devices else "done"
-        case Aborted(reason):
+        case RolloutAborted(reason):
             return f"aborted: {reason}; boards that have it return to what they ran before"
-        case RolledBack():
+        case RolloutRolledBack():
             return "rolled back: boards return to what they ran before"
 
 
@@ -228,7 +239,7 @@ def format_step(state: Rollout) -> str:
     return _format_step_name(state.plan, number)
 
 
-def _format_step_name(plan: Plan, number: int) -> str:
+def _format_step_name(plan: RolloutPlan, number: int) -> str:
     share = f"{100 * plan.cumulative_shares[number]:g} %"
     return f"canary {share}" if number == 0 else f"phase {share}"
 
@@ -243,7 +254,7 @@ def _format_outcomes(state: Rollout) -> str:
     return ", ".join(parts) or "none yet"
 
 
-def _list_limits(plan: Plan) -> list[tuple[str, str]]:
+def _list_limits(plan: RolloutPlan) -> list[tuple[str, str]]:
     limits, found = plan.limits, []
     if limits.min_gain is not None:
         found.append(("least gain", f"{100 * limits.min_gain:+g} points"))

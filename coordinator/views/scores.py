@@ -8,18 +8,18 @@ from typing import Any
 
 import msgspec
 
-from fedquilt import checked
-from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store import Row
-from fedquilt.coordinator.views.progress import Personal
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage.store import StoredJob
+from fedquilt.coordinator.views.progress import PersonalScores
 from fedquilt.core import EvaluationSums, JobError
 from fedquilt.data import spec
-from fedquilt.disk import PRIVATE, doing
+from fedquilt.formats import checksummed_json
+from fedquilt.host.disk import PRIVATE, disk_errors
 
 log = logging.getLogger("fedquilt.coordinator")
 
 
-class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EvaluationScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: int
     value: float  # of `metric`; accuracy runs from 0 to 1
     examples: int
@@ -29,29 +29,29 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evaluation: EvaluationSums | None = None  # None: of a stitched network, whose accuracy alone is known
 
 
-class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HeldOutScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: int
     weighted: float  # over all held-out examples
     mean: float  # over devices, however many examples each has
     worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
     loss: float | None = None  # over all held-out examples; None: the method does not report it
-    metric: str = "accuracy"  # as of `Score`
+    metric: str = "accuracy"  # as of `EvaluationScore`
     deviation: float | None = None  # standard deviation over devices
 
     @staticmethod
-    def from_summary(rounds: int, found: Personal) -> Held:
+    def from_summary(rounds: int, found: PersonalScores) -> HeldOutScore:
         own = found.weighted, found.mean, found.worst_decile, found.loss, found.metric, found.deviation
-        return Held(rounds, *own)
+        return HeldOutScore(rounds, *own)
 
 
-class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     test: dict[str, Any]  # the test set as a [data] table
-    scores: tuple[Score, ...] = ()
-    held: tuple[Held, ...] = ()
+    scores: tuple[EvaluationScore, ...] = ()
+    held: tuple[HeldOutScore, ...] = ()
     devices: dict[str, float] = {}  # device -> accuracy on its held-out share, of the last of `held`
 
 
-def make_test_table(job: Job) -> dict[str, Any]:
+def make_test_table(job: JobSettings) -> dict[str, Any]:
     """Return the test set as a [data] table: [test], completed by [data], with split "test".
 
     A [test] with a path of its own takes only the keys of [data] on how files are read (`spec.HOW`).
@@ -86,13 +86,13 @@ def scores_path(home: Path, run: str) -> Path:
     return home / "evaluations" / f"{run}.json"
 
 
-def read_scores(home: Path, row: Row) -> Scores:
-    nothing = Scores({} if not (row.job.data or row.job.test) else make_test_table(row.job))
+def read_scores(home: Path, row: StoredJob) -> RunScores:
+    nothing = RunScores({} if not (row.job.data or row.job.test) else make_test_table(row.job))
     try:
-        found = checked.decode_with_checksum(scores_path(home, row.id).read_bytes(), Scores)
+        found = checksummed_json.decode_with_checksum(scores_path(home, row.id).read_bytes(), RunScores)
     except FileNotFoundError:
         return nothing
-    except checked.DamagedFileError as error:
+    except checksummed_json.DamagedFileError as error:
         log.warning(
             "%s is damaged (%s): `fedquilt evaluate %s` makes it anew", scores_path(home, row.id), error, row.id
         )
@@ -100,7 +100,7 @@ def read_scores(home: Path, row: Row) -> Scores:
     return found if found.test == nothing.test else nothing
 
 
-def write_scores(path: Path, found: Scores) -> None:
-    with doing(f"write {path}"):
+def write_scores(path: Path, found: RunScores) -> None:
+    with disk_errors(f"write {path}"):
         PRIVATE.make_folder(path.parent)
-        PRIVATE.write_atomically(path, checked.encode_with_checksum(found), durable=False)
+        PRIVATE.write_atomically(path, checksummed_json.encode_with_checksum(found), durable=False)

@@ -14,36 +14,39 @@ from typing import Protocol
 
 import msgspec
 
-from fedquilt import columns, connections, heap, open_metrics, progress
-from fedquilt.coordinator import rollouts, sites
-from fedquilt.coordinator.boards import Board
-from fedquilt.coordinator.boards_link import Boards, NotedLink
-from fedquilt.coordinator.exposed import Exposed
-from fedquilt.coordinator.facts import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Declined,
-    Ended,
-    Rejected,
-    Rounds,
-    Surveyed,
+from fedquilt import open_metrics
+from fedquilt.console import progress, table
+from fedquilt.coordinator import sites
+from fedquilt.coordinator.background_worker import ThreadWorker
+from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
+from fedquilt.coordinator.fleet.device_status import DeviceStatus
+from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
+from fedquilt.coordinator.rounds import rollout as rounds_rollout
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    EligibilityRecorded,
+    JobConstants,
+    JobEnded,
+    JobState,
+    RoundClosed,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
     apply_event,
 )
-from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.places import Where
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.rollouts import Rollout
+from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.shown import Shown
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import costs, log, waits, why
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views import costs, event_messages, round_outcomes, wait_reasons
 from fedquilt.coordinator.views import rollouts as rollout_view
-from fedquilt.coordinator.worker import Thread
 from fedquilt.core import JobError
+from fedquilt.host import connection_limits, process_memory
+from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport import link as links
-from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link
 
 WAIT_SAID_S = 5.0  # until a wait is reported, and between reports of waits that change
@@ -58,11 +61,11 @@ MORE = (
     "--agents-only`"
 )
 AWAY_S = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
-AWAY = waits.Wait("its broker, which cannot be reached", "broker", "lost")
+AWAY = wait_reasons.WaitReason("its broker, which cannot be reached", "broker", "lost")
 BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
 
 
-class Waiting:
+class WaitReporter:
     """Schedule of messages on a wait: soon after a change, then rarely."""
 
     def __init__(self) -> None:
@@ -70,7 +73,7 @@ class Waiting:
         self._said: object = None
         self._said_s = -math.inf
 
-    def line_due(self, wait: waits.Wait | None, now_s: float) -> str | None:
+    def line_due(self, wait: wait_reasons.WaitReason | None, now_s: float) -> str | None:
         if wait is None:
             self._since_s = self._said = None
             return None
@@ -83,11 +86,11 @@ class Waiting:
         return f"waiting for {wait.text}"
 
 
-class UnservedError(JobError):
+class InactiveRunError(JobError):
     exit_code = 130
 
 
-class Contact:
+class ConnectionReporter:
     def __init__(self) -> None:
         self._connected: bool | None = None  # None: not tested yet
         self._session = 0
@@ -142,34 +145,40 @@ class Console:
             mend: how to start devices that a round waits for.
             real_clock: seconds, for how often progress is shown.
         """
-        self._line, self._named, self._wordy = progress.Line(sys.stdout, clock=real_clock), named, wordy
+        self._line, self._named, self._wordy = progress.ProgressLine(sys.stdout, clock=real_clock), named, wordy
         self._clock, self._began_s = clock, clock()
-        self._contact, self._mend = Contact(), mend
-        self._waiting: dict[str, Waiting] = {}  # by run
+        self._contact, self._mend = ConnectionReporter(), mend
+        self._waiting: dict[str, WaitReporter] = {}  # by run
         self._wait_s = -math.inf  # when it was last looked at
-        self._tellers: dict[str, log.Teller] = {}  # run -> its teller
+        self._tellers: dict[str, event_messages.EventFormatter] = {}  # run -> its teller
         self._declines = defaultdict[tuple[str, int, str], list[str]](list)  # (run, round, code) -> unprinted lines
 
-    def observe(self, job: Shown, fact: AnyFact) -> None:
-        first, *more = self._tellers.setdefault(job.id, log.Teller()).format_event(fact, job.rounds)
-        if isinstance(fact, Ended):
+    def observe(self, job: JobView, fact: AnyEvent) -> None:
+        first, *more = self._tellers.setdefault(job.id, event_messages.EventFormatter()).format_event(fact, job.rounds)
+        if isinstance(fact, JobEnded):
             del self._tellers[job.id]
-        if isinstance(fact, Declined | Rejected) and not self._wordy:
+        if isinstance(fact, TaskDeclined | UpdateRejected) and not self._wordy:
             said = f"{job.id}: {first}" if self._named else first
             self._declines[job.id, fact.round, fact.code].append(said)
-        elif isinstance(fact, Ended) and fact.code:
+        elif isinstance(fact, JobEnded) and fact.code:
             for key in [key for key in self._declines if key[0] == job.id]:
                 del self._declines[key]  # the end names the cause
-        elif not isinstance(fact, Surveyed | Asked | Answered):
+        elif not isinstance(fact, EligibilityRecorded | CohortSelected | UpdateAccepted):
             self._print_declines()
-        if isinstance(fact, Surveyed | Asked | Answered | Declined | Rejected | Closed) and not self._wordy:
+        if (
+            isinstance(
+                fact,
+                EligibilityRecorded | CohortSelected | UpdateAccepted | TaskDeclined | UpdateRejected | RoundClosed,
+            )
+            and not self._wordy
+        ):
             self._show_job_status(job)
         else:
             self.report(f"{job.id}: {first}" if self._named else first, *more)
 
-    def observe_rollout(self, rollout: Rollout, fact: rollouts.AnyFact) -> None:
+    def observe_rollout(self, rollout: Rollout, fact: rounds_rollout.AnyRolloutEvent) -> None:
         """Print an event of a rollout, but a device's report only if it failed or all events are printed."""
-        if self._wordy or not isinstance(fact, rollouts.Heard) or fact.phase in rollouts.FAILED:
+        if self._wordy or not isinstance(fact, rounds_rollout.StatusReported) or fact.phase in rounds_rollout.FAILED:
             self.report(f"{rollout.id}: {rollout_view.format_event(rollout, fact)}")
 
     def _print_declines(self) -> None:
@@ -185,23 +194,23 @@ class Console:
 
     def report(self, first: str, *more: str) -> None:
         told = (f"{self._format_elapsed()} {first}", *(f"{'':11}{line}" for line in more))
-        self._line.print_lines(*(part for line in told for part in columns.fold_line(line, 11)))
+        self._line.print_lines(*(part for line in told for part in table.fold_line(line, 11)))
 
     def report_connection(self, link: Link) -> None:
         if (line := self._contact.line_due(link.connected, link.session)) is not None:
             self.report(line)
 
-    def report_waits(self, server: Server, board: Callable[[str], Board | None] = lambda device: None) -> None:
+    def report_waits(self, server: Server, board: Callable[[str], DeviceStatus | None] = lambda device: None) -> None:
         now_s, now = self._clock(), time.time()
         if now_s < self._wait_s + WAIT_LOOK_S:
             return
         self._wait_s = now_s
         jobs = server.active_jobs()
-        self._waiting = {job.id: self._waiting.get(job.id, Waiting()) for job in jobs}
+        self._waiting = {job.id: self._waiting.get(job.id, WaitReporter()) for job in jobs}
         for job in jobs:
             able = server.registry.usable_engines(job.engines, now_s)
             state, until = server.wall_clock_state(job.id, now_s, now)
-            wait = waits.find_wait(
+            wait = wait_reasons.find_wait(
                 state, job.engines, able.keys(), server.devices_of_other_jobs(job.id), board, now, until
             )
             if away := wait is not None and self._contact.is_disconnected:  # who is online is not known then
@@ -211,13 +220,15 @@ class Console:
                 taken = (
                     None
                     if away
-                    else waits.describe_busy_devices(job.rounds, able.keys(), server.jobs_by_leased_device(job.id))
+                    else wait_reasons.describe_busy_devices(
+                        job.rounds, able.keys(), server.jobs_by_leased_device(job.id)
+                    )
                 )
                 mend = BROKER if away else taken or (self._mend if wait.kind == "boards" else None)
                 self.report(f"{job.id}: {line}" if self._named else line, *([mend] if mend else []))
 
-    def _show_job_status(self, job: Shown) -> None:
-        self.show_status(lambda: f"{job.id}: {log.format_status(job.rounds)}")
+    def _show_job_status(self, job: JobView) -> None:
+        self.show_status(lambda: f"{job.id}: {event_messages.format_status(job.rounds)}")
 
     def show_status(self, line: Callable[[], str]) -> None:
         """Show a status line on a terminal, if one is due. The next line replaces it."""
@@ -227,10 +238,10 @@ class Console:
         return f"[{self._clock() - self._began_s:6.1f} s]"
 
 
-class Above(Protocol):
+class ParentCoordinator(Protocol):
     """Connection of a site's coordinator to its parent."""
 
-    def observe(self, job: Shown, fact: AnyFact) -> None: ...
+    def observe(self, job: JobView, fact: AnyEvent) -> None: ...
 
     def make_endpoint(self, server: Server) -> links.Endpoint:
         """Return an endpoint that runs the site's coordinator and the connection to the parent."""
@@ -246,11 +257,11 @@ def run_coordinator(
     console: Console,
     only: str | None = None,
     watch: Callable[[], None] = lambda: None,
-    identity: Identity | None = None,
+    identity: LinkIdentity | None = None,
     metrics: str | None = None,
-    limits: Limits = Limits(),
-    where: Where = Where(),
-    site: Above | None = None,
+    limits: CoordinatorLimits = CoordinatorLimits(),
+    where: BlobLocationSettings = BlobLocationSettings(),
+    site: ParentCoordinator | None = None,
 ) -> None:
     """Run a coordinator until the job `only` has ended, or until a stop signal arrives.
 
@@ -279,19 +290,19 @@ def run_coordinator(
         )
     if limits.sites and site is not None:
         raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")
-    heap.keep_freed_memory()
-    connections.raise_descriptor_limit()
-    noted = Boards(store.home)
-    executor = NotedLink(
+    process_memory.keep_freed_memory()
+    connection_limits.raise_descriptor_limit()
+    noted = DeviceStatusTracker(store.home)
+    executor = MonitoringExecutor(
         link, fleet, store.depot, store.begin_epoch(), noted, identity, dataclasses.replace(where, limits=limits.http)
     )
     store.record_authentication(identity is not None)
-    counts = Exposed(noted.statuses_with_readings)
+    counts = CoordinatorMetrics(noted.statuses_with_readings)
 
-    def observe(job: Shown, fact: AnyFact) -> None:
+    def observe(job: JobView, fact: AnyEvent) -> None:
         console.observe(job, fact)
-        if isinstance(fact, Closed) and not fact.round:
-            warning = why.warn_of_weights(store, job.job, (each for _, _, each in store.read_events(job.id)))
+        if isinstance(fact, RoundClosed) and not fact.round:
+            warning = round_outcomes.warn_of_weights(store, job.job, (each for _, _, each in store.read_events(job.id)))
             if warning is not None:
                 console.report(f"{job.id}: {warning}")
         counts.record_event(job, fact)
@@ -306,7 +317,7 @@ def run_coordinator(
         only,
         limits=limits,
         tell=console.observe_rollout,
-        worker=Thread(),
+        worker=ThreadWorker(),
         around=around,
         by_wall=True,
     )
@@ -354,7 +365,12 @@ def print_log(
         UnservedError: If `follow` is set and no coordinator has run for AWAY_S.
     """
     row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
-    seen, state, waiting, teller = 0, Rounds(Plan.from_job(row.job)), Waiting(), log.Teller()
+    seen, state, waiting, teller = (
+        0,
+        JobState(JobConstants.from_job(row.job)),
+        WaitReporter(),
+        event_messages.EventFormatter(),
+    )
     while True:
         status = store.stored_status(id)  # read first, so that no last fact is missed
         ended = status in ("done", "failed", "stopped")
@@ -375,7 +391,7 @@ def print_log(
         away = not served
         watch(ended or not follow or gone)
         if not ended and follow and gone:
-            raise UnservedError(
+            raise InactiveRunError(
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )
         if ended or not follow:
@@ -388,17 +404,22 @@ def print_log(
             return
         hold = store.holds.current_suspension(id)
         wait = (
-            waits.Wait(str(hold), hold, "lost")
+            wait_reasons.WaitReason(str(hold), hold, "lost")
             if hold
-            else waits.describe_round_wait(row, state, waits.load_device_statuses(store.home))
+            else wait_reasons.describe_round_wait(row, state, wait_reasons.load_device_statuses(store.home))
         )
         if waiting.line_due(wait, time.monotonic()) is not None and wait is not None and not json:
-            busy = {} if hold else waits.devices_of_other_runs(store, id)
+            busy = {} if hold else wait_reasons.devices_of_other_runs(store, id)
             if not hold:
                 wait = (
-                    waits.describe_round_wait(row, state, waits.load_device_statuses(store.home), busy.keys()) or wait
+                    wait_reasons.describe_round_wait(
+                        row, state, wait_reasons.load_device_statuses(store.home), busy.keys()
+                    )
+                    or wait
                 )
-            taken = None if hold else waits.describe_busy_devices(state, waits.surveyed_devices(state), busy)
+            taken = (
+                None if hold else wait_reasons.describe_busy_devices(state, wait_reasons.surveyed_devices(state), busy)
+            )
             mend = taken or (MORE if wait.kind == "boards" else None)
             _print_lines(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))
         time.sleep(0.5)
@@ -407,10 +428,10 @@ def print_log(
 def _print_lines(at_s: float, first: str, *more: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
     told = (f"{stamp}  {first}", *(f"{'':21}{line}" for line in more))
-    print("\n".join(part for line in told for part in columns.fold_line(line, 21)), flush=True)
+    print("\n".join(part for line in told for part in table.fold_line(line, 21)), flush=True)
 
 
-class Stop:
+class StopSignal:
     def __init__(self) -> None:
         self.asked = False
 
@@ -420,9 +441,9 @@ class Stop:
 
 
 @contextmanager
-def catch_stop_signals() -> Iterator[Stop]:
+def catch_stop_signals() -> Iterator[StopSignal]:
     """Catch SIGINT, SIGTERM and SIGHUP in the body as requests to stop. A second one interrupts."""
-    stop = Stop()
+    stop = StopSignal()
 
     def request_stop(signum: int, frame: object) -> None:
         if stop.asked:

@@ -17,7 +17,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import UNDECODABLE, Amount, ClockError, Label, OperatingPoint, Sentence, Wired
+from fedquilt.core import UNDECODABLE, Amount, ClockError, Label, OperatingPoint, Sentence, WireMessage
 
 log = logging.getLogger("fedquilt.clocks")
 
@@ -28,21 +28,21 @@ ANSWER_S: Final = 2.0
 KEEPALIVE_S: Final = 2.0  # shortest interval between messages
 
 
-class Hold(Wired, frozen=True, tag="hold"):
+class PinRequest(WireMessage, frozen=True, tag="hold"):
     point: OperatingPoint
 
 
-class Keepalive(Wired, frozen=True, tag="keepalive"):
+class KeepaliveRequest(WireMessage, frozen=True, tag="keepalive"):
     """Request to keep the clocks pinned, refused if the helper has unpinned them."""
 
 
-class Release(Wired, frozen=True, tag="release"): ...
+class UnpinRequest(WireMessage, frozen=True, tag="release"): ...
 
 
-class Ask(Wired, frozen=True, tag="status"): ...
+class StatusRequest(WireMessage, frozen=True, tag="status"): ...
 
 
-class Clock(Wired, frozen=True):
+class ClockState(WireMessage, frozen=True):
     name: Label
     kind: Label  # cpu | gpu | emc
     listed_hz: tuple[Amount, ...]  # (): none listed, so it cannot be held
@@ -54,8 +54,8 @@ class Clock(Wired, frozen=True):
     ceiling_hz: Amount | None = None  # highest that the owner's bounds permit; None: no bound
 
 
-class Status(Wired, frozen=True):
-    clocks: tuple[Clock, ...]
+class HelperStatus(WireMessage, frozen=True):
+    clocks: tuple[ClockState, ...]
     mode: Label | None = None  # nvpmodel's, as the owner has set it
     modes: tuple[Label, ...] = ()
     temperature_c: float | None = None  # hottest zone
@@ -66,18 +66,18 @@ class Status(Wired, frozen=True):
     owes: tuple[Sentence, ...] = ()  # settings of the board that could not be restored; the helper tries again
 
 
-class Answer(Wired, frozen=True):
+class HelperResponse(WireMessage, frozen=True):
     """Response to any request. A refusal has only `error`."""
 
     error: Annotated[str, Meta(max_length=10_000)] | None = None
     point: OperatingPoint | None = None  # to Hold: as the board reports it
-    status: Status | None = None  # to Ask
+    status: HelperStatus | None = None  # to Ask
 
 
-Request = Hold | Keepalive | Release | Ask
+Request = PinRequest | KeepaliveRequest | UnpinRequest | StatusRequest
 
 
-class Clocks:
+class ClockClient:
     """Connection to the clock helper. Every call returns within 2 s or raises ClockError."""
 
     def __init__(self, line: socket.socket, path: Path) -> None:
@@ -85,10 +85,10 @@ class Clocks:
         self._line: socket.socket | None = line
         self._path = path
         self._told_s: float | None = None  # time of the last message to the helper
-        self._decoder = msgspec.json.Decoder(Answer)
+        self._decoder = msgspec.json.Decoder(HelperResponse)
 
     @classmethod
-    def connect(cls, path: Path = SOCKET) -> Clocks | None:
+    def connect(cls, path: Path = SOCKET) -> ClockClient | None:
         """Connect to the helper, or return None if there is none or this user lacks permission."""
         line = _open_socket(path)
         return None if line is None else cls(line, path)
@@ -105,7 +105,7 @@ class Clocks:
         if self._line is not None and _is_closed(self._line):
             self.close()
         self._line = self._line or _open_socket(self._path)
-        answer = self._send_request(Hold(point=point))
+        answer = self._send_request(PinRequest(point=point))
         if answer.point is None:
             self.close()
             raise ClockError(f"the clock helper at {self._path} answered beside the question")
@@ -121,7 +121,7 @@ class Clocks:
         """
         if self.point is not None:
             self.point = None
-            self._send_request(Release())
+            self._send_request(UnpinRequest())
 
     def send_keepalive(self, now_s: float) -> None:
         """Send a keepalive, at most every 2 s and only with pinned clocks.
@@ -135,15 +135,15 @@ class Clocks:
             return
         self._told_s = now_s
         try:
-            self._send_request(Keepalive())
+            self._send_request(KeepaliveRequest())
         except ClockError:
             self.point = None
             raise
 
-    def request_status(self) -> Status:
+    def request_status(self) -> HelperStatus:
         """Return the status of the helper. Raise ClockError if it does not respond."""
-        answer = self._send_request(Ask())
-        return answer.status or Status(clocks=())
+        answer = self._send_request(StatusRequest())
+        return answer.status or HelperStatus(clocks=())
 
     def close(self) -> None:
         """Close the connection, so that the helper unpins the clocks."""
@@ -152,7 +152,7 @@ class Clocks:
             self._line.close()
             self._line = None
 
-    def _send_request(self, request: Request) -> Answer:
+    def _send_request(self, request: Request) -> HelperResponse:
         if self._line is None:
             raise ClockError(f"the clock helper at {self._path} is gone: see `systemctl status fedquilt-clocks`")
         try:

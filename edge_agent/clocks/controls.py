@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from fedquilt.core import ClockError, OperatingPoint, Wired
-from fedquilt.edge_agent import sysfs
-from fedquilt.edge_agent.clocks.modes import Mode, is_same_mode, read_modes
+from fedquilt.core import ClockError, OperatingPoint, WireMessage
+from fedquilt.edge_agent.clocks.power_modes import PowerMode, is_same_mode, read_modes
+from fedquilt.host import sysfs
 
 TOLERANCE: Final = 0.01  # 1421 is accepted for 1420.8 MHz
 GPUS: Final = ("gv11b", "gp10b", "ga10b", "gb10b", "gpu")
@@ -28,7 +28,7 @@ EMC_CAPS: Final = ("sys/kernel/nvpmodel_clk_cap/emc", "sys/kernel/nvpmodel_emc_c
 Kind = Literal["cpu", "gpu", "emc"]
 
 
-class Setting(Wired, frozen=True):
+class ControlState(WireMessage, frozen=True):
     name: str
     governor: str | None = None
     low: int | None = None
@@ -37,13 +37,13 @@ class Setting(Wired, frozen=True):
     lock: int | None = None
 
 
-class Settings(Wired, frozen=True):
+class BoardControlState(WireMessage, frozen=True):
     mode: str | None  # nvpmodel's, by name
-    levers: tuple[Setting, ...]
+    levers: tuple[ControlState, ...]
 
 
 @dataclass(frozen=True)
-class Lever:
+class ClockControl:
     name: str  # "policy0", "17000000.gpu", "emc"
     kind: Kind
     listed: tuple[int, ...]  # ascending, in `unit_hz`; (): none listed, so it cannot be held
@@ -60,9 +60,9 @@ class Lever:
     def listed_hz(self) -> tuple[float, ...]:
         return tuple(float(value * self.unit_hz) for value in self.listed)
 
-    def read_state(self) -> Setting:
+    def read_state(self) -> ControlState:
         low, high, rate, lock = (read_number(path) for path in (self.low, self.high, self.rate, self.lock))
-        return Setting(name=self.name, governor=read_line(self.governor), low=low, high=high, rate=rate, lock=lock)
+        return ControlState(name=self.name, governor=read_line(self.governor), low=low, high=high, rate=rate, lock=lock)
 
     def nearest_value(self, hz: float) -> int:
         """Return the listed value nearest to `hz`, in the control's unit.
@@ -84,21 +84,21 @@ class Lever:
             return "root alone may read its frequencies: run this as root, or through the clock helper"
         return "the board lists no frequencies for it, so leave it out"
 
-    def limit_writes(self, value: int, *, low: int | None = None) -> list[Write]:
+    def limit_writes(self, value: int, *, low: int | None = None) -> list[ControlWrite]:
         """Return writes of both limits, ordered so that the lower limit never exceeds the upper."""
         writes = []
         if self.low is not None:
-            writes.append(Write(self, self.low, min(self.listed[0], value if low is None else low)))
+            writes.append(ControlWrite(self, self.low, min(self.listed[0], value if low is None else low)))
         if self.high is not None:
-            writes.append(Write(self, self.high, value))
+            writes.append(ControlWrite(self, self.high, value))
         if self.low is not None:
-            writes.append(Write(self, self.low, value if low is None else low))
+            writes.append(ControlWrite(self, self.low, value if low is None else low))
         return writes
 
 
 @dataclass(frozen=True)
-class Write:
-    lever: Lever
+class ControlWrite:
+    lever: ClockControl
     file: Path
     value: int | str
 
@@ -118,22 +118,22 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Levers:
-    found: tuple[Lever, ...]
-    modes: tuple[Mode, ...] = ()
+class ClockControls:
+    found: tuple[ClockControl, ...]
+    modes: tuple[PowerMode, ...] = ()
 
     @property
-    def hidden_controls(self) -> tuple[Lever, ...]:
+    def hidden_controls(self) -> tuple[ClockControl, ...]:
         return tuple(lever for lever in self.found if lever.hidden)
 
-    def controls_of_kind(self, kind: Kind) -> list[Lever]:
+    def controls_of_kind(self, kind: Kind) -> list[ClockControl]:
         return [lever for lever in self.found if lever.kind == kind]
 
-    def read_state(self, mode: str | None) -> Settings:
+    def read_state(self, mode: str | None) -> BoardControlState:
         """Return the present state of all controls, labelled with `mode`."""
-        return Settings(mode=mode, levers=tuple(lever.read_state() for lever in self.found))
+        return BoardControlState(mode=mode, levers=tuple(lever.read_state() for lever in self.found))
 
-    def find_mode(self, name: str | None) -> Mode | None:
+    def find_mode(self, name: str | None) -> PowerMode | None:
         """Return a mode by name, whatever its capitals, blanks and prefix MODE_, or None."""
         return next((mode for mode in self.modes if is_same_mode(mode.name, name)), None)
 
@@ -141,13 +141,13 @@ class Levers:
 # -- what there is --------------------------------------------------------------------------------
 
 
-def discover_controls(root: Path = Path("/")) -> Levers:
+def discover_controls(root: Path = Path("/")) -> ClockControls:
     """Return the controls below `root`. Those without listed frequencies cannot be pinned."""
     modes = read_modes(root)
-    return Levers((*_cpu_controls(root), *_devfreq_controls(root), *_emc_controls(root, modes)), modes)
+    return ClockControls((*_cpu_controls(root), *_devfreq_controls(root), *_emc_controls(root, modes)), modes)
 
 
-def offline_policies(root: Path, saved: Settings, mode: Mode | None) -> list[str]:
+def offline_policies(root: Path, saved: BoardControlState, mode: PowerMode | None) -> list[str]:
     """Return the saved CPU policies whose cores are all off, unless `mode` turns them off too.
 
     The kernel accepts no limit for such a policy and keeps the old limits until a core is on again.
@@ -166,7 +166,7 @@ def hottest_zone_c(root: Path = Path("/")) -> float | None:
     return sysfs.hottest_temperature_c(sysfs.thermal_zone_files(root / "sys/class/thermal"))
 
 
-def _cpu_controls(root: Path) -> Iterable[Lever]:
+def _cpu_controls(root: Path) -> Iterable[ClockControl]:
     system = root / "sys/devices/system/cpu"
     folders = sysfs.list_matches(system, "cpufreq/policy[0-9]*") or sysfs.list_matches(system, "cpu[0-9]*/cpufreq")
     seen = {folder.resolve(): folder for folder in reversed(_sorted_by_number(folders))}
@@ -174,7 +174,7 @@ def _cpu_controls(root: Path) -> Iterable[Lever]:
         if not sysfs.is_visible(folder / "scaling_max_freq") or _is_policy_off(system, folder):
             continue  # one whose limit cannot be read now is no reason: it may be still to be restored
         listed, hidden = _listed_values(folder / "scaling_available_frequencies")
-        yield Lever(
+        yield ClockControl(
             name=folder.name if folder.name != "cpufreq" else folder.parent.name,
             kind="cpu",
             listed=listed,
@@ -195,13 +195,13 @@ def _is_policy_off(system: Path, folder: Path) -> bool:
     return all(read_line(system / f"cpu{core}/online") == "0" for core in cores)
 
 
-def _devfreq_controls(root: Path) -> Iterable[Lever]:
+def _devfreq_controls(root: Path) -> Iterable[ClockControl]:
     for folder in sysfs.list_matches(root / "sys/class/devfreq", "*"):
         name = read_line(folder / "device/of_node/name") or folder.name
         gpu = any(part in name for part in GPUS) and "nvd" not in name  # Thor's video engines are no GPU cores
         if (gpu or folder.name == "bwmgr") and sysfs.is_visible(folder / "max_freq"):
             listed, hidden = _listed_values(folder / "available_frequencies")
-            yield Lever(
+            yield ClockControl(
                 name=folder.name if gpu else "emc",
                 kind="gpu" if gpu else "emc",
                 listed=listed,
@@ -213,7 +213,7 @@ def _devfreq_controls(root: Path) -> Iterable[Lever]:
             )
 
 
-def _emc_controls(root: Path, modes: Sequence[Mode]) -> Iterable[Lever]:
+def _emc_controls(root: Path, modes: Sequence[PowerMode]) -> Iterable[ClockControl]:
     # Without debugfs the list stays empty, because the caps of the modes could be mistaken for all rates.
     cap = next((path for path in (root / cap for cap in EMC_CAPS) if sysfs.is_visible(path)), None)
     clock = root / EMC / "clk/emc"
@@ -227,13 +227,13 @@ def _emc_controls(root: Path, modes: Sequence[Mode]) -> Iterable[Lever]:
     if not listed and not hidden:
         told = {read_number(clock / "min_rate"), read_number(clock / "max_rate"), *(mode.emc_hz for mode in modes)}
         listed = tuple(sorted(hz for hz in told if hz))
-    yield Lever("emc", "emc", listed, high=cap, now=rate, rate=rate, lock=lock, hidden=hidden and not listed)
+    yield ClockControl("emc", "emc", listed, high=cap, now=rate, rate=rate, lock=lock, hidden=hidden and not listed)
 
 
 # -- what to write --------------------------------------------------------------------------------
 
 
-def pin_writes(levers: Levers, point: OperatingPoint) -> list[Write]:
+def pin_writes(levers: ClockControls, point: OperatingPoint) -> list[ControlWrite]:
     """Return the writes that pin the clocks at a point, in order, after its mode is set.
 
     Raises:
@@ -244,7 +244,7 @@ def pin_writes(levers: Levers, point: OperatingPoint) -> list[Write]:
         ("gpu", point.gpu_hz),
         ("emc", point.emc_hz),
     )
-    writes: list[Write] = []
+    writes: list[ControlWrite] = []
     for kind, hz in wanted:
         if hz is None:
             continue
@@ -254,33 +254,35 @@ def pin_writes(levers: Levers, point: OperatingPoint) -> list[Write]:
             value = lever.nearest_value(hz)
             writes += lever.limit_writes(value)
             if lever.rate is not None and lever.lock is not None:
-                writes += [Write(lever, lever.rate, value), Write(lever, lever.lock, 1)]
+                writes += [ControlWrite(lever, lever.rate, value), ControlWrite(lever, lever.lock, 1)]
     if not writes and levers.find_mode(point.name) is None:
         known = ", ".join(mode.name for mode in levers.modes) or "none"
         raise ClockError(f"{point.name!r} says no frequency and is no mode of this board; its modes: {known}")
     return writes
 
 
-def restore_writes(levers: Levers, saved: Settings, kinds: Iterable[Kind] = ("cpu", "gpu", "emc")) -> list[Write]:
+def restore_writes(
+    levers: ClockControls, saved: BoardControlState, kinds: Iterable[Kind] = ("cpu", "gpu", "emc")
+) -> list[ControlWrite]:
     """Return the writes that restore clocks of these kinds, once the saved mode is set."""
     found = {lever.name: lever for lever in levers.found if lever.kind in kinds}
-    writes: list[Write] = []
+    writes: list[ControlWrite] = []
     for old in saved.levers:
         lever = found.get(old.name)
         if lever is None or not lever.listed:
             continue  # never held: clocks without a list cannot be
         if lever.governor is not None and old.governor and read_line(lever.governor) != old.governor:
-            writes.append(Write(lever, lever.governor, old.governor))
+            writes.append(ControlWrite(lever, lever.governor, old.governor))
         if old.high is not None:
             writes += lever.limit_writes(old.high, low=old.low)
         if lever.lock is not None and lever.rate is not None and old.lock is not None:
             if old.lock and old.rate is not None:
-                writes.append(Write(lever, lever.rate, old.rate))
-            writes.append(Write(lever, lever.lock, old.lock))
+                writes.append(ControlWrite(lever, lever.rate, old.rate))
+            writes.append(ControlWrite(lever, lever.lock, old.lock))
     return writes
 
 
-def read_back(writes: Iterable[Write]) -> list[tuple[Write, str | None]]:
+def read_back(writes: Iterable[ControlWrite]) -> list[tuple[ControlWrite, str | None]]:
     """Return the last write to each file, with the present content of the file."""
     last = {write.file: write for write in writes}
     return [(write, read_line(write.file)) for write in last.values()]

@@ -32,16 +32,16 @@ from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import (
     REQUEST_MOST_BYTES,
     SOCKET,
-    Answer,
-    Ask,
-    Clock,
-    Hold,
-    Keepalive,
+    ClockState,
+    HelperResponse,
+    HelperStatus,
+    KeepaliveRequest,
+    PinRequest,
     Request,
-    Status,
+    StatusRequest,
 )
-from fedquilt.edge_agent.clocks.controls import Lever
-from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.edge_agent.clocks.clock_pin import ClockPin
+from fedquilt.edge_agent.clocks.controls import ClockControl
 from fedquilt.systemd import send_notification
 
 log = logging.getLogger("fedquilt.clocks")
@@ -74,7 +74,7 @@ def may_connect(who: Peer, group: int | None) -> bool:
         return False
 
 
-class Client:
+class HelperConnection:
     def __init__(self, line: socket.socket, who: Peer) -> None:
         self.line, self.who = line, who
         self.got = b""
@@ -84,7 +84,7 @@ class Client:
         return f"process {self.who[0]} of user {self.who[1]}"
 
 
-class Helper:
+class ClockHelper:
     """Socket of the clock helper and the client that has pinned the clocks.
 
     Args:
@@ -97,7 +97,7 @@ class Helper:
 
     def __init__(
         self,
-        clamp: Clamp,
+        clamp: ClockPin,
         path: Path,
         state: Path,
         *,
@@ -107,14 +107,14 @@ class Helper:
     ) -> None:
         self._clamp, self._path, self._group, self._peer = clamp, path, group, peer
         self._watchdog_s = watchdog_s
-        self._holder: Client | None = None
+        self._holder: HelperConnection | None = None
         self._now_s = 0.0  # grows only
         self._seen_s: float | None = None
         self._heard_s = self._looked_s = 0.0
         self._owed: tuple[str, ...] = ()
         self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
         self._selector = selectors.DefaultSelector()
-        self._clients: list[Client] = []
+        self._clients: list[HelperConnection] = []
         self._lock = _lock_file(state / "lock")
         self._record_failures(clamp.restore_after_crash())
         self._door = _listen_on_socket(path, group)
@@ -161,20 +161,20 @@ class Helper:
             log.warning("a connection failed: %s", error)
             return
         line.setblocking(False)
-        client = Client(line, self._peer(line))
+        client = HelperConnection(line, self._peer(line))
         refusal = None
         if not may_connect(client.who, self._group):
             refusal = f"user {client.who[1]} may not set clocks here: it has to be in the helper's --group"
         elif len(self._clients) >= CLIENTS_MOST:
             refusal = f"{CLIENTS_MOST} clients speak to the helper already: let one of them hang up"
         if refusal is not None:
-            _send_response(client, Answer(error=refusal))
+            _send_response(client, HelperResponse(error=refusal))
             line.close()
             return
         self._clients.append(client)
         self._selector.register(line, selectors.EVENT_READ, client)
 
-    def _receive_requests(self, client: Client) -> None:
+    def _receive_requests(self, client: HelperConnection) -> None:
         try:
             some = client.line.recv(REQUEST_MOST_BYTES)
         except BlockingIOError:
@@ -186,7 +186,7 @@ class Helper:
             return
         *requests, client.got = (client.got + some).split(b"\n")
         if max(map(len, (*requests, client.got))) > REQUEST_MOST_BYTES:
-            _send_response(client, Answer(error=f"a request is one line of at most {REQUEST_MOST_BYTES} bytes"))
+            _send_response(client, HelperResponse(error=f"a request is one line of at most {REQUEST_MOST_BYTES} bytes"))
             self._disconnect(client)
             return
         for request in requests:
@@ -194,45 +194,47 @@ class Helper:
                 self._disconnect(client)
                 return
 
-    def _disconnect(self, client: Client) -> None:
+    def _disconnect(self, client: HelperConnection) -> None:
         self._clients.remove(client)
         self._selector.unregister(client.line)
         client.line.close()
         if client is self._holder:
             self._unpin(f"{client} hung up: the board's own settings are put back")
 
-    def _handle_request(self, client: Client, line: bytes) -> Answer:
+    def _handle_request(self, client: HelperConnection, line: bytes) -> HelperResponse:
         try:
             request = self._decoder.decode(line)
         except UNDECODABLE as error:
-            return Answer(error=f"no request that the helper knows: {error}")
-        if isinstance(request, Ask):
-            return Answer(status=self._read_status())
+            return HelperResponse(error=f"no request that the helper knows: {error}")
+        if isinstance(request, StatusRequest):
+            return HelperResponse(status=self._read_status())
         if client is self._holder:
             self._heard_s = self._now_s
-        if isinstance(request, Hold):
+        if isinstance(request, PinRequest):
             return self._pin(client, request)
-        if isinstance(request, Keepalive):
-            return Answer(error=None if client is self._holder else client.lost or "this client holds no clocks")
+        if isinstance(request, KeepaliveRequest):
+            return HelperResponse(
+                error=None if client is self._holder else client.lost or "this client holds no clocks"
+            )
         if client is not self._holder:
-            return Answer()
+            return HelperResponse()
         self._unpin(None)
-        return Answer(error=f"not all is put back: {'; '.join(self._owed)}" if self._owed else None)
+        return HelperResponse(error=f"not all is put back: {'; '.join(self._owed)}" if self._owed else None)
 
-    def _pin(self, client: Client, request: Hold) -> Answer:
+    def _pin(self, client: HelperConnection, request: PinRequest) -> HelperResponse:
         holder = self._holder
         if holder is not None and holder is not client:
             held = self._clamp.point.name if self._clamp.point is not None else ""
-            return Answer(error=f"{holder} holds the clocks at {held!r}: one client at a time")
+            return HelperResponse(error=f"{holder} holds the clocks at {held!r}: one client at a time")
         client.lost = None
         try:
             point = self._clamp.pin(request.point)
         except ClockError as error:
             self._holder = None
-            return Answer(error=str(error))
+            return HelperResponse(error=str(error))
         self._holder, self._heard_s = client, self._now_s
         log.info("%s holds %s", client, point)
-        return Answer(point=point)
+        return HelperResponse(point=point)
 
     # -- letting go ---------------------------------------------------------------------------
 
@@ -253,11 +255,11 @@ class Helper:
             for sentence in left:
                 log.error("not put back: %s", sentence)
 
-    def _read_status(self) -> Status:
+    def _read_status(self) -> HelperStatus:
         found = controls.discover_controls(self._clamp.root)
         owner = self._clamp.owner_mode() if found.modes else None
         most = self._clamp.control_limits(found, owner)
-        return Status(
+        return HelperStatus(
             clocks=tuple(read_clock_state(lever, most.get(lever.name)) for lever in found.found),
             mode=owner,
             modes=tuple(mode.name for mode in found.modes),
@@ -270,14 +272,14 @@ class Helper:
         )
 
 
-def read_clock_state(lever: Lever, ceiling: int | None = None) -> Clock:
+def read_clock_state(lever: ClockControl, ceiling: int | None = None) -> ClockState:
     """Return the present state of a control. `ceiling` is its highest permitted value, in its unit."""
 
     def read_hz(path: Path | None) -> float | None:
         value = controls.read_number(path)
         return None if value is None or value < 0 else float(value * lever.unit_hz)
 
-    return Clock(
+    return ClockState(
         name=lever.name,
         kind=lever.kind,
         listed_hz=lever.listed_hz,
@@ -307,11 +309,11 @@ def run_helper(
 ) -> None:
     """Run the clock helper until SIGTERM, SIGINT or SIGHUP, then restore the clocks.
 
-    Limits are as in `Clamp`.
+    Limits are as in `ClockPin`.
 
     Raises:
         JobError: If the group is unknown.
-        StoreError: As in `Helper`.
+        StoreError: As in `ClockHelper`.
     """
     try:
         number = None if group is None else grp.getgrnam(group).gr_gid
@@ -320,8 +322,8 @@ def run_helper(
     ended: list[int] = []
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(kind, lambda kind, _: ended.append(kind))
-    clamp = Clamp(root, state, hottest_c=hottest_c, max_w=max_w, watts=watts, dry_run=dry_run)
-    helper = Helper(clamp, path, state, group=number, watchdog_s=watchdog_s)
+    clamp = ClockPin(root, state, hottest_c=hottest_c, max_w=max_w, watts=watts, dry_run=dry_run)
+    helper = ClockHelper(clamp, path, state, group=number, watchdog_s=watchdog_s)
     try:
         print(f"setting clocks for {f'root and group {group}' if group else 'root alone'} on {path}", flush=True)
         send_notification("READY=1")
@@ -367,7 +369,7 @@ def _listen_on_socket(path: Path, group: int | None) -> socket.socket:
     return door
 
 
-def _send_response(client: Client, answer: Answer) -> bool:
+def _send_response(client: HelperConnection, answer: HelperResponse) -> bool:
     data = msgspec.json.encode(answer) + b"\n"
     try:
         return client.line.send(data) == len(data)

@@ -26,7 +26,7 @@ def create_device(
     board: str,
     root: Path = ROOT,
     *,
-    profile: profiles.Board | None = None,
+    profile: profiles.BoardProfile | None = None,
     connect: Callable[[], Any] | None = None,
     meter: Meter | None = None,
 ) -> Device:
@@ -52,13 +52,13 @@ def create_device(
             )
         if meter is not None:
             raise JobError(f"board {board!r} is simulated and has no meter: leave `meter` out, or say board = 'auto'")
-        from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+        from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 
         return SimulatedDevice.from_name(board)
     if connect is None and root == ROOT:
-        from fedquilt.edge_agent.clocks.client import Clocks
+        from fedquilt.edge_agent.clocks.client import ClockClient
 
-        connect = Clocks.connect
+        connect = ClockClient.connect
     clocks = connect() if connect is not None else None
     for kind in sorted(_device_modules(), key=lambda kind: (kind == "linux", kind)):  # any Linux is the last resort
         detect = getattr(importlib.import_module(f"{__name__}.{kind}"), "detect", None)
@@ -68,7 +68,7 @@ def create_device(
     raise JobError("board 'auto' needs a Linux host with /proc/meminfo; name a profile to simulate one instead")
 
 
-def find_shipped_profile(root: Path) -> profiles.Board | None:
+def find_shipped_profile(root: Path) -> profiles.BoardProfile | None:
     """Return the shipped profile of the board with its files under `root`, or None."""
     from fedquilt.edge_agent.devices import jetson, linux
 

@@ -8,11 +8,11 @@ from typing import Final
 
 from fedquilt import profiles
 from fedquilt.core import Meter, OperatingPoint
-from fedquilt.edge_agent import sysfs
-from fedquilt.edge_agent.clocks import modes
-from fedquilt.edge_agent.devices.linux import ClockHelper, LinuxDevice
+from fedquilt.edge_agent.clocks import power_modes
+from fedquilt.edge_agent.devices.linux import ClockClientProtocol, LinuxDevice
 from fedquilt.edge_agent.devices.sensors import jtop
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
+from fedquilt.host import sysfs
 
 NONE: Final = ""  # for a board known to differ from every profile
 FITS: Final = {  # name of module or board after "nvidia," in its device tree -> profile
@@ -45,8 +45,8 @@ FITS: Final = {  # name of module or board after "nvidia," in its device tree ->
 def detect(
     root: Path,
     *,
-    profile: profiles.Board | None = None,
-    clocks: ClockHelper | None = None,
+    profile: profiles.BoardProfile | None = None,
+    clocks: ClockClientProtocol | None = None,
     own: Meter | None = None,
     other: Callable[[], Meter | None] | None = None,
 ) -> JetsonDevice | None:
@@ -82,8 +82,8 @@ class JetsonDevice(LinuxDevice):
         self,
         root: Path = Path("/"),
         *,
-        profile: profiles.Board | None = None,
-        clocks: ClockHelper | None = None,
+        profile: profiles.BoardProfile | None = None,
+        clocks: ClockClientProtocol | None = None,
         meter: Meter | None = None,
         own: Meter | None = None,
     ) -> None:
@@ -91,11 +91,15 @@ class JetsonDevice(LinuxDevice):
 
     def _current_points(self) -> tuple[OperatingPoint, ...]:
         found = super()._current_points()
-        held = () if self.adjustable else tuple(point for point in found if modes.is_same_mode(point.name, self.mode))
+        held = (
+            ()
+            if self.adjustable
+            else tuple(point for point in found if power_modes.is_same_mode(point.name, self.mode))
+        )
         return held or found
 
 
-def find_profile(root: Path) -> profiles.Board | None:
+def find_profile(root: Path) -> profiles.BoardProfile | None:
     for board in sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"):
         for part in board.removeprefix("nvidia,").split("+"):
             name = FITS.get(part)

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from fedquilt import profiles
-from fedquilt.core import ClockError, Cost, Meter, OperatingPoint, Reading, Work
-from fedquilt.edge_agent import sysfs
-from fedquilt.edge_agent.clocks import controls, envelope, modes
-from fedquilt.edge_agent.clocks.client import Status
-from fedquilt.edge_agent.devices import points
+from fedquilt.core import ClockError, Cost, Meter, OperatingPoint, Reading, WorkEstimate
+from fedquilt.edge_agent.clocks import controls, owner_limits, power_modes
+from fedquilt.edge_agent.clocks.client import HelperStatus
+from fedquilt.edge_agent.devices import operating_points
 from fedquilt.edge_agent.devices.sensors import pmic
 from fedquilt.edge_agent.devices.sensors.battery import Batteries
 from fedquilt.edge_agent.devices.sensors.hwmon import Hwmon
-from fedquilt.edge_agent.devices.sensors.memory import Memory
-from fedquilt.edge_agent.devices.sensors.meters import Widest
+from fedquilt.edge_agent.devices.sensors.memory import MemorySensor
+from fedquilt.edge_agent.devices.sensors.meters import WidestRangeMeter
 from fedquilt.edge_agent.devices.sensors.rapl import Rapl
+from fedquilt.host import sysfs
 
 log = logging.getLogger("fedquilt.devices")
 
@@ -27,7 +27,7 @@ ASK_S: Final = 5.0  # interval between questions to the clock helper about the m
 FITS: Final = {"raspberrypi,5-model-b": "raspberry-pi-5"}  # device tree -> profile
 
 
-class ClockHelper(Protocol):
+class ClockClientProtocol(Protocol):
     def pin(self, point: OperatingPoint) -> OperatingPoint:
         """Pin the clocks at a point. Return the point reported by the board."""
         ...
@@ -38,14 +38,14 @@ class ClockHelper(Protocol):
         """Send a keepalive. Raise ClockError if the clocks have been unpinned."""
         ...
 
-    def request_status(self) -> Status: ...
+    def request_status(self) -> HelperStatus: ...
 
 
 def detect(
     root: Path,
     *,
-    profile: profiles.Board | None = None,
-    clocks: ClockHelper | None = None,
+    profile: profiles.BoardProfile | None = None,
+    clocks: ClockClientProtocol | None = None,
     own: Meter | None = None,
 ) -> LinuxDevice | None:
     """Return a Linux device, or None if `proc/meminfo` does not exist. Arguments as in `LinuxDevice`."""
@@ -75,30 +75,30 @@ class LinuxDevice:
         self,
         root: Path = Path("/"),
         *,
-        profile: profiles.Board | None = None,
-        clocks: ClockHelper | None = None,
+        profile: profiles.BoardProfile | None = None,
+        clocks: ClockClientProtocol | None = None,
         meter: Meter | None = None,
         own: Meter | None = None,
     ) -> None:
-        self._memory = Memory(root)
+        self._memory = MemorySensor(root)
         self.memory_bytes = self._memory.total_bytes
         self.board = _board_name(root)
         self.adjustable, self.holds = clocks is not None, False
         self.mode: str | None = None  # nvpmodel's
         self._all: tuple[OperatingPoint, ...] = ()  # in the board's widest mode
-        self._looked_s, self._mark = 0.0, modes.status_fingerprint(root)  # of the latest look at the mode
+        self._looked_s, self._mark = 0.0, power_modes.status_fingerprint(root)  # of the latest look at the mode
         self.idle_w: float | None = None
         self.provenance = "sysfs"
         self._status = None if clocks is None else _request_status(clocks)
         if profile is not None:
-            self._all = points.fit_points(profile, _listed_frequencies(root, self._status))
+            self._all = operating_points.fit_points(profile, _listed_frequencies(root, self._status))
             self.idle_w = None if profile.idle_w is None else profile.idle_w.value
             self.provenance = profile.provenance()
         self._root, self._clocks = root, clocks
         self.points: tuple[OperatingPoint, ...] = self._current_points()
         self._batteries = Batteries(root / "sys/class/power_supply")
         meters = (own, self._batteries, meter or Hwmon(root / "sys/class/hwmon"), Rapl(root / "sys/class/powercap"))
-        self._meter = Widest(each for each in meters if each is not None)
+        self._meter = WidestRangeMeter(each for each in meters if each is not None)
         self._sensors = [
             *sysfs.thermal_zone_files(root / "sys/class/thermal"),
             *_processor_sensors(root / "sys/class/hwmon"),
@@ -147,32 +147,32 @@ class LinuxDevice:
         if self._clocks is not None:
             self._clocks.unpin()
 
-    def task_cost(self, work: Work, measured: Cost) -> Cost:
+    def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
         return measured
 
     def _current_points(self) -> tuple[OperatingPoint, ...]:
         found = controls.discover_controls(self._root)
         told = self._status
-        self.mode = (None if told is None else told.mode) or modes.read_mode_name(self._root)
+        self.mode = (None if told is None else told.mode) or power_modes.read_mode_name(self._root)
         mode = found.find_mode(self.mode)
         before = (
             {} if self._clocks is not None else {lever.name: controls.read_number(lever.high) for lever in found.found}
         )
-        most = envelope.permitted_hz(found, envelope.control_limits(found, mode, before))
+        most = owner_limits.permitted_hz(found, owner_limits.control_limits(found, mode, before))
         for clock in () if told is None else told.clocks:
             if clock.ceiling_hz is not None:
                 axis = f"{clock.kind}_hz"
                 most[axis] = min(clock.ceiling_hz, most.get(axis, clock.ceiling_hz))
-        return envelope.permitted_points(self._all, found, mode, most)
+        return owner_limits.permitted_points(self._all, found, mode, most)
 
     def _detect_mode_change(self, now_s: float) -> None:
         if not self._all:
             return
-        mark = modes.status_fingerprint(self._root)
+        mark = power_modes.status_fingerprint(self._root)
         asked = (
             self._clocks is not None
             and now_s >= self._looked_s + ASK_S
-            and sysfs.is_forbidden(self._root / modes.STATUS)
+            and sysfs.is_forbidden(self._root / power_modes.STATUS)
         )
         if mark != self._mark or asked:
             self._looked_s, self._mark = now_s, mark
@@ -194,7 +194,7 @@ class LinuxDevice:
                 log.warning("the clocks of this board are its own again: %s", error)
 
 
-def _request_status(clocks: ClockHelper) -> Status | None:
+def _request_status(clocks: ClockClientProtocol) -> HelperStatus | None:
     try:
         return clocks.request_status()
     except ClockError as error:
@@ -202,11 +202,11 @@ def _request_status(clocks: ClockHelper) -> Status | None:
         return None
 
 
-def _listed_frequencies(root: Path, told: Status | None) -> points.Lists:
+def _listed_frequencies(root: Path, told: HelperStatus | None) -> operating_points.Lists:
     found = controls.discover_controls(root)
     lists = {
-        **points.common_frequencies(found.found),
-        **({} if told is None else points.common_frequencies(told.clocks)),
+        **operating_points.common_frequencies(found.found),
+        **({} if told is None else operating_points.common_frequencies(told.clocks)),
     }
     unknown = [lever.name for lever in found.hidden_controls if f"{lever.kind}_hz" not in lists]
     if unknown:
@@ -218,7 +218,7 @@ def _listed_frequencies(root: Path, told: Status | None) -> points.Lists:
     return lists
 
 
-def find_profile(root: Path, fits: dict[str, str]) -> profiles.Board | None:
+def find_profile(root: Path, fits: dict[str, str]) -> profiles.BoardProfile | None:
     """Return the profile of the first compatible name in the device tree that has one, or None."""
     for board in sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"):
         if fits.get(board) in profiles.board_names():

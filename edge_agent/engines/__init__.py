@@ -1,6 +1,6 @@
 """Engines, which do the arithmetic of a method's client half. Heavy imports are in their modules.
 
-Engine "x" is class `XEngine` of `x_engine.py` and takes the memory budget of its process in bytes. An engine of another
+Engine "x" is class `XEngine` of `x/engine.py` and takes the memory budget of its process in bytes. An engine of another
 package is a class or function with the same argument, registered as an entry point in `fedquilt.engines`.
 """
 
@@ -48,5 +48,5 @@ def create_engine(name: str, budget_bytes: int) -> Engine:
     library, extra = NEEDS[name]
     if find_spec(library) is None:
         raise JobError(f"engine {name!r} needs {library}, which is not installed: pip install 'fedquilt{extra}'")
-    module = importlib.import_module(f"{__name__}.{name}_engine")
+    module = importlib.import_module(f"{__name__}.{name}.engine")
     return getattr(module, f"{name.capitalize()}Engine")(budget_bytes)

@@ -7,7 +7,7 @@
 | labels | (n, k) uint8, 0 or 1 | mean over outputs of binary cross-entropy |
 
 The torch engines compute the same losses (`torch_objectives`). All engines use the evaluation sums of this module.
-`fedquilt.evaluation` computes metrics from the sums.
+`fedquilt.core.evaluation` computes metrics from the sums.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedquilt import evaluation
-from fedquilt.core import DETAILED, DataError, DivergedError, EvaluationSums
+from fedquilt.core import DETAILED, DataError, DivergedError, EvaluationSums, evaluation
 from fedquilt.data.readers.base import describe_class_problem
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def losses_and_gradients(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> t
     return np.log(total[:, 0]) - shifted[rows, y], gradient
 
 
-class Evaluation:
+class EvaluationAccumulator:
     """Sums of an evaluation, added batch by batch.
 
     Args:

@@ -111,7 +111,7 @@ def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[i
                 raise ModelError(f"tensor {name!r} of anchor {anchor!r} {what}, the network wants {shape}")
 
 
-class Steps:
+class TrainingProgress:
     """Progress and metrics of one training run, which detects divergence.
 
     A loss that is not finite raises DivergedError at once. A loss that has exploded does when the mean of the epoch so

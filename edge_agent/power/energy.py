@@ -36,7 +36,7 @@ LET_GO = "let go"  # suffix of a point's name: from there on the board's clocks 
 GAP_S = 1.0  # powers further apart leave the time between them unknown
 
 
-class Ledger(msgspec.Struct, frozen=True):
+class EnergyAccount(msgspec.Struct, frozen=True):
     began_s: float
     at_s: float | None = None  # of the last usable reading
     last: Reading = Reading()
@@ -53,7 +53,7 @@ class Ledger(msgspec.Struct, frozen=True):
     still_s: float = 0.0  # time since which the meter tells the same value
     stood_s: float = 0.0  # longest time for which it has told one value and then another
 
-    def with_reading(self, now_s: float, reading: Reading) -> Ledger:
+    def with_reading(self, now_s: float, reading: Reading) -> EnergyAccount:
         """Return the sums with one more reading. An unusable reading changes nothing."""
         if not _is_usable(reading, self.most_w) or (self.at_s is not None and now_s <= self.at_s):
             return self
@@ -82,9 +82,9 @@ class Ledger(msgspec.Struct, frozen=True):
             stood_s=max(self.stood_s, now_s - self.still_s) if moved else self.stood_s,
         )
 
-    def next_segment(self, now_s: float) -> Ledger:
+    def next_segment(self, now_s: float) -> EnergyAccount:
         """Start a new segment now, with the last reading of this segment if it is recent."""
-        fresh = Ledger(now_s, most_w=self.most_w, stood_s=self.stood_s)
+        fresh = EnergyAccount(now_s, most_w=self.most_w, stood_s=self.stood_s)
         if self.at_s is None or self.at_s < now_s:
             return fresh
         return replace(fresh.with_reading(now_s, self.last), still_s=self.still_s)

@@ -41,9 +41,9 @@ import math
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from fedquilt.core import OperatingPoint, Work
-from fedquilt.core.latest import cache_last_call
-from fedquilt.edge_agent.power.learned import Learned, Seen, estimate_points, learn_segment
+from fedquilt.core import OperatingPoint, WorkEstimate
+from fedquilt.core.last_call_cache import cache_last_call
+from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, estimate_points, learn_segment
 
 STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first
 LEAST_DONE: Final = 0.02  # share of the work to be done at a point before its pace is meaningful
@@ -53,7 +53,7 @@ CURIOSITY: Final = 0.6  # spreads by which it is taken for cheaper than estimate
 Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 
 
-class Rule(NamedTuple):
+class GovernorPolicy(NamedTuple):
     policy: Policy = "energy"
     margin: float = 0.05  # share of the predicted time that is kept as reserve
     max_w: float | None = None  # most that a point may draw; None: no limit
@@ -70,7 +70,7 @@ class Rule(NamedTuple):
         return self.max_c is not None and (temperature_c is None or temperature_c > self.max_c)
 
 
-class Forecast(NamedTuple):
+class PointForecast(NamedTuple):
     point: OperatingPoint
     seconds: float
     most_s: float  # as long as it may take, as far as the point is unknown
@@ -93,7 +93,9 @@ class Forecast(NamedTuple):
         )
 
 
-def forecast_points(points: Sequence[OperatingPoint], work: Work, learned: Learned = Learned()) -> list[Forecast]:
+def forecast_points(
+    points: Sequence[OperatingPoint], work: WorkEstimate, learned: LearnedModel = LearnedModel()
+) -> list[PointForecast]:
     """Return predictions for each point with a predictable time, fastest first.
 
     Args:
@@ -106,18 +108,18 @@ def forecast_points(points: Sequence[OperatingPoint], work: Work, learned: Learn
         if each is not None:
             most_s = each.seconds * (1 + CAUTION * each.seconds_spread)
             spread = min(math.hypot(each.seconds_spread, each.watts_spread), 1.0)
-            found.append(Forecast(point, each.seconds, most_s, each.watts, spread))
+            found.append(PointForecast(point, each.seconds, most_s, each.watts, spread))
     return sorted(found, key=lambda each: each.seconds)
 
 
 @cache_last_call
 def choose_point(
-    rule: Rule,
+    rule: GovernorPolicy,
     points: Sequence[OperatingPoint],
-    work: Work,
+    work: WorkEstimate,
     left_s: float,
     idle_w: float | None = None,
-    learned: Learned = Learned(),
+    learned: LearnedModel = LearnedModel(),
 ) -> OperatingPoint | None:
     """Choose the operating point to pin, or None to leave the clocks to the board."""
     found = forecast_points(rule.points_within_max_w(points), work, learned)
@@ -140,7 +142,7 @@ def choose_point(
     bounds_w = (0.0, min(each.watts for each in found if each.watts is not None))
     cheapest_j = [min(each.optimistic_energy_j(left_s, bound_w) for each in priced) for bound_w in bounds_w]
 
-    def worst_excess_j(each: Forecast) -> float:
+    def worst_excess_j(each: PointForecast) -> float:
         return max(
             each.optimistic_energy_j(left_s, bound_w) - j for bound_w, j in zip(bounds_w, cheapest_j, strict=True)
         )
@@ -149,13 +151,13 @@ def choose_point(
 
 
 def choose_faster_point(
-    rule: Rule,
+    rule: GovernorPolicy,
     points: Sequence[OperatingPoint],
-    seen: Seen,
-    rest: Work,
+    seen: TaskSegment,
+    rest: WorkEstimate,
     left_s: float,
     idle_w: float | None = None,
-    learned: Learned = Learned(),
+    learned: LearnedModel = LearnedModel(),
 ) -> OperatingPoint | None:
     """Choose a faster point for a task that would miss its deadline, or None to stay.
 
@@ -182,7 +184,7 @@ def choose_faster_point(
     return choose_point(rule, faster, rest, left_s, idle_w, known)
 
 
-def _fastest_point(found: Sequence[Forecast]) -> OperatingPoint:
+def _fastest_point(found: Sequence[PointForecast]) -> OperatingPoint:
     # No work is slower at higher clocks, whatever a profile of other work says.
     above = [each for each in found if _has_higher_clocks(each.point, found[0].point)]
     return max([found[0], *above], key=lambda each: (sum(_clock_values(each.point)), -each.seconds)).point

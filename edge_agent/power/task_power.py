@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from fedquilt.core import ClockError, Cost, Device, OperatingPoint, Reading, Work
+from fedquilt.core import ClockError, Cost, Device, OperatingPoint, Reading, WorkEstimate
 from fedquilt.edge_agent.devices.sensors.meters import MOST_W
 from fedquilt.edge_agent.power import energy, governor
-from fedquilt.edge_agent.power.learned import Latest, Learned, Seen, highest_clocks, learn_segment
+from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, TaskSegment, highest_clocks, learn_segment
 
 log = logging.getLogger(__name__)
 
@@ -31,26 +31,26 @@ PEAK: Final = 4.0  # times the most that the profile knows of, above which a met
 ALIVE_S: Final = 1.0  # shortest interval of reading a held board, which may release clocks without keepalive
 
 
-class Spent(NamedTuple):
+class TaskCost(NamedTuple):
     cost: Cost
-    learned: Learned
+    learned: LearnedModel
 
 
-class Pacer:
-    def __init__(self, board: Device, rule: governor.Rule) -> None:
+class TaskPowerManager:
+    def __init__(self, board: Device, rule: governor.GovernorPolicy) -> None:
         self._board, self.rule = board, rule
         self._warned = ""
         self._reset()
 
     def _reset(self) -> None:
-        self._ledger: energy.Ledger | None = None  # of the stretch in hand; None: no task
-        self._held_ledger: energy.Ledger | None = None  # since the point is held; None: none is
+        self._ledger: energy.EnergyAccount | None = None  # of the stretch in hand; None: no task
+        self._held_ledger: energy.EnergyAccount | None = None  # since the point is held; None: none is
         self._every_s = self._sample_s = math.inf
-        self._work = Work()
+        self._work = WorkEstimate()
         self._began_s = self._since_s = self._stepped_s = 0.0
         self._told_s = 0.0  # part of the time since the beginning that is in `_costs`
         self._done = self._before = 0.0  # shares of the work: done, and done before this stretch
-        self._left_s, self._learned = math.inf, Learned()
+        self._left_s, self._learned = math.inf, LearnedModel()
         self._top: Mapping[str, float] = {}  # highest clocks of the board when the point in hand was held
         self._held: OperatingPoint | None = None
         self._refused = False  # the board did not take the latest point
@@ -66,13 +66,15 @@ class Pacer:
         self.stop()
         reading = self._board.read_sensors(now_s)
         self._celsius = reading.temperature_c
-        self._ledger = energy.Ledger(now_s, most_w=_max_plausible_w(self._board.points)).with_reading(now_s, reading)
+        self._ledger = energy.EnergyAccount(now_s, most_w=_max_plausible_w(self._board.points)).with_reading(
+            now_s, reading
+        )
         self._began_s = self._since_s = now_s
         self._every_s = energy.SAMPLE_S if self._ledger.at_s is not None else math.inf
         self._sample_s = now_s + self._every_s
         self._watched = reading != Reading()  # a board without any sensor need not be read
 
-    def start_work(self, work: Work, due_s: float, learned: Learned, now_s: float) -> None:
+    def start_work(self, work: WorkEstimate, due_s: float, learned: LearnedModel, now_s: float) -> None:
         """Choose an operating point, once the data is loaded and the whole work is known.
 
         Args:
@@ -118,18 +120,18 @@ class Pacer:
         """Return the time by which `read_due_sensors` must be called."""
         return self._sample_s
 
-    def end_task(self, work: Work, wall_s: float, now_s: float) -> Spent:
+    def end_task(self, work: WorkEstimate, wall_s: float, now_s: float) -> TaskCost:
         """Return the cost of a completed task and unpin. `wall_s` excludes process start and imports."""
         if self._ledger is None:
-            return Spent(Cost(duration_s=wall_s), Learned())
+            return TaskCost(Cost(duration_s=wall_s), LearnedModel())
         self._work = work
         self._read_sensors(now_s)
         self._close_if_unpinned(now_s, max(wall_s - self._told_s, 0.0))
         self._close_segment(1.0, now_s, max(wall_s - self._told_s, 0.0))
         learned = self._learned
         if learned.time is not None and math.isfinite(self._left_s):
-            learned = msgspec.structs.replace(learned, latest=Latest(work=work, left_s=self._left_s))
-        spent = Spent(energy.total_cost(self._costs), learned)
+            learned = msgspec.structs.replace(learned, latest=LatestTask(work=work, left_s=self._left_s))
+        spent = TaskCost(energy.total_cost(self._costs), learned)
         self.stop()
         return spent
 
@@ -157,10 +159,10 @@ class Pacer:
         self._ledger = self._ledger.next_segment(now_s)
         self._before, self._since_s, self._told_s = done, now_s, self._told_s + lasted_s
 
-    def _current_segment(self, share: float, watts: float | None, now_s: float) -> Seen:
+    def _current_segment(self, share: float, watts: float | None, now_s: float) -> TaskSegment:
         assert self._held is not None
         work, seconds = self._work.scale(share), self._segment_s(share, now_s)
-        return Seen(self._held, work, seconds, watts, self._top)
+        return TaskSegment(self._held, work, seconds, watts, self._top)
 
     def _mean_power_w(self, measured: Cost, told: Cost, now_s: float) -> float | None:
         if measured.energy_j is None:  # of a simulated board, its profile's power

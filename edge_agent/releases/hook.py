@@ -14,7 +14,7 @@ from typing import IO, Final
 WORDS_MOST: Final = 300  # characters of a command's last words
 
 
-class Hook:
+class ReleaseHook:
     """Command in a process group of its own, killed after a time limit.
 
     Args:

@@ -7,9 +7,9 @@
     <home>/models/<first 16 of its sha256>/model.engine   TensorRT's engine, where trtexec is installed
     <home>/check/                                         private folders of the check's process
 
-Where devices have private parts of a network (`fedquilt.personal`), the blob is not the model: the check first
-assembles model.onnx from the blob and the device's private state. The check's process writes only its private folders,
-and its output is copied from there after it has ended.
+Where devices have private parts of a network (`fedquilt.formats.personal_models`), the blob is not the model: the check
+first assembles model.onnx from the blob and the device's private state. The check's process writes only its private
+folders, and its output is copied from there after it has ended.
 
 A link is replaced by renaming a new one, so a reader of `current` finds either the old or the new model. Folders with
 other names belong to somebody else and stay untouched.
@@ -27,22 +27,24 @@ from typing import Final
 
 import msgspec
 
-from fedquilt import footprint, graph_check, personal
-from fedquilt.core import UNDECODABLE, Count, Device, Digest, Label, ModelError, StoreError, Told
-from fedquilt.disk import REAL, Disk, doing
+from fedquilt.core import UNDECODABLE, Count, Device, DeviceReport, Digest, Label, ModelError, StoreError
+from fedquilt.costs import peak_memory
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.power.energy import Ledger
-from fedquilt.edge_agent.releases.hook import Hook
-from fedquilt.edge_agent.releases.judging import accuracy_loss_reason, judge_check, needs_more_labels
-from fedquilt.edge_agent.releases.kind import Kind, Verdict
-from fedquilt.edge_agent.releases.protocol import DONE, TENSORRT, TIMED, CheckOrder, Parted
-from fedquilt.edge_agent.remembered import Private
-from fedquilt.edge_agent.served import Runner, Served
+from fedquilt.edge_agent.power.energy import EnergyAccount
+from fedquilt.edge_agent.releases.acceptance import accuracy_loss_reason, judge_check, needs_more_labels
+from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TIMED, CheckRequest, SplitModelFiles
+from fedquilt.edge_agent.releases.hook import ReleaseHook
+from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
+from fedquilt.edge_agent.runner_status import RunnerStatus, RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.task import confine
-from fedquilt.edge_agent.task.protocol import Outcome, Progressed
+from fedquilt.edge_agent.storage.job_records import PrivateState
+from fedquilt.edge_agent.task import sandbox
+from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker
-from fedquilt.wire import Release
+from fedquilt.formats import personal_models
+from fedquilt.host.disk import REAL, Disk, disk_errors
+from fedquilt.onnx import graph_check
+from fedquilt.wire import DesiredRelease
 
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
 CURRENT, PREVIOUS, NOTHING = "current", "previous", "none"
@@ -63,14 +65,14 @@ _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
 _NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
 
 
-class Laid(Told, frozen=True):
+class ReleaseManifest(DeviceReport, frozen=True):
     model: Digest
     rollout: Label
     name: Label
     serial: Count
 
 
-class Models(Kind):
+class ModelReleases(ReleaseKind):
     """Releases of models on one device.
 
     Args:
@@ -92,27 +94,27 @@ class Models(Kind):
         budget_bytes: Callable[[], int] | None = None,
         disk: Disk = REAL,
         *,
-        kept: Callable[[str], Private] = lambda job: Private(),
+        kept: Callable[[str], PrivateState] = lambda job: PrivateState(),
         examine: Callable[[Path], object] = graph_check.check_file,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = models_folder(settings)
-        self.runner = Runner(self.folder, disk, clock)
+        self.runner = RunnerStatusReader(self.folder, disk, clock)
         self._settings, self._board, self._worker, self._disk = settings, board, worker, disk
         self._kept, self._examine, self._clock = kept, examine, clock
         self._budget_bytes = budget_bytes or (lambda: settings.task_budget_bytes(board.memory_bytes))
         self._shared = settings.models.folder is not None
-        self._hook = Hook(settings.models.hook, settings.models.timeout_s, clock)
-        self._out = Path(settings.home).absolute() / confine.CHECK / confine.OUT
+        self._hook = ReleaseHook(settings.models.hook, settings.models.timeout_s, clock)
+        self._out = Path(settings.home).absolute() / sandbox.CHECK / sandbox.OUT
         self._known: dict[str, str] = {}  # folder -> the blob (sha256) that its model is made of
         self._made: dict[str, str] = {}  # folder -> the model's file (sha256), if it was put together here
-        self._check: tuple[Release, float] | None = None  # the release under check, and the check's time limit
+        self._check: tuple[DesiredRelease, float] | None = None  # the release under check, and the check's time limit
         self._killed = 0
-        self._outcome: Outcome | None = None
-        self._ledger: Ledger | None = None  # energy of the timed answers
+        self._outcome: WorkResult | None = None
+        self._ledger: EnergyAccount | None = None  # energy of the timed answers
         self._answers_j: float | None = None
-        self._first: Served | None = None  # the runner's first report on the model in use
-        self._before: Served | None = None  # the runner's last report on the model before; not kept over restarts
+        self._first: RunnerStatus | None = None  # the runner's first report on the model in use
+        self._before: RunnerStatus | None = None  # the runner's last report on the model before; not kept over restarts
         self._min_gain: float | None = None  # limit of the release in use
         self._exchanged_s = clock()
         self._labelled = (0, self._exchanged_s)  # labels of the model in use, and when their number has changed
@@ -139,7 +141,7 @@ class Models(Kind):
         if name not in self._known:
             try:
                 payload = self._disk.read(self.folder / name / RELEASE)
-                found = msgspec.json.decode(payload, type=Laid).model
+                found = msgspec.json.decode(payload, type=ReleaseManifest).model
             except (OSError, *UNDECODABLE):
                 try:
                     parted = self._disk.is_file(self.folder / name / SHARED)
@@ -153,14 +155,14 @@ class Models(Kind):
 
     # -- stage --
 
-    def stage(self, release: Release, blob: Path | None) -> None:
+    def stage(self, release: DesiredRelease, blob: Path | None) -> None:
         assert blob is not None
         assert release.blob is not None
         name, disk = release.blob.sha256[:16], self._disk
         part, whole = self.folder / f"{name}.part", self.folder / name
         if name == disk.read_link(self.folder / PREVIOUS) and self._blob_sha256(name) == release.blob.sha256:
             return  # the model ran here before
-        with doing(f"lay the model {release.name} into {self.folder}", "free some space"):
+        with disk_errors(f"lay the model {release.name} into {self.folder}", "free some space"):
             if not disk.is_dir(self.folder):
                 disk.make_durable_folder(self.folder)
                 if self._shared:
@@ -168,9 +170,11 @@ class Models(Kind):
             for left in (part, whole):
                 disk.remove(left)
             disk.make_folder(part)
-            file = MODEL if personal.read_task(blob, disk) is None else SHARED
+            file = MODEL if personal_models.read_task(blob, disk) is None else SHARED
             self._link_or_copy(blob, part / file)
-            laid = Laid(model=release.blob.sha256, rollout=release.rollout, name=release.name, serial=release.serial)
+            laid = ReleaseManifest(
+                model=release.blob.sha256, rollout=release.rollout, name=release.name, serial=release.serial
+            )
             disk.write(part / RELEASE, msgspec.json.encode(laid))
             for each in (file, RELEASE):
                 disk.sync(part / each)
@@ -179,7 +183,7 @@ class Models(Kind):
                 self._examine(part / MODEL)
         except ModelError as error:
             raise ModelError(f"the model cannot be run: {error}") from None
-        with doing(f"lay the model {release.name} into {self.folder}", "free some space"):
+        with disk_errors(f"lay the model {release.name} into {self.folder}", "free some space"):
             if self._shared:
                 for path, mode in ((part / file, 0o640), (part / RELEASE, 0o640), (part, 0o750)):
                     disk.set_mode(path, mode)
@@ -204,11 +208,11 @@ class Models(Kind):
 
     # -- check --
 
-    def check_memory_bytes(self, release: Release) -> int:
+    def check_memory_bytes(self, release: DesiredRelease) -> int:
         size = 0 if release.blob is None else release.blob.size
-        return footprint.task_process_bytes("onnx", 2 * size)
+        return peak_memory.task_process_bytes("onnx", 2 * size)
 
-    def start_check(self, release: Release) -> None:
+    def start_check(self, release: DesiredRelease) -> None:
         if "onnx" not in engines.available_engines():
             raise ModelError("models cannot be checked here: install onnxruntime (pip install 'fedquilt[onnx]')")
         now_s = self._clock()
@@ -216,15 +220,15 @@ class Models(Kind):
         self._check, self._killed = (release, now_s + CHECK_S + building_s), 0
         self._start_worker(release, now_s)
 
-    def _start_worker(self, release: Release, now_s: float) -> None:
+    def _start_worker(self, release: DesiredRelease, now_s: float) -> None:
         assert release.blob is not None
         before = self._disk.read_link(self.folder / CURRENT)
         self._outcome = self._ledger = self._answers_j = None
-        with doing(f"empty {self._out}"):
+        with disk_errors(f"empty {self._out}"):
             self._disk.clear_folder(self._out)
         model = self.folder / release.blob.sha256[:16] / MODEL
         parted = self._parts_of_model(model.parent)
-        order = CheckOrder(
+        order = CheckRequest(
             model=str(model if parted is None else self._out / MODEL),
             out=str(self._out),
             before=None if before is None or not self._blob_sha256(before) else str(self.folder / before / MODEL),
@@ -239,42 +243,42 @@ class Models(Kind):
         )
         self._worker.start(order, now_s)
 
-    def _parts_of_model(self, folder: Path) -> Parted | None:
+    def _parts_of_model(self, folder: Path) -> SplitModelFiles | None:
         """Return the files from which the device assembles its model, or None if the model was sent whole."""
         shared = folder / SHARED
-        with doing(f"read {shared}"):
-            task = personal.read_task(shared, self._disk) if self._disk.is_file(shared) else None
+        with disk_errors(f"read {shared}"):
+            task = personal_models.read_task(shared, self._disk) if self._disk.is_file(shared) else None
         if task is None:
             return None
         kept = self._kept(task.job)
-        return Parted(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost)
+        return SplitModelFiles(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost)
 
-    def poll_check(self) -> Verdict | None:
+    def poll_check(self) -> CheckResult | None:
         if self._check is None:
-            return Verdict("its check was not begun", {})
+            return CheckResult("its check was not begun", {})
         (release, end_s), now_s = self._check, self._clock()
         if self._ledger is not None:
             self._ledger = self._ledger.with_reading(now_s, self._board.read_sensors(now_s))
         for event in self._worker.poll(now_s):
             match event:
-                case Progressed(fraction) if fraction == TIMED:
-                    self._ledger = Ledger(now_s).with_reading(now_s, self._board.read_sensors(now_s))
-                case Progressed(fraction) if fraction == DONE and self._ledger is not None:
+                case ProgressReport(fraction) if fraction == TIMED:
+                    self._ledger = EnergyAccount(now_s).with_reading(now_s, self._board.read_sensors(now_s))
+                case ProgressReport(fraction) if fraction == DONE and self._ledger is not None:
                     ledger = self._ledger.with_reading(now_s, self._board.read_sensors(now_s))
                     self._answers_j, self._ledger = ledger.cost_until(now_s, None).energy_j, None
-                case Outcome(killed=True) if self._killed < KILLED_MOST:
+                case WorkResult(killed=True) if self._killed < KILLED_MOST:
                     self._killed += 1
                     self._start_worker(release, now_s)
-                case Outcome():
+                case WorkResult():
                     self._end_check()  # also of processes that it has started: nobody writes its folders any more
                     verdict = judge_check(release.limits, event, self._answers_j)
                     return verdict if verdict.refused else self._store_check_output(release, verdict)
         if now_s > end_s:
             self._end_check()
-            return Verdict("its check did not come to an end: it was ended", {})
+            return CheckResult("its check did not come to an end: it was ended", {})
         return None
 
-    def _store_check_output(self, release: Release, verdict: Verdict) -> Verdict:
+    def _store_check_output(self, release: DesiredRelease, verdict: CheckResult) -> CheckResult:
         """Copy the files that the check wrote beside the model. Return the verdict, or a refusal."""
         assert release.blob is not None
         folder, disk = self.folder / release.blob.sha256[:16], self._disk
@@ -284,7 +288,7 @@ class Models(Kind):
         try:
             for name in made:
                 part = folder / f"{name}.part"
-                with doing(f"copy {self._out / name} into {folder}", "free some space"):
+                with disk_errors(f"copy {self._out / name} into {folder}", "free some space"):
                     disk.remove(part)
                     disk.copy_untrusted(self._out / name, part, self._budget_bytes())  # it had to fit into memory
                     if self._shared:
@@ -295,7 +299,7 @@ class Models(Kind):
                     disk.replace(part, folder / name)
                     disk.sync(folder)
         except (ModelError, StoreError) as error:
-            return Verdict(f"what the check has made cannot be used: {error}", {})
+            return CheckResult(f"what the check has made cannot be used: {error}", {})
         self._forget_hashes(folder.name)
         return verdict
 
@@ -308,7 +312,7 @@ class Models(Kind):
 
     # -- exchange --
 
-    def activate(self, release: Release) -> None:
+    def activate(self, release: DesiredRelease) -> None:
         assert release.blob is not None
         name, now = release.blob.sha256[:16], self._disk.read_link(self.folder / CURRENT)
         if now != name:
@@ -316,7 +320,7 @@ class Models(Kind):
                 raise StoreError(f"the model is gone from {self.folder / name}: deploy it again")
             told = self.runner.read_status()
             self._before = told if told is not None and told.model == self._served_sha256() else None
-            with doing(f"exchange the model in {self.folder}", "free some space"):
+            with disk_errors(f"exchange the model in {self.folder}", "free some space"):
                 self._disk.repoint_link(self.folder / PREVIOUS, NOTHING if now is None else now)
                 self._disk.repoint_link(self.folder / CURRENT, name)
         self._min_gain = release.limits.min_gain
@@ -326,7 +330,7 @@ class Models(Kind):
         previous = self._disk.read_link(self.folder / PREVIOUS)
         if previous is None or (previous != NOTHING and not self._disk.is_file(self.folder / previous / MODEL)):
             return False
-        with doing(f"return to the model before in {self.folder}", "free some space"):
+        with disk_errors(f"return to the model before in {self.folder}", "free some space"):
             if previous == NOTHING:
                 self._disk.unlink(self.folder / CURRENT)
                 self._disk.sync(self.folder)
@@ -382,7 +386,7 @@ class Models(Kind):
             return "the model runner has not taken it up: it answers with another model" if late else ""
         first = self._first
         if first is None or told.served < first.served or told.failed < first.failed:  # the runner has started anew
-            self._first = first = told if first is None else Served(model=told.model)
+            self._first = first = told if first is None else RunnerStatus(model=told.model)
         failed, answers = told.failed - first.failed, told.failed - first.failed + told.served - first.served
         usual = first.failed / max(first.failed + first.served, 1)
         if failed < FAILED_LEAST or failed <= (FAILED_SHARE + usual) * answers:
@@ -394,7 +398,7 @@ class Models(Kind):
             self._end_check()
         if not self._disk.is_dir(self.folder):
             return
-        with doing(f"delete old models in {self.folder}"):
+        with disk_errors(f"delete old models in {self.folder}"):
             used = {link: self._disk.read_link(self.folder / link) for link in (CURRENT, PREVIOUS)}
             if used[PREVIOUS] is not None and used[PREVIOUS] == (used[CURRENT] or NOTHING):
                 self._disk.unlink(self.folder / PREVIOUS)  # no model before it to return to

@@ -17,8 +17,8 @@ from fedquilt.core import (
     UpdateError,
     shorten_error,
 )
-from fedquilt.disk import FULL
-from fedquilt.edge_agent import exhausted
+from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.host.disk import FULL
 
 
 def claim_code_from_error(error: Exception) -> Any:
@@ -26,9 +26,9 @@ def claim_code_from_error(error: Exception) -> Any:
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
         return "full"
     if not isinstance(error, DataError | StoreError | core.JobError):  # these three are our own words, about a file
-        if exhausted.is_out_of_memory_error(error):
+        if out_of_memory.is_out_of_memory_error(error):
             return "memory"
-        if exhausted.is_gpu_failure_text(str(error)):
+        if out_of_memory.is_gpu_failure_text(str(error)):
             return "failed"  # the next attempt has a new process
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
         (MemoryBudgetError, "budget"),
@@ -47,7 +47,7 @@ def describe_error(error: Exception) -> str:
     said = shorten_error(str(error))
     if isinstance(error, core.FedquiltError):
         return said
-    if exhausted.is_out_of_memory_error(error):
+    if out_of_memory.is_out_of_memory_error(error):
         said = said or type(error).__name__
         return shorten_error(
             f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"

@@ -23,26 +23,28 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import compression, core, methods, plugins, tensor_files, tensors
+from fedquilt import compression, core, methods, plugins
+from fedquilt.arrays import safetensors_files, tensors
 from fedquilt.core import (
-    Answer,
+    ClientContext,
+    ClientResult,
     DataError,
     DivergedError,
     Examples,
     Method,
     ModelError,
-    Site,
     StoreError,
     shorten_error,
 )
 from fedquilt.data import examples
 from fedquilt.data.inputs import describe_unequal_scales
 from fedquilt.data.spec import DataSpec
-from fedquilt.disk import REAL, doing
-from fedquilt.edge_agent import engines, exhausted
-from fedquilt.edge_agent.task import budget, failures, outputs
+from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.edge_agent.task import failures, memory_budget, outputs
 from fedquilt.edge_agent.task.process import exit_with_parent
-from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Progressed
+from fedquilt.edge_agent.task.protocol import DataLoaded, Event, ProgressReport, WorkRequest, WorkResult
+from fedquilt.host.disk import REAL, disk_errors
 
 PROGRESS_S: Final = 1.0
 
@@ -50,7 +52,7 @@ PROGRESS_S: Final = 1.0
 class EngineError(core.FedquiltError): ...
 
 
-class Bench:
+class TaskExecutor:
     """Engine and examples kept between tasks.
 
     Args:
@@ -62,7 +64,7 @@ class Bench:
         self._engine: tuple[tuple[str, int], Any] | None = None
         self._data: tuple[tuple[str, dict[str, Any]], tuple[Examples, Examples]] | None = None
 
-    def load_method(self, order: Order) -> Method:
+    def load_method(self, order: WorkRequest) -> Method:
         """Return the method of a request.
 
         Raises:
@@ -105,12 +107,12 @@ class Bench:
 
 
 def run_task(
-    order: Order,
-    bench: Bench,
+    order: WorkRequest,
+    bench: TaskExecutor,
     progress: Callable[[float], None] = lambda fraction: None,
     own_process: bool = False,
     loaded: Callable[[int], None] = lambda examples: None,
-) -> Outcome:
+) -> WorkResult:
     """Run a task and write the result into its output folder. Errors become outcomes, too.
 
     Args:
@@ -127,8 +129,8 @@ def run_task(
             engine.planned_bytes = None  # left by an earlier task
         if hasattr(engine, "use_tensorrt"):
             engine.use_tensorrt(Path(order.cache), order.tensorrt_bytes)
-        if own_process and budget.reset_peak(os.getpid()):
-            base = budget.resident_bytes(os.getpid())
+        if own_process and memory_budget.reset_peak(os.getpid()):
+            base = memory_budget.resident_bytes(os.getpid())
             gpu = getattr(engine, "gpu", None)
         if gpu is not None and base is not None:
             base += gpu.begin(order.budget_bytes - base)
@@ -151,19 +153,19 @@ def run_task(
 
 
 def _peak_bytes(gpu: Any) -> int | None:
-    resident = budget.read_peak_bytes(os.getpid())
+    resident = memory_budget.read_peak_bytes(os.getpid())
     return resident if resident is None or gpu is None else resident + gpu.peak_bytes()
 
 
 def build_site(
-    order: Order,
-    bench: Bench,
+    order: WorkRequest,
+    bench: TaskExecutor,
     progress: Callable[[float], None] = lambda fraction: None,
     loaded: Callable[[int], None] = lambda examples: None,
     *,
     engine: Any = None,
-) -> Site:
-    """Return the `Site` that a method's client half works with.
+) -> ClientContext:
+    """Return the `ClientContext` that a method's client half works with.
 
     Raises:
         DataError: If the device has no readable examples.
@@ -171,7 +173,7 @@ def build_site(
     train, held = bench.load_examples(order.data, order.task.job)
     loaded(len(train))
     local, lost = load_private_state(order.private, order.private_sha256, order.lost, order.task.job)
-    return Site(
+    return ClientContext(
         device=order.device,
         budget_bytes=plan_limit_bytes(order),
         engine=engine,
@@ -212,30 +214,30 @@ def require_fresh_state_allowed(method: Method, name: str, lost: str) -> None:
         )
 
 
-def _bundle_file(order: Order, name: str) -> str:
+def _bundle_file(order: WorkRequest, name: str) -> str:
     if name not in order.bundles:
         raise ModelError(f"the task has no bundle {name!r}; it has: {', '.join(sorted(order.bundles)) or 'none'}")
     return order.bundles[name]
 
 
-def _verified_bundle_file(order: Order, name: str) -> Path:
+def _verified_bundle_file(order: WorkRequest, name: str) -> Path:
     file = _bundle_file(order, name)
     _require_undamaged(file, _expected_hash(order, name))
     return Path(file)
 
 
 def _require_undamaged(file: str, sha256: str) -> None:
-    with doing(f"read {file}"):
+    with disk_errors(f"read {file}"):
         if sha256 and REAL.hash_file(file) != sha256:
             raise StoreError(f"{file} is damaged: its bytes are not those it was stored with")
 
 
-def _expected_hash(order: Order, name: str) -> str:
+def _expected_hash(order: WorkRequest, name: str) -> str:
     ref = order.task.bundles.get(name) if order.checked else None
     return "" if ref is None else ref.sha256
 
 
-def run_method(order: Order, method: Method, site: Site) -> Outcome:
+def run_method(order: WorkRequest, method: Method, site: ClientContext) -> WorkResult:
     """Run the requested evaluation and training of a method. Write bundles into `order.out`.
 
     Raises:
@@ -251,13 +253,13 @@ def run_method(order: Order, method: Method, site: Site) -> Outcome:
         if not order.private or site.lost:
             return {}
         parts[order.private] = order.private_sha256
-        return tensor_files.Floats(Path(order.private))
+        return safetensors_files.FloatReader(Path(order.private))
 
     def open_base_bundle(name: str) -> core.Tensors | None:
         if name not in order.bundles:
             return None
         parts[order.bundles[name]] = _expected_hash(order, name)
-        return tensor_files.Floats(Path(order.bundles[name]))
+        return safetensors_files.FloatReader(Path(order.bundles[name]))
 
     metrics: dict[str, float] = {}
     evaluation: core.EvaluationSums | None = None
@@ -280,9 +282,10 @@ def run_method(order: Order, method: Method, site: Site) -> Outcome:
         weight = float(evaluation.examples)
     if "work" in task.actions:
         done = method.work(task, site)
-        if not isinstance(done, core.Answer):
+        if not isinstance(done, core.ClientResult):
             raise core.JobError(
-                f"`work` of method {task.method!r} returned {type(done).__name__}, and a fedquilt.core.Answer is wanted"
+                f"`work` of method {task.method!r} returned {type(done).__name__}, "
+                "and a fedquilt.core.ClientResult is wanted"
             )
         answer = compression.encode_update(task.wire, done, open_base_bundle, open_private_state)
         metrics = {name: float(value) for name, value in answer.metrics.items()}
@@ -302,7 +305,7 @@ def run_method(order: Order, method: Method, site: Site) -> Outcome:
     if told := getattr(site.engine, "note", ""):
         notes.append(told)
         site.engine.note = ""
-    return Outcome(
+    return WorkResult(
         weight=weight,
         metrics=metrics,
         evaluation=evaluation,
@@ -317,20 +320,20 @@ def run_method(order: Order, method: Method, site: Site) -> Outcome:
     )
 
 
-def failure_outcome(error: Exception) -> Outcome:
+def failure_outcome(error: Exception) -> WorkResult:
     if isinstance(error, EngineError):
-        return Outcome(code="engine", reason=shorten_error(str(error)))
+        return WorkResult(code="engine", reason=shorten_error(str(error)))
     code = failures.claim_code_from_error(error)
-    overrun = code == "memory" and exhausted.is_out_of_memory_error(error)
-    return Outcome(code=code, reason=failures.describe_error(error), overrun=overrun)
+    overrun = code == "memory" and out_of_memory.is_out_of_memory_error(error)
+    return WorkResult(code=code, reason=failures.describe_error(error), overrun=overrun)
 
 
-def plan_limit_bytes(order: Order) -> int:
+def plan_limit_bytes(order: WorkRequest) -> int:
     return order.budget_bytes if order.plan_bytes is None else order.plan_bytes
 
 
 def _write_result(
-    answer: Answer, order: Order
+    answer: ClientResult, order: WorkRequest
 ) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
     refs, blobs, out = {}, {}, f"{order.out}/{order.prefix}"
     for name, bundle in answer.bundles.items():
@@ -361,7 +364,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    bench = Bench()
+    bench = TaskExecutor()
 
     def send_event(event: Event) -> None:
         answers.write(msgspec.json.encode(event) + b"\n")
@@ -374,11 +377,11 @@ def main() -> None:
         now_s = time.monotonic()
         if now_s >= last_s + PROGRESS_S:
             last_s = now_s
-            send_event(Progressed(min(max(float(fraction), 0.0), 1.0)))
+            send_event(ProgressReport(min(max(float(fraction), 0.0), 1.0)))
 
     with contextlib.suppress(BrokenPipeError):  # the daemon is gone
         for line in sys.stdin.buffer:
-            order = msgspec.json.decode(line, type=Order)
+            order = msgspec.json.decode(line, type=WorkRequest)
             plugins.restrict_plugins(order.plugins)
             send_event(
                 run_task(
@@ -386,7 +389,7 @@ def main() -> None:
                     bench,
                     report_progress,
                     own_process=True,
-                    loaded=lambda examples: send_event(Loaded(examples)),
+                    loaded=lambda examples: send_event(DataLoaded(examples)),
                 )
             )
 

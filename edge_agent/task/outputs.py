@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fedquilt.core import BlobRef
-from fedquilt.disk import REAL, doing
+from fedquilt.host.disk import REAL, disk_errors
 
 if TYPE_CHECKING:
     from fedquilt.core import Tensors
@@ -25,14 +25,14 @@ def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
     Raises:
         StoreError: If the file cannot be written.
     """
-    from fedquilt.tensor_files import write_safetensors
-    from fedquilt.tensors import encode_tensors, total_bytes
+    from fedquilt.arrays.safetensors_files import write_safetensors
+    from fedquilt.arrays.tensors import encode_tensors, total_bytes
 
     if total_bytes([tensors]) <= SMALL_BYTES:
         payload = encode_tensors(tensors)
-        with doing(f"write {path}"):
+        with disk_errors(f"write {path}"):
             REAL.write(path, payload)
         return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    with doing(f"write {path}"):
+    with disk_errors(f"write {path}"):
         write_safetensors(Path(path), tensors)
         return BlobRef(sha256=REAL.hash_file(path), size=os.stat(path).st_size)

@@ -14,12 +14,12 @@ from typing import IO, Final
 
 import msgspec
 
-from fedquilt import threads
 from fedquilt.core import UNDECODABLE, shorten_error
-from fedquilt.edge_agent import exhausted
-from fedquilt.edge_agent.task import budget
-from fedquilt.edge_agent.task.protocol import Event, Outcome
-from fedquilt.heap import PROC
+from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task.protocol import Event, WorkResult
+from fedquilt.host import threads
+from fedquilt.host.process_memory import PROC
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG: Final = 1
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
-class Child:
+class ChildProcess:
     """Process that reads requests from stdin and writes events to stdout.
 
     The command gets the id of this process as last argument.
@@ -52,7 +52,7 @@ class Child:
         self,
         command: Sequence[str],
         engine: str,
-        count_kills: Callable[[], int | None] = budget.count_oom_kills,
+        count_kills: Callable[[], int | None] = memory_budget.count_oom_kills,
         count_own: Callable[[], int | None] = lambda: None,
     ) -> None:
         """`count_kills` and `count_own`: the kernel's kills for want of memory, in all and within the task's limit."""
@@ -127,33 +127,37 @@ class Child:
 
     def measure_resident_bytes(self) -> int | None:
         """Return the resident size, or None if the process has ended."""
-        held = budget.resident_bytes(self.pid)
+        held = memory_budget.resident_bytes(self.pid)
         self._held = held or self._held
         return held
 
-    def explain_end(self) -> Outcome:
+    def explain_end(self) -> WorkResult:
         """Return an outcome with the reason why the process ended or stopped responding."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status = self._process.poll()
-        held = "" if self._held is None else f", which held {budget.format_megabytes(self._held)} when last seen,"
+        held = (
+            "" if self._held is None else f", which held {memory_budget.format_megabytes(self._held)} when last seen,"
+        )
         if status is None:
-            return Outcome(code="failed", reason=f"the task's process stopped answering; it said: {self.last_output}")
-        if status != -signal.SIGKILL and exhausted.is_out_of_memory_text(self._tail.decode(errors="replace")):
+            return WorkResult(
+                code="failed", reason=f"the task's process stopped answering; it said: {self.last_output}"
+            )
+        if status != -signal.SIGKILL and out_of_memory.is_out_of_memory_text(self._tail.decode(errors="replace")):
             return self._out_of_memory_outcome(
                 f"the task's process{held} ran out of memory and ended; it said: {self.last_output}"
             )
         if status >= 0:
-            return Outcome(
+            return WorkResult(
                 code="failed", reason=f"the task's process ended with code {status}; it said: {self.last_output}"
             )
         if status != -signal.SIGKILL:
             name = signal.Signals(-status).name
             reason = f"the task's process{held} died of {name}; it said: {self.last_output}"
-            return Outcome(code="failed", reason=reason, killed=-status in FROM_OUTSIDE)
+            return WorkResult(code="failed", reason=reason, killed=-status in FROM_OUTSIDE)
         return self._explain_sigkill(held)
 
-    def _explain_sigkill(self, held: str) -> Outcome:
+    def _explain_sigkill(self, held: str) -> WorkResult:
         # Only a kill within the task's own memory limit proves that the task was too large.
         if (self._count_own() or 0) > (self._own_kills or 0):
             return self._out_of_memory_outcome(f"the kernel killed the task's process{held} at its budget")
@@ -163,14 +167,14 @@ class Child:
         elif kills > self._oom_kills:
             how = f"the kernel ran out of memory and killed the task's process{held} most likely"
         else:
-            return Outcome(
+            return WorkResult(
                 code="failed", reason=f"the task's process{held} was killed by somebody (SIGKILL)", killed=True
             )
         return msgspec.structs.replace(self._out_of_memory_outcome(how), killed=True)
 
-    def _out_of_memory_outcome(self, how: str) -> Outcome:
+    def _out_of_memory_outcome(self, how: str) -> WorkResult:
         reason = f"{how}: ask for less, or lower budget to what the board can give"
-        return Outcome(code="memory", reason=shorten_error(reason), peak_bytes=self._held, overrun=True)
+        return WorkResult(code="memory", reason=shorten_error(reason), peak_bytes=self._held, overrun=True)
 
     def has_other_processes(self) -> bool:
         """Return whether processes started by a task are left in the process group."""

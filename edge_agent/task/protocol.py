@@ -10,7 +10,7 @@ from fedquilt.core import BlobRef, Digest, EvaluationSums, Task, Usage
 from fedquilt.wire import RefusalCode
 
 
-class Asked(Protocol):
+class ProcessRequest(Protocol):
     @property
     def engine(self) -> str: ...
 
@@ -18,7 +18,7 @@ class Asked(Protocol):
     def budget_bytes(self) -> int: ...
 
 
-class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     task: Task
     device: str
     budget_bytes: int
@@ -42,17 +42,17 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.task.engine
 
 
-class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
+class DataLoaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
     """Report that the device's data is loaded, before the work begins."""
 
     examples: int  # held-out ones aside
 
 
-class Progressed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="progress"):
+class ProgressReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="progress"):
     fraction: float
 
 
-class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
+class WorkResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
     """Result of a task. With a code other than "ok", only `reason` and the costs are meaningful."""
 
     code: Literal["ok", RefusalCode] = "ok"
@@ -64,7 +64,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     blobs: dict[Digest, bytes] = {}  # by sha256: bundles that are in no file
     private: BlobRef | None = None  # the private state that the task left; None: it left none
     note: str = ""  # that private state was lost, and has begun anew
-    layouts: dict[str, dict[str, str]] = {}  # of the bundles: `fedquilt.tensors.layout_from_tensors`
+    layouts: dict[str, dict[str, str]] = {}  # of the bundles: `fedquilt.arrays.tensors.layout_from_tensors`
     examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -77,4 +77,4 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     killed: bool = False  # from outside, not for its own fault: the same order may succeed next time
 
 
-Event = Loaded | Progressed | Outcome
+Event = DataLoaded | ProgressReport | WorkResult

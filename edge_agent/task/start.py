@@ -10,10 +10,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.task import sandbox
 
 if __name__ == "__main__":
-    confine.enter_sandbox(Path(sys.argv[1]))
+    sandbox.enter_sandbox(Path(sys.argv[1]))
     from fedquilt.edge_agent.task import main
 
     main.main()

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from fedquilt.core import Cost, Device, Work
-from fedquilt.disk import REAL
-from fedquilt.edge_agent import exhausted
-from fedquilt.edge_agent.task import budget, confine
-from fedquilt.edge_agent.task.process import Child
-from fedquilt.edge_agent.task.protocol import Asked, Event, Loaded, Order, Outcome, Progressed
+from fedquilt.core import Cost, Device, WorkEstimate
+from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.edge_agent.task import memory_budget, sandbox
+from fedquilt.edge_agent.task.process import ChildProcess
+from fedquilt.edge_agent.task.protocol import DataLoaded, Event, ProcessRequest, ProgressReport, WorkRequest, WorkResult
+from fedquilt.host.disk import REAL
 
 if TYPE_CHECKING:
     from fedquilt.core import Examples
@@ -36,18 +36,18 @@ TELL_SHARE: Final = 0.02  # or after this share of the work if that is longer
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.task.main")
 
 
-class Worker(Protocol):
+class TaskWorker(Protocol):
     @property
     def resident_bytes(self) -> int:
         """Memory of the worker's process, available to the next task, or 0 without a process."""
         ...
 
-    def start(self, order: Order, now_s: float) -> None:
+    def start(self, order: WorkRequest, now_s: float) -> None:
         """Start a task. `poll` returns its outcome, even if the start failed."""
         ...
 
     def poll(self, now_s: float) -> list[Event]:
-        """Return the events since the last call. After an `Outcome` the worker is free."""
+        """Return the events since the last call. After an `WorkResult` the worker is free."""
         ...
 
     def next_poll_s(self, now_s: float) -> float:
@@ -74,18 +74,18 @@ class VirtualWorker:
 
     def __init__(self, board: Device) -> None:
         self._board = board
-        self.order: Order | None = None  # begun, its outcome not known yet
-        self._outcome: Outcome | None = None
+        self.order: WorkRequest | None = None  # begun, its outcome not known yet
+        self._outcome: WorkResult | None = None
         self._loaded = False  # whether that event has been returned
-        self._work = Work()
+        self._work = WorkEstimate()
         self._done, self._at_s, self._whole_s = 0.0, 0.0, 0.0  # share done, by when, and duration of the whole
         self._tell_s = 0.0  # time of the next progress event
 
-    def start(self, order: Order, now_s: float) -> None:
+    def start(self, order: WorkRequest, now_s: float) -> None:
         """Store the request until `set_outcome` is called."""
         self.order = order
 
-    def set_outcome(self, outcome: Outcome, now_s: float) -> None:
+    def set_outcome(self, outcome: WorkResult, now_s: float) -> None:
         """Set the outcome that `poll` returns when the task's time is up."""
         assert self.order is not None, "no order waits for an outcome"
         self._work, self._outcome, self.order = self.order.task.work.total_for_examples(outcome.examples), outcome, None
@@ -97,14 +97,14 @@ class VirtualWorker:
             return []
         if self._outcome.code == "ok" and not self._loaded:
             self._loaded, self._tell_s = True, now_s + self._report_interval_s()
-            return [Loaded(self._outcome.examples)]
+            return [DataLoaded(self._outcome.examples)]
         if now_s >= self._end_s():
             outcome, self._outcome = self._outcome, None
             return [outcome]
         if self._outcome.code != "ok" or now_s < self._tell_s:
             return []
         self._tell_s = now_s + self._report_interval_s()
-        return [Progressed(self._share_done(now_s))]
+        return [ProgressReport(self._share_done(now_s))]
 
     def next_poll_s(self, now_s: float) -> float:
         if self._outcome is None:
@@ -145,14 +145,14 @@ class InlineWorker(VirtualWorker):
         """`load` returns a device's examples, if workers are not to read the data each by itself."""
         super().__init__(board)
         self._load = load
-        self._bench: Any = None  # fedquilt.edge_agent.task.main.Bench, made with the first order
+        self._bench: Any = None  # fedquilt.edge_agent.task.main.TaskExecutor, made with the first order
 
-    def start(self, order: Order, now_s: float) -> None:
+    def start(self, order: WorkRequest, now_s: float) -> None:
         """Run the task at once. The outcome is due when the simulated board would be done."""
         from fedquilt.edge_agent.task import main
 
         super().start(order, now_s)
-        self._bench = self._bench or main.Bench(self._load)
+        self._bench = self._bench or main.TaskExecutor(self._load)
         self.set_outcome(main.run_task(order, self._bench), now_s)
 
 
@@ -170,21 +170,21 @@ class ChildWorker:
         self,
         warm_s: float,
         command: Sequence[str] = COMMAND,
-        cage: budget.Cage | None = None,
+        cage: memory_budget.MemoryLimit | None = None,
         private: Path | None = None,
     ) -> None:
         self._warm_s, self._command, self._private = warm_s, command, private
-        self._cage = cage or budget.Cage()
-        self._child: Child | None = None
-        self._order: Asked | None = None
+        self._cage = cage or memory_budget.MemoryLimit()
+        self._child: ChildProcess | None = None
+        self._order: ProcessRequest | None = None
         self._idle_s = math.inf  # time since which it has been idle
-        self._failed: Outcome | None = None  # of an order that could not even begin
+        self._failed: WorkResult | None = None  # of an order that could not even begin
 
     @property
     def resident_bytes(self) -> int:
-        return (budget.resident_bytes(self._child.pid) or 0) if self._child else 0
+        return (memory_budget.resident_bytes(self._child.pid) or 0) if self._child else 0
 
-    def start(self, order: Asked, now_s: float) -> None:
+    def start(self, order: ProcessRequest, now_s: float) -> None:
         """Send the request to the child, which is started unless a child for the same engine runs."""
         if self._child is not None and self._child.engine != order.engine:
             self._end_child()
@@ -192,12 +192,12 @@ class ChildWorker:
             if self._child is None:
                 self._cage.create_group()
                 self._empty_temporary()  # of a child that an agent which was killed has left
-                self._child = Child(self._command, order.engine, count_own=self._cage.count_oom_kills)
+                self._child = ChildProcess(self._command, order.engine, count_own=self._cage.count_oom_kills)
                 self._cage.apply_limit(self._child.pid, order.budget_bytes)
             self._child.send_line(msgspec.json.encode(order) + b"\n")
         except OSError as error:
             self._end_child()
-            self._failed = Outcome(code="failed", reason=f"the task's process cannot be started: {error}")
+            self._failed = WorkResult(code="failed", reason=f"the task's process cannot be started: {error}")
         self._order, self._idle_s = order, math.inf
 
     def poll(self, now_s: float) -> list[Event]:
@@ -212,12 +212,12 @@ class ChildWorker:
         for event in self._child.receive_events():
             if self._order is None:
                 continue  # it has answered already
-            if isinstance(event, Outcome):
+            if isinstance(event, WorkResult):
                 event = _require_small_result(event, self._order.budget_bytes)
             events.append(event)
-            if isinstance(event, Outcome):
+            if isinstance(event, WorkResult):
                 self._order, self._idle_s = None, now_s
-                broken_gpu = event.code == "failed" and exhausted.is_gpu_failure_text(event.reason)
+                broken_gpu = event.code == "failed" and out_of_memory.is_gpu_failure_text(event.reason)
                 spoilt = broken_gpu or self._child.has_other_processes()  # for every later order too
         if self._order is not None and (ended := self._check_child(self._child, self._order)) is not None:
             self._end_child()
@@ -246,18 +246,18 @@ class ChildWorker:
     def close(self) -> None:
         self.kill()
 
-    def _check_child(self, child: Child, order: Asked) -> Outcome | None:
+    def _check_child(self, child: ChildProcess, order: ProcessRequest) -> WorkResult | None:
         held = child.measure_resident_bytes()
         if child.garbled:
-            return Outcome(
+            return WorkResult(
                 code="failed", reason=f"the task's process answers no protocol; it said: {child.last_output}"
             )
         if child.has_ended:
             return child.explain_end()
         if held is not None and held > order.budget_bytes:
-            size = budget.format_megabytes(held)
-            limit = budget.format_megabytes(order.budget_bytes)
-            return Outcome(
+            size = memory_budget.format_megabytes(held)
+            limit = memory_budget.format_megabytes(order.budget_bytes)
+            return WorkResult(
                 code="memory",
                 reason=f"the task held {size}, the budget is {limit}, so its process was killed: "
                 "ask for less (a smaller model, batch or tier), or raise budget",
@@ -276,17 +276,17 @@ class ChildWorker:
 
     def _empty_temporary(self) -> None:
         if self._private is not None:
-            REAL.clear_folder(self._private / confine.TEMPORARY)
+            REAL.clear_folder(self._private / sandbox.TEMPORARY)
 
 
-def _require_small_result(outcome: Outcome, budget_bytes: int) -> Outcome:
+def _require_small_result(outcome: WorkResult, budget_bytes: int) -> WorkResult:
     """Return the outcome, or a failure if its files are larger than the memory budget."""
     files = [*outcome.bundles.values(), *([] if outcome.private is None else [outcome.private])]
     if (size := sum(each.size for each in files)) <= budget_bytes:
         return outcome
-    most = budget.format_megabytes(budget_bytes)
+    most = memory_budget.format_megabytes(budget_bytes)
     reason = (
-        f"the task's result has {budget.format_megabytes(size)}, more than its memory budget of {most}: send a "
+        f"the task's result has {memory_budget.format_megabytes(size)}, more than its memory budget of {most}: send a "
         "smaller one"
     )
-    return Outcome(code="failed", reason=reason)
+    return WorkResult(code="failed", reason=reason)

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import UNDECODABLE, Count, Digest, Label, ModelError
-from fedquilt.disk import doing
+from fedquilt.host.disk import disk_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ UNPACKED_MOST: Final = 16 << 30  # bytes: more than any environment with torch a
 Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z")]
 
 
-class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Content of upgrade.json. Unknown fields are ignored, and incompatible ones change `format`."""
 
     format: int
@@ -52,18 +52,18 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     number: Count = 0  # of the authority's signature, which grows with each; 0: from before there were numbers
 
 
-class _Plain(tarfile.TarInfo):
+class _PlainTarHeader(tarfile.TarInfo):
     """A header as `fedquilt flash` writes them: of a file, nothing extended or sparse, and no step back or too far."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Plain:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainTarHeader:
         found = super().frombuf(buf, encoding, errors)
         if found.type != tarfile.REGTYPE or not 0 <= found.size <= UNPACKED_MOST:
             raise tarfile.ReadError(f"{found.name[:80]!a} is no file of a size that a bundle has")
         return found
 
 
-class Bundle:
+class UpgradeBundle:
     """Open bundle of an upgrade. Only its manifest has been read, and nothing verified."""
 
     def __init__(self, archive: tarfile.TarFile, path: Path) -> None:
@@ -72,7 +72,7 @@ class Bundle:
         self.signed = self._read_small_file(MANIFEST, MANIFEST_MOST)
         self.signature = self._read_small_file(SIGNATURE, SIGNATURE_MOST) if SIGNATURE in self._members else None
         try:
-            self.manifest = msgspec.json.decode(self.signed, type=Manifest)
+            self.manifest = msgspec.json.decode(self.signed, type=UpgradeManifest)
         except UNDECODABLE as error:
             raise self._error(f"{MANIFEST}: {error}") from None
         if self.manifest.format != FORMAT:
@@ -123,16 +123,16 @@ def bundle_error(path: Path, why: object) -> ModelError:
 
 
 @contextmanager
-def open_bundle(path: Path, copy: IO[bytes] | None = None) -> Iterator[Bundle]:
+def open_bundle(path: Path, copy: IO[bytes] | None = None) -> Iterator[UpgradeBundle]:
     """Open a bundle, or a `copy` protected from changes.
 
     Raises:
         ModelError: If the file is no bundle, or has another format.
         StoreError: If the file cannot be read.
     """
-    with doing(f"read {path}"), path.open("rb") if copy is None else nullcontext(copy) as file:
+    with disk_errors(f"read {path}"), path.open("rb") if copy is None else nullcontext(copy) as file:
         try:
-            with tarfile.open(fileobj=file, mode="r:", tarinfo=_Plain) as archive:
-                yield Bundle(archive, path)
+            with tarfile.open(fileobj=file, mode="r:", tarinfo=_PlainTarHeader) as archive:
+                yield UpgradeBundle(archive, path)
         except tarfile.TarError as error:
             raise bundle_error(path, error) from None

@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.data.spec import DataSpec
 from fedquilt.methods import fedavg
 

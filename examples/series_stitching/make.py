@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.models.networks import registry
 
 TIMESERIES = Path(__file__).parents[1] / "timeseries" / "make.py"

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedquilt import extras, metrics
-from fedquilt.api import live
+from fedquilt.api import progress_display
 from fedquilt.api.job import Job
 from fedquilt.api.simulation import bundle_folder_name
 from fedquilt.api.table import Table
+from fedquilt.api.trackers import flatten_table
 from fedquilt.core import JobError
-from fedquilt.tools.experiments import compare as runs
+from fedquilt.tools.experiments import comparison as runs
 from fedquilt.tools.experiments import tables
-from fedquilt.tools.experiments.intervals import confidence_interval
-from fedquilt.tools.experiments.single_run import Mark, Run, run_seed
-from fedquilt.trackers import flatten_table
+from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun, run_seed
+from fedquilt.tools.experiments.tables import confidence_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,7 +35,7 @@ class Comparison:
     """
 
     jobs: tuple[Job, ...]
-    runs: tuple[tuple[Run, ...], ...]  # of each job, in the order of seeds; without those that failed
+    runs: tuple[tuple[SeedRun, ...], ...]  # of each job, in the order of seeds; without those that failed
     failed: tuple[str, ...]  # a sentence for each run that failed
 
     @property
@@ -124,7 +124,7 @@ class Comparison:
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
 
-    def _difference_to_first(self, made: Sequence[Run]) -> dict[str, float | None]:
+    def _difference_to_first(self, made: Sequence[SeedRun]) -> dict[str, float | None]:
         # The difference to the first job at the same seeds. One seed has no interval.
         first = {run.seed: _final_value(run) for run in self.runs[0]}
         pairs = [(_final_value(run), first.get(run.seed)) for run in made]
@@ -175,9 +175,9 @@ def compare(
         raise JobError("compare takes a list of jobs and seeds, as in fq.compare([job, other], seeds=range(3))")
     todo = {index: _prepare_cases(job, Path(out), chosen) for index, job in enumerate(jobs)}
     order = [todo[index][place] for place in range(len(chosen)) for index in todo]  # seed by seed: whole rows first
-    with contextlib.closing(live.make_display(progress)) as shown:
+    with contextlib.closing(progress_display.make_display(progress)) as shown:
 
-        def play_case(case: runs.Case, tell: runs.Tell) -> Run:
+        def play_case(case: runs.ComparisonCase, tell: runs.Tell) -> SeedRun:
             return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
         found, failed = runs.run_missing_cases(order, Path(out), play_case, shown.show, shown.show)
@@ -188,7 +188,7 @@ def compare(
     )
 
 
-def _prepare_cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.Case]:
+def _prepare_cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.ComparisonCase]:
     from fedquilt.tools.artefacts import prepare
 
     wanted = job.settings
@@ -197,11 +197,11 @@ def _prepare_cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.Case]
     return runs.make_cases(wanted, folder, [job.method], seeds)
 
 
-def _final_value(run: Run) -> float | None:
+def _final_value(run: SeedRun) -> float | None:
     return run.marks[-1].value if run.marks else None
 
 
-def _mark_columns(mark: Mark) -> dict[str, Any]:
+def _mark_columns(mark: EvaluationPoint) -> dict[str, Any]:
     return {
         "rounds": mark.rounds,
         "accuracy": mark.value,

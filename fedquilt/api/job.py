@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import msgspec
 
-from fedquilt import config, disk, methods
-from fedquilt.api import derived
+from fedquilt import methods
+from fedquilt.api import method_factory
 from fedquilt.coordinator import settings as jobs
 from fedquilt.core import Encoding, JobError
 from fedquilt.data.spec import DataSpec
+from fedquilt.formats import toml
+from fedquilt.host import disk
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Checked(type):
+class ValidatedMeta(type):
     """Metaclass of the public classes for job tables, which checks keys and values."""
 
     table: type[msgspec.Struct]
@@ -36,7 +38,7 @@ class Checked(type):
         for key in (key for key in placed if key in keys):
             both = f"{placed[key]!r} by its place and {keys[key]!r} by its name"
             raise JobError(f"{cls.where}: {key} is given twice: {both}")
-        return config.convert_table(_to_plain({**placed, **keys}), cls.table, cls.where)
+        return toml.convert_table(_to_plain({**placed, **keys}), cls.table, cls.where)
 
     def __instancecheck__(cls, other: object) -> bool:
         return isinstance(other, cls.table)
@@ -47,11 +49,10 @@ class Checked(type):
 
 
 if TYPE_CHECKING:
-    from fedquilt.coordinator.settings import Cohort as Cohort
-
+    Cohort = jobs.CohortSettings
     Data = DataSpec
 
-    class Fleet(jobs.Fleet, frozen=True):
+    class Fleet(jobs.FleetSettings, frozen=True):
         """See below."""
 
         def __init__(
@@ -60,14 +61,14 @@ if TYPE_CHECKING:
             boards: Sequence[str] = ...,
             budgets: Sequence[str] = ...,
             policy: Literal["energy", "paper", "max", "board"] = ...,
-            adversaries: jobs.Adversaries | None = ...,
+            adversaries: jobs.AdversarySettings | None = ...,
             labels: Sequence[str] = ...,
             links: Sequence[str] = ...,
         ) -> None: ...
 
 else:
 
-    class Data(metaclass=Checked):
+    class Data(metaclass=ValidatedMeta):
         """Source of examples and their partition: the [data] table (`fedquilt.data.spec.DataSpec`).
 
         Raises:
@@ -76,23 +77,23 @@ else:
 
         table, where = DataSpec, "[data]"
 
-    class Cohort(metaclass=Checked):
+    class Cohort(metaclass=ValidatedMeta):
         """Selection of devices for a round, and closing of the round: the [cohort] table.
 
         Raises:
             JobError: If a key is unknown or a value does not fit.
         """
 
-        table, where = jobs.Cohort, "[cohort]"
+        table, where = jobs.CohortSettings, "[cohort]"
 
-    class Fleet(metaclass=Checked):
+    class Fleet(metaclass=ValidatedMeta):
         """Simulated devices with their boards and memory budgets: the [fleet] table.
 
         Raises:
             JobError: If a key is unknown or a value does not fit.
         """
 
-        table, where = jobs.Fleet, "[fleet]"
+        table, where = jobs.FleetSettings, "[fleet]"
 
 
 def _check_keys(init: Callable[P, T]) -> Callable[P, T]:
@@ -102,13 +103,13 @@ def _check_keys(init: Callable[P, T]) -> Callable[P, T]:
         for key in keys:
             if key not in known:
                 raise JobError(
-                    f"a job has no key {key!r}; there are: {', '.join(known)}{config.suggest_nearest(key, known)}"
+                    f"a job has no key {key!r}; there are: {', '.join(known)}{toml.suggest_nearest(key, known)}"
                 )
         if "method" not in keys:
             raise JobError(
                 "a job names its method, as in fq.Job(method='fedavg'): " + ", ".join(methods.builtin_names())
             )
-        return init(*given, **{**keys, "method": derived.importable_name(keys["method"])})  # type: ignore[arg-type]
+        return init(*given, **{**keys, "method": method_factory.importable_name(keys["method"])})  # type: ignore[arg-type]
 
     return checked_init
 
@@ -132,12 +133,12 @@ class Job:
     model: Mapping[str, Any] = field(default_factory=dict)  # made by fedquilt.models
     data: DataSpec | Mapping[str, Any] = field(default_factory=dict)
     test: DataSpec | Mapping[str, Any] = field(default_factory=dict)
-    cohort: jobs.Cohort = jobs.Cohort()
-    fleet: jobs.Fleet = jobs.Fleet()
+    cohort: jobs.CohortSettings = jobs.CohortSettings()
+    fleet: jobs.FleetSettings = jobs.FleetSettings()
     wire: Encoding | Mapping[str, Any] = Encoding()
-    stop: jobs.Stop | Mapping[str, Any] = jobs.Stop()
-    check: jobs.Check | Mapping[str, Any] = jobs.Check()
-    trigger: jobs.Trigger | Mapping[str, Any] | None = None  # of `fedquilt run` alone
+    stop: jobs.JobLimits | Mapping[str, Any] = jobs.JobLimits()
+    check: jobs.EvaluationSettings | Mapping[str, Any] = jobs.EvaluationSettings()
+    trigger: jobs.DriftTrigger | Mapping[str, Any] | None = None  # of `fedquilt run` alone
     engine: str | None = None
     max_update_mb: int | None = None
     priority: float = 1.0
@@ -159,9 +160,9 @@ class Job:
             object.__setattr__(self, each.name, getattr(made, each.name))
 
     @property
-    def settings(self) -> jobs.Job:
+    def settings(self) -> jobs.JobSettings:
         """Settings of the job in the coordinator's type."""
-        return jobs.Job(**{each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
+        return jobs.JobSettings(**{each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
 
     def to_table(self) -> dict[str, Any]:
         """Return the job as a table of a job file, without keys at their defaults."""
@@ -185,7 +186,7 @@ class Job:
         """
         now = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         if "method" in changes:
-            changes["method"] = derived.importable_name(changes["method"])
+            changes["method"] = method_factory.importable_name(changes["method"])
         if "method" in changes and "params" not in changes:
             known = {each.name for each in dataclasses.fields(methods.load(changes["method"]).params)}
             changes["params"] = {key: value for key, value in self.params.items() if key in known}
@@ -207,7 +208,7 @@ class Job:
         return cls.from_settings(jobs.load_job(Path(path)))
 
     @classmethod
-    def from_settings(cls, job: jobs.Job) -> Job:
+    def from_settings(cls, job: jobs.JobSettings) -> Job:
         """Return the public form of a coordinator's job settings."""
         return cls(**{name: getattr(job, name) for name in job.__struct_fields__})
 
@@ -223,7 +224,7 @@ class Job:
         Raises:
             StoreError: If the file cannot be written.
         """
-        disk.write_output(Path(path), config.format_toml(self.to_table()))
+        disk.write_output(Path(path), toml.format_toml(self.to_table()))
         return Path(path)
 
     def __repr__(self) -> str:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from fedquilt import extras, metrics
 from fedquilt.api.job import Job
 from fedquilt.api.table import Table
-from fedquilt.coordinator import facts as history
-from fedquilt.coordinator.facts import AnyFact
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.store import Row, Store
-from fedquilt.coordinator.views import costs, log, scores, why
+from fedquilt.coordinator.rounds import events as history
+from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants
+from fedquilt.coordinator.storage.store import Store, StoredJob
+from fedquilt.coordinator.views import costs, event_messages, round_outcomes, scores
 from fedquilt.core import StoreError
 from fedquilt.tools.report import columns
 
@@ -100,16 +99,16 @@ class Run:
             JobError: If the run has no such device or round.
         """
         with self._open_store() as store:
-            return why.format_outcomes(why.load_outcomes(store, self.id), round, device)
+            return round_outcomes.format_outcomes(round_outcomes.load_outcomes(store, self.id), round, device)
 
     def log(self) -> list[str]:
         """Return the events of the run as sentences, oldest first, followed by the total cost."""
         with self._open_store() as store:
             row, facts = self._read_events(store)
-        state, said = history.Rounds(Plan.from_job(row.job)), []
+        state, said = history.JobState(JobConstants.from_job(row.job)), []
         for fact in facts:
             state = history.apply_event(state, fact, 0.0)
-            said += log.format_single_event(fact, log.is_of_final_evaluation(state, fact))
+            said += event_messages.format_single_event(fact, event_messages.is_of_final_evaluation(state, fact))
         return said + costs.format_energy_summary(costs.compute_job_cost(facts))
 
     def weights(self) -> dict[str, np.ndarray]:
@@ -182,9 +181,9 @@ class Run:
         with Store(self.home, durable=False) as store:
             yield store
 
-    def _read_row(self) -> Row:
+    def _read_row(self) -> StoredJob:
         with self._open_store() as store:
             return store.find_job(self.id)
 
-    def _read_events(self, store: Store) -> tuple[Row, list[AnyFact]]:
+    def _read_events(self, store: Store) -> tuple[StoredJob, list[AnyEvent]]:
         return store.find_job(self.id), [fact for _, _, fact in store.read_events(self.id)]

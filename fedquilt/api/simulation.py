@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fedquilt import extras, metrics, tracking
-from fedquilt.api import live
+from fedquilt import extras, metrics
+from fedquilt.api import experiment_tracking, progress_display
 from fedquilt.api.job import Job
 from fedquilt.api.run import Run
 from fedquilt.coordinator import settings
@@ -20,8 +20,8 @@ from fedquilt.core import JobError
 from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
+    from fedquilt.api.trackers import Tracker
     from fedquilt.tools.simulation.simulated_job import Simulation
-    from fedquilt.trackers import Tracker
 
 PREPARED: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")
 
@@ -72,21 +72,21 @@ def simulate(
     """
     from fedquilt.tools.artefacts import prepare
     from fedquilt.tools.experiments import watched_run
-    from fedquilt.tools.simulation.scratch import Scratch
+    from fedquilt.tools.simulation.scratch_folders import ScratchFolder
 
     if not isinstance(job, Job):
         raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
-    told = tracking.Audience(tracking.require_trackers(trackers))
+    told = experiment_tracking.TrackerGroup(experiment_tracking.require_trackers(trackers))
     wanted = settings_with_seed(job, seed)
     made = watched_run.add_evaluation(wanted) if evaluate else wanted
     if not made.data:
         raise JobError("a simulated fleet needs the job's data, as in fq.Job(..., data=fq.Data('digits.npz'))")
     with contextlib.ExitStack() as stack:
-        place = Path(home) if home is not None else stack.enter_context(Scratch())
+        place = Path(home) if home is not None else stack.enter_context(ScratchFolder())
         bundle = place / "bundles" / bundle_folder_name(made)
         prepare.prepare_and_check(made, bundle)
-        with contextlib.closing(live.make_display(progress)) as shown:
-            watch = _Watch(made, place, told, shown.show)
+        with contextlib.closing(progress_display.make_display(progress)) as shown:
+            watch = _RunReporter(made, place, told, shown.show)
             try:
                 id = watched_run.run_job(
                     made,
@@ -107,28 +107,30 @@ def simulate(
     return run
 
 
-def settings_with_seed(job: Job, seed: int | None) -> settings.Job:
+def settings_with_seed(job: Job, seed: int | None) -> settings.JobSettings:
     """Return the coordinator's settings of a job, with `seed` in place of its own unless None."""
     return job.settings if seed is None else job.replace(seed=seed).settings
 
 
-def bundle_folder_name(job: settings.Job) -> str:
+def bundle_folder_name(job: settings.JobSettings) -> str:
     """Return the folder name of a job's bundle, with a hash of the settings that affect the bundle."""
     parts = {name: getattr(job, name) for name in PREPARED}
     return f"{job.name}-{hashlib.sha256(msgspec.json.encode(parts, order='sorted')).hexdigest()[:12]}"
 
 
-class _Watch:
+class _RunReporter:
     """Shows a run's progress and reports its rounds to trackers."""
 
-    def __init__(self, job: settings.Job, home: Path, told: tracking.Audience, show: Callable[[str], None]) -> None:
+    def __init__(
+        self, job: settings.JobSettings, home: Path, told: experiment_tracking.TrackerGroup, show: Callable[[str], None]
+    ) -> None:
         self._job, self._home, self._told, self._show = job, home, told, show
-        self._follower: tracking.Follower | None = None
+        self._follower: experiment_tracking.LogFollower | None = None
         self._run = ""
         self._metric, self._reached = columns.find_main_metric(job), ""
 
     def start_trackers(self, run: str) -> None:
-        self._run, self._follower = run, tracking.Follower(self._home, run)
+        self._run, self._follower = run, experiment_tracking.LogFollower(self._home, run)
         self._told.start(Job.from_settings(self._job), run)
 
     def __call__(self, simulation: Simulation) -> None:

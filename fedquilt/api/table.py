@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fedquilt import config, extras
+from fedquilt import extras
+from fedquilt.formats import toml
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,7 +41,7 @@ class Table:
         """
         if name not in self.columns:
             raise KeyError(
-                f"no column {name!r}; there are: {', '.join(self.columns)}{config.suggest_nearest(name, self.columns)}"
+                f"no column {name!r}; there are: {', '.join(self.columns)}{toml.suggest_nearest(name, self.columns)}"
             )
         return self.columns[name]
 

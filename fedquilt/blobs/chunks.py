@@ -1,9 +1,9 @@
 """Chunks of a blob: manifest, verification and order of sending. No I/O.
 
-The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.download`). The sending side only
-responds, so a slow receiver never fills a broker's queue, and lost messages are requested again. An upload is a
-download by the coordinator. This module stores no chunks: `fedquilt.blobs.transfer` moves them between a link and a
-blob store.
+The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.transfer.download`). The sending side
+only responds, so a slow receiver never fills a broker's queue, and lost messages are requested again. An upload is a
+download by the coordinator. This module stores no chunks: `fedquilt.blobs.transfer.transfers` moves them between a link
+and a blob store.
 """
 
 from __future__ import annotations
@@ -52,34 +52,34 @@ def negotiate_chunk_size(own: int, asked: int) -> int:
     return own if asked >= own else max(packet - HEADROOM_BYTES, wire.MIN_CHUNK)
 
 
-def single_chunk_manifest(ref: BlobRef, chunk: int) -> wire.Manifest | None:
+def single_chunk_manifest(ref: BlobRef, chunk: int) -> wire.BlobManifest | None:
     """Return the manifest of a blob that fits into one chunk, or None if larger or empty.
 
     This manifest need not be requested, which saves half of the messages of a small blob.
     """
     return (
-        wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests=ref.sha256)
+        wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests=ref.sha256)
         if 0 < ref.size <= chunk
         else None
     )
 
 
-def chunk_count(manifest: wire.Manifest) -> int:
+def chunk_count(manifest: wire.BlobManifest) -> int:
     return -(-manifest.size // manifest.chunk)
 
 
-def chunk_extent(manifest: wire.Manifest, index: int) -> tuple[int, int]:
+def chunk_extent(manifest: wire.BlobManifest, index: int) -> tuple[int, int]:
     """Return the offset and the size of a chunk, in bytes."""
     offset = index * manifest.chunk
     return offset, min(manifest.chunk, manifest.size - offset)
 
 
-def is_valid_chunk(manifest: wire.Manifest, index: int, payload: bytes) -> bool:
+def is_valid_chunk(manifest: wire.BlobManifest, index: int, payload: bytes) -> bool:
     digest = manifest.digests[64 * index : 64 * index + 64]
     return len(payload) == chunk_extent(manifest, index)[1] and hashlib.sha256(payload).hexdigest() == digest
 
 
-class Cutting:
+class ManifestBuilder:
     """Builder of a manifest, which reads and hashes a blob step by step.
 
     Args:
@@ -103,7 +103,7 @@ class Cutting:
                 f"in chunks of {chunk} bytes {most_mb:.0f} MB is the most that can be sent: {mend}"
             )
 
-    def hash_chunks(self, most_bytes: float = math.inf) -> wire.Manifest | None:
+    def hash_chunks(self, most_bytes: float = math.inf) -> wire.BlobManifest | None:
         """Hash about `most_bytes` more, at least one chunk. Return the manifest after the last chunk.
 
         Raises:
@@ -122,17 +122,17 @@ class Cutting:
             raise DamagedBlobError(
                 f"blob {ref.sha256[:12]} is damaged on disk: its bytes are not the ones it was stored with"
             )
-        return wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=self._chunk, digests="".join(self._digests))
+        return wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=self._chunk, digests="".join(self._digests))
 
 
-def build_manifest(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
+def build_manifest(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.BlobManifest:
     """Return the manifest of a blob.
 
     Raises:
         LinkError: If the manifest exceeds a message of `chunk` bytes.
         DamagedBlobError: If the bytes do not match the sha256 of `ref`.
     """
-    made = Cutting(ref, chunk, read).hash_chunks()
+    made = ManifestBuilder(ref, chunk, read).hash_chunks()
     assert made is not None
     return made
 
@@ -141,19 +141,19 @@ def build_manifest(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) 
 
 
 @dataclass(frozen=True)
-class Item:
+class OutgoingChunk:
     device: str
     sha256: str
     chunk: int  # bytes of a chunk: how the blob is cut for this device
     index: int
 
 
-class Serve:
+class OutgoingChunkQueue:
     """Queue of outgoing chunks. Devices take turns, and the backlog of the link is limited."""
 
     def __init__(self, budget_bytes: int = 4 << 20) -> None:
         self._budget_bytes = budget_bytes
-        self._queues: dict[str, dict[Item, None]] = {}  # device -> items, both in order
+        self._queues: dict[str, dict[OutgoingChunk, None]] = {}  # device -> items, both in order
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
@@ -161,12 +161,12 @@ class Serve:
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    def add(self, item: Item) -> None:
+    def add(self, item: OutgoingChunk) -> None:
         queue = self._queues.setdefault(item.device, {})
         if len(queue) < _QUEUED_MOST:
             queue[item] = None
 
-    def take_next(self, backlog_bytes: int) -> Item | None:
+    def take_next(self, backlog_bytes: int) -> OutgoingChunk | None:
         """Return the next chunk to send, or None if the queue is empty or the link is busy.
 
         `backlog_bytes` is the backlog of the link.

@@ -21,18 +21,18 @@ from fedquilt.cli.commands import argument, option, verb
 @options.log_format_option
 def agent(settings: Path, credentials: Path | None, check: bool, log_format: str) -> None:
     """Run the agent of this device with its agent.toml."""
-    from fedquilt.edge_agent import credentials as files
     from fedquilt.edge_agent import daemon
+    from fedquilt.edge_agent import settings as files
     from fedquilt.edge_agent.settings import load_settings
 
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
     found = files.apply_systemd_credentials(load_settings(settings), credentials)
     if check:
-        from fedquilt.tools.doctor import version
+        from fedquilt.tools.boards.doctor.checks import version
 
         return version.check_version(found, settings)
     if log_format == "json":
-        from fedquilt import logs
+        from fedquilt.host import logs
 
         logs.use_json_logs(device=found.device)
     return daemon.run_agent(found)

@@ -32,8 +32,8 @@ def audit(
     data: Path, images: int, size: int | None, steps: int, noise: float, seed: int, out: Path, format: str
 ) -> int:
     """Measure how well images can be reconstructed from a device's uploads."""
-    from fedquilt import progress
-    from fedquilt.tools import audit as tool
+    from fedquilt.console import progress
+    from fedquilt.tools.lab import audit as tool
 
     wanted = {"count": images, "size": size or 0, "steps": steps, "noise": noise, "seed": seed}
     with progress.show_progress("rebuilding pictures"):

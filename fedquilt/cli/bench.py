@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import argument, option, verb
 from fedquilt.core import JobError
 
@@ -34,7 +34,7 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
 
 
 @verb()
-@argument("what", f"One of {', '.join(WHAT)}.", type=options.OneOf(WHAT), metavar="WHAT")
+@argument("what", f"One of {', '.join(WHAT)}.", type=options.WordChoice(WHAT), metavar="WHAT")
 @option("--size", type=options.POSITIVE, many=True, help="For stitch and memory: sizes of images in pixels.")
 @option("--images", type=options.POSITIVE, help="For stitch: images that are scored (default: 64).")
 @option(
@@ -127,7 +127,7 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
 @options.format_option
 def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
     """Measure fedquilt on this machine."""
-    from fedquilt.tools import bench as tool
+    from fedquilt.tools.lab import bench as tool
 
     ablating = what == "stitch" and ablate is not None
     given = {name: value or None for name, value in given.items()}
@@ -164,7 +164,7 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
         return tool.main(what, format, given["size"] or (), {"shown": given["images"]} if given["images"] else {})
     if given["data"] is None:
         raise JobError("bench sim wants --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
-    from fedquilt.tools.bench import sim
+    from fedquilt.tools.lab.bench import sim
 
     some = {
         "path": given["data"],
@@ -176,14 +176,14 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
 
 def _run_ablation(job: Path, format: str, given: dict[str, Any]) -> int:
     # The path "." is the demo's job.
-    from fedquilt.tools import demo as example
-    from fedquilt.tools.bench import ablate
+    from fedquilt.tools.lab import demo as example
+    from fedquilt.tools.lab.bench.ablation import searches
 
     own = job != Path()
     path = job if own else example.HERE / "job.toml"
-    return ablate.main(
-        homes.load_job(path),
-        homes.bundle_folder(path, given["bundle"]) if own else given["bundle"] or example.HERE / "bundle",
+    return searches.main(
+        home_access.load_job(path),
+        home_access.bundle_folder(path, given["bundle"]) if own else given["bundle"] or example.HERE / "bundle",
         given["out"] or Path("fedquilt-ablation"),
         alphas=given["alpha"] or (),
         seeds=given["seeds"] or (0, 1, 2),

@@ -31,7 +31,7 @@ def broker(context: click.Context, host: str, port: int, password_file: Path | N
 @option(
     "--for",
     "kind",
-    type=options.OneOf(("mosquitto", "emqx")),
+    type=options.WordChoice(("mosquitto", "emqx")),
     required=True,
     help="The broker that the configuration is for.",
 )
@@ -53,6 +53,6 @@ def config(
     kind: str, hosts: tuple[str, ...], out: Path, installed: str | None, listen: int, fleet: str, ca: Path
 ) -> int:
     """Write the configuration of an MQTT broker: TLS, permissions and limits."""
-    from fedquilt.tools.identity import commands
+    from fedquilt.tools.operations.identity import commands
 
     return commands.configure_broker(ca, kind, list(hosts), out, fleet=fleet, port=listen, installed=installed)

@@ -20,7 +20,7 @@ def ca() -> None:
 @options.authority_option
 def init(name: str, crl_url: str | None, ca: Path) -> int:
     """Create a certificate authority: key, certificate and revocation list."""
-    from fedquilt.tools.identity import commands
+    from fedquilt.tools.operations.identity import commands
 
     return commands.create_authority(ca, name, crl_url)
 
@@ -30,7 +30,7 @@ def init(name: str, crl_url: str | None, ca: Path) -> int:
 @option("--host", "hosts", multiple=True, help="Name or address of a server; may be repeated.")
 @option(
     "--role",
-    type=options.OneOf(("observer", "site")),
+    type=options.WordChoice(("observer", "site")),
     help="Role of the holder: an observer only reads messages, a site submits updates of its boards.",
 )
 @option("--boards", multiple=True, metavar="PATTERN", help="Boards of a site, by name or 'cam-*'; may be repeated.")
@@ -54,7 +54,7 @@ def issue(
     ca: Path,
 ) -> int:
     """Issue a certificate and key for the coordinator, a server or another role."""
-    from fedquilt.tools.identity import commands
+    from fedquilt.tools.operations.identity import commands
 
     return commands.issue(ca, name, list(hosts), out, days, role, boards, most_boards)
 
@@ -64,7 +64,7 @@ def issue(
 @options.format_option
 def list_certificates(ca: Path, format: str) -> int:
     """List all certificates and the unused tokens."""
-    from fedquilt.tools.identity import commands
+    from fedquilt.tools.operations.identity import commands
 
     return commands.print_certificates(ca, format)
 
@@ -74,6 +74,6 @@ def list_certificates(ca: Path, format: str) -> int:
 @options.authority_option
 def revoke(device: str, ca: Path) -> int:
     """Revoke the certificates of a device or server, and update the revocation list."""
-    from fedquilt.tools.identity import commands
+    from fedquilt.tools.operations.identity import commands
 
     return commands.revoke_certificates(ca, device)

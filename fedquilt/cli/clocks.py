@@ -68,7 +68,7 @@ def serve(
     from fedquilt import profiles
     from fedquilt.edge_agent import devices
     from fedquilt.edge_agent.clocks import helper
-    from fedquilt.edge_agent.devices import points
+    from fedquilt.edge_agent.devices import operating_points
 
     board = (
         profiles.find_board_profile(profile)
@@ -85,7 +85,7 @@ def serve(
         watchdog_s=watchdog,
         hottest_c=hottest,
         max_w=max_w,
-        watts=None if board is None else points.power_lookup(board, root),
+        watts=None if board is None else operating_points.power_lookup(board, root),
         dry_run=dry_run,
     )
 
@@ -95,7 +95,7 @@ def serve(
 @path_options
 def status(format: str, socket: Path, root: Path) -> int:
     """Show the available clock controls, their settings and the client that pinned them."""
-    from fedquilt.tools.board import clocks as tool
+    from fedquilt.tools.boards import clocks as tool
 
     return tool.print_status(root, socket, format)
 
@@ -107,6 +107,6 @@ def status(format: str, socket: Path, root: Path) -> int:
 @path_options
 def hold(point: str, seconds: float | None, dry_run: bool, socket: Path, root: Path) -> int:
     """Pin an operating point through the helper until interrupted."""
-    from fedquilt.tools.board import clocks as tool
+    from fedquilt.tools.boards import clocks as tool
 
     return tool.pin_point(point, root, socket, dry_run=dry_run, seconds=seconds)

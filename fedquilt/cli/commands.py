@@ -15,7 +15,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from fedquilt import __version__, config
+from fedquilt import __version__
+from fedquilt.formats import toml
 
 SECTIONS: Final = {
     "Begin": ("demo", "init"),
@@ -23,7 +24,7 @@ SECTIONS: Final = {
     "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
     "Roll out": ("deploy", "upgrade", "settings", "rollouts", "serve-model"),
     "Watch a fleet": ("devices", "dash", "metrics"),
-    "Clear up and keep": ("delete", "prune", "kept", "backup", "restore"),
+    "Clear up and keep": ("delete", "prune", "cache", "backup", "restore"),
     "Experiments": (
         "partition",
         "front",
@@ -90,7 +91,7 @@ class Argument(click.Argument):
         self.text = text
 
 
-class _Shared(click.Command):
+class _BaseCommand(click.Command):
     """Help in groups, `-h`, options of many words, and -v after a verb as before it."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
@@ -143,13 +144,13 @@ class _Shared(click.Command):
         return spread
 
 
-class Command(_Shared):
+class Command(_BaseCommand):
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.params.append(_verbose_option(expose_value=False, callback=_raise_verbosity))
 
 
-class Group(_Shared, click.Group):
+class CommandGroup(_BaseCommand, click.Group):
     """Verb with verbs of its own. Unknown ones raise an error with the nearest name."""
 
     command_class = Command
@@ -169,7 +170,7 @@ class Group(_Shared, click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"there is no verb {args[0]!r}{config.suggest_nearest(args[0], known)}")
+            ctx.fail(f"there is no verb {args[0]!r}{toml.suggest_nearest(args[0], known)}")
         return super().resolve_command(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -193,7 +194,7 @@ class Group(_Shared, click.Group):
         return found.get_short_help_str(400) if found is not None else ""
 
 
-class Top(Group):
+class RootCommand(CommandGroup):
     """The `fedquilt` command, which imports a verb's file on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -218,8 +219,8 @@ def verb(**attributes: Any) -> Callable[[Callable[..., Any]], Command]:
     return click.command(cls=Command, **attributes)
 
 
-def verb_group(**attributes: Any) -> Callable[[Callable[..., Any]], Group]:
-    return click.group(cls=Group, **attributes)
+def verb_group(**attributes: Any) -> Callable[[Callable[..., Any]], CommandGroup]:
+    return click.group(cls=CommandGroup, **attributes)
 
 
 def option(*names: str, **attributes: Any) -> Callable[[F], F]:
@@ -241,7 +242,7 @@ def explain_usage_error(error: click.UsageError) -> str:
     said, context = error.format_message(), error.ctx
     if isinstance(error, click.NoSuchOption) and context is not None:
         known = [name for one in context.command.get_params(context) for name in one.opts]
-        said = f"no such option: {error.option_name}{config.suggest_nearest(error.option_name, known)}"
+        said = f"no such option: {error.option_name}{toml.suggest_nearest(error.option_name, known)}"
     said = said[:1].lower() + said[1:].rstrip(".")
     return f"{said} (`{context.command_path} --help`)" if context is not None else said
 
@@ -261,7 +262,7 @@ def _log_level(verbose: int) -> int:
     return logging.DEBUG if verbose > 1 else logging.INFO if verbose else logging.WARNING
 
 
-@click.group(cls=Top, epilog=EPILOG, params=[_verbose_option()])
+@click.group(cls=RootCommand, epilog=EPILOG, params=[_verbose_option()])
 @click.version_option(__version__, prog_name="fedquilt", message="%(prog)s %(version)s")
 @click.pass_context
 def root_command(context: click.Context, verbose: int) -> None:

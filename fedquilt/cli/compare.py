@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -23,7 +23,7 @@ from fedquilt.cli.commands import option, verb
 @option("--target", type=options.ABOVE_0, metavar="A", help="Count costs up to this accuracy, 0 to 1, or this RMSE.")
 @option(
     "--on",
-    type=options.OneOf(("test", "held")),
+    type=options.WordChoice(("test", "held")),
     default="test",
     help="Evaluate on the test set, or on held-out shares, for methods that leave each device its own network.",
 )
@@ -51,14 +51,14 @@ def compare(
     changes: tuple[str, ...],
     out: Path,
     format: str,
-    workers: options.Workers,
+    workers: options.WorkerOptions,
 ) -> int:
     """Compare methods with several seeds on the same simulated fleet."""
-    from fedquilt.tools.experiments import compare as tool
+    from fedquilt.tools.experiments import comparison as tool
 
     return tool.main(
-        homes.load_job(job),
-        homes.bundle_folder(job, bundle),
+        home_access.load_job(job),
+        home_access.bundle_folder(job, bundle),
         out,
         names=methods,
         seeds=list(seeds),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -15,9 +15,9 @@ from fedquilt.cli.commands import option, verb
 @option("--name", "names", many=True, metavar="NAME", help="Names by which browsers may call it, besides addresses.")
 def dash(home: Path, listen: str, actions: bool, names: tuple[str, ...]) -> None:
     """Show the fleet and its runs live in a browser. The page only reads --home."""
-    from fedquilt.tools import dash as tool
+    from fedquilt.tools.operations import dash as tool
 
-    homes.require_home(home)
+    home_access.require_home(home)
     tool.main(
         home.resolve(),
         listen,

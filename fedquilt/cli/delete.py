@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import argument, option, verb
 
 
@@ -20,13 +20,13 @@ from fedquilt.cli.commands import argument, option, verb
 @options.home_option
 def delete(runs: tuple[str, ...], yes: bool, home: Path) -> int:
     """Delete runs permanently: event logs, results and the state of simulated devices."""
-    from fedquilt.coordinator import housekeeping
+    from fedquilt.coordinator.jobs import retention
 
-    with homes.open_existing_home(home) as store:
-        ids = list(dict.fromkeys(housekeeping.find_run(store, run).id for run in runs))
+    with home_access.open_existing_home(home) as store:
+        ids = list(dict.fromkeys(retention.find_run(store, run).id for run in runs))
         store.require_idle(ids)
-        if not homes.confirm(f"delete {', '.join(ids)} for good?", yes):
+        if not home_access.confirm(f"delete {', '.join(ids)} for good?", yes):
             return 130
-        found = housekeeping.remove_runs(store, ids)
-    print(f"deleted {', '.join(ids)}: {homes.format_freed_space(found)}")
+        found = retention.remove_runs(store, ids)
+    print(f"deleted {', '.join(ids)}: {home_access.format_freed_space(found)}")
     return 0

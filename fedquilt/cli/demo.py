@@ -16,9 +16,9 @@ from fedquilt.cli.commands import option, verb, verbosity
 def demo(out: Path, story: bool, show: bool, format: str) -> int:
     """Run a demo: simulated devices stitch a network for handwritten digits."""
     if story:
-        from fedquilt.tools.demo import story as tale
+        from fedquilt.tools.lab.demo import story as tale
 
         return tale.run_story(out, format, show)
-    from fedquilt.tools import demo as tool
+    from fedquilt.tools.lab import demo as tool
 
     return tool.run_demo(out, format, verbosity() > 0, show)

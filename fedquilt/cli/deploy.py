@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from fedquilt.cli import homes, options
-from fedquilt.cli import phased as phases
+from fedquilt.cli import home_access, options
+from fedquilt.cli import rollout_options as phases
 from fedquilt.cli.commands import argument, option, verb
-from fedquilt.cli.phased import Phased, submit_rollout
+from fedquilt.cli.rollout_options import RolloutOptions, submit_rollout
 
 CHECKS = "What a board asks of a model in its own check, beside what it runs now"
 
@@ -36,7 +36,7 @@ def deploy(
     run: str | None,
     model: Path | None,
     input_shape: tuple[int, ...],
-    phased: Phased,
+    phased: RolloutOptions,
     min_gain: float | None,
     max_latency: float | None,
     max_energy: float | None,
@@ -48,19 +48,20 @@ def deploy(
     """Roll out a run's result, or an ONNX file, to the devices in phases."""
     from msgspec.structs import replace
 
-    from fedquilt import onnx_fill, wire
-    from fedquilt.coordinator import requests
+    from fedquilt import wire
+    from fedquilt.coordinator import control_requests
+    from fedquilt.onnx import weights
     from fedquilt.tools.artefacts import export
 
     options.require_exclusive(rollback=rollback, abort=abort, model=model)
-    with homes.open_existing_home(home) as store:
+    with home_access.open_existing_home(home) as store:
         if rollback or abort:
             rollout = run or phases.find_latest_rollout(store, "model").id
-            print((requests.roll_back_rollout if rollback else requests.abort_rollout)(store, rollout))
+            print((control_requests.roll_back_rollout if rollback else control_requests.abort_rollout)(store, rollout))
             return
         if (run is None) == (model is None):
             raise click.UsageError("name RUN or --model FILE.onnx: one of them", click.get_current_context())
-        limits = wire.Limits(
+        limits = wire.ReleaseLimits(
             min_gain=min_gain,
             max_latency_s=max_latency,
             max_energy_j=max_energy,
@@ -68,7 +69,7 @@ def deploy(
         )
         plan = phased.make_plan("model", "", limits=limits)
         if model is not None:
-            payload, what, shape = b"".join(onnx_fill.read_with_external_data(model)), model.name, input_shape or None
+            payload, what, shape = b"".join(weights.read_with_external_data(model)), model.name, input_shape or None
             found = export.require_loadable(payload, what, shape)
             plan = replace(plan, name=model.stem[:200], input_shape=shape, versions=found.versions)
         else:

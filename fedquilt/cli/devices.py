@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import argument, option, verb
 
 if TYPE_CHECKING:
-    from fedquilt.coordinator.views.devices import Device
+    from fedquilt.coordinator.views.devices import DeviceRow
 
 
 @verb()
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @option("--label", many=True, metavar="WORD", help="Only boards with this label or group; !WORD: without it.")
 @option(
     "--state",
-    type=options.OneOf(("online", "offline", "silent", "working", "idle", "refused")),
+    type=options.WordChoice(("online", "offline", "silent", "working", "idle", "refused")),
     help="Only boards in this state; refused: that have declined a task, or had an update refused.",
 )
 @option("--remove", is_flag=True, help="Remove the named boards, until their next message.")
@@ -39,31 +39,32 @@ def devices(
     format: str,
 ) -> None:
     """Show each device's state, task, power, memory, refusals and labels, or remove devices."""
-    from fedquilt import columns, labels
-    from fedquilt.coordinator import requests
-    from fedquilt.coordinator.store_rows import is_served
+    from fedquilt.console import table
+    from fedquilt.coordinator import control_requests
+    from fedquilt.coordinator.storage.rows import is_served
     from fedquilt.coordinator.views import devices as view
     from fedquilt.core import JobError
+    from fedquilt.formats import labels
 
     labels.require_selection(label)
-    homes.require_home(home)
+    home_access.require_home(home)
     if remove:
         if not names or label or state or watch:
             raise JobError("--remove takes the NAMEs of the boards to remove, and neither --label, --state nor --watch")
-        with homes.open_existing_home(home) as store:
-            print("\n".join(columns.fold_line(requests.remove_devices(store, names, force=force), 0)))
+        with home_access.open_existing_home(home) as store:
+            print("\n".join(table.fold_line(control_requests.remove_devices(store, names, force=force), 0)))
         return None
     if force:
         raise JobError("--force has a meaning only with --remove")
 
-    def read_devices() -> list[Device]:
+    def read_devices() -> list[DeviceRow]:
         known = view.load_devices(home)
         if odd := set(names) - {each.board.device for each in known}:
             raise JobError(f"no coordinator of {home} has heard of a board {min(odd)!r}")
         found = view.filter_devices(known, label, state)
         return [each for each in found if not names or each.board.device in names]
 
-    def print_devices(found: list[Device]) -> None:
+    def print_devices(found: list[DeviceRow]) -> None:
         now = time.time()
         told = (
             []
@@ -75,7 +76,7 @@ def devices(
             hidden = ["... and more: --label, --state or a NAME shows fewer"] if len(told) > most else []
             print("\x1b[H\x1b[2J", end="")
             told = [*told[: most - len(hidden)], *hidden]
-        homes.print_rows(format, [each.to_dict() for each in found], told)
+        home_access.print_rows(format, [each.to_dict() for each in found], told)
         sys.stdout.flush()
 
     if not watch:

@@ -17,13 +17,13 @@ from fedquilt.core import JobError
 @option("--root", type=options.PATH, default=Path("/"), help="Folder that has etc, proc and sys.")
 @options.broker_options(default=None)
 @options.format_option
-def doctor(settings: Path | None, home: Path | None, root: Path, broker: options.Broker, format: str) -> int:
+def doctor(settings: Path | None, home: Path | None, root: Path, broker: options.BrokerOptions, format: str) -> int:
     """Find problems of a device, coordinator or machine, and show their fixes."""
-    from fedquilt.tools import doctor as tool
+    from fedquilt.tools.boards import doctor as tool
 
     if broker.url is None and broker.files:
         raise JobError("--ca, --cert, --key and --password-file go with --broker URL")
-    wanted = tool.Wanted(
+    wanted = tool.ExaminationTarget(
         settings=settings,
         home=home,
         broker=None if broker.url is None else broker.to_table(),

@@ -26,7 +26,7 @@ def enrol() -> None:
 @options.authority_option
 def token(device: str, hours: float, out: Path | None, ca: Path) -> int:
     """Create a one-time token for a device, which is shown once."""
-    from fedquilt.tools.identity import commands
+    from fedquilt.tools.operations.identity import commands
 
     return commands.create_token(ca, device, hours, out)
 
@@ -44,7 +44,7 @@ def token(device: str, hours: float, out: Path | None, ca: Path) -> int:
 @options.authority_option
 def serve(listen: str, port: int, hosts: tuple[str, ...], days: float | None, ca: Path) -> int:
     """Run the HTTPS server at which devices enrol and renew certificates."""
-    from fedquilt.tools.identity import commands
+    from fedquilt.tools.operations.identity import commands
 
     logging.getLogger("fedquilt.enrol").setLevel(min(logging.INFO, logging.getLogger().level))
     return commands.serve_enrolment(ca, listen, port, list(hosts), days)
@@ -58,7 +58,7 @@ def serve(listen: str, port: int, hosts: tuple[str, ...], days: float | None, ca
 @options.authority_option
 def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path) -> int:
     """Sign a certificate request that was copied from a device."""
-    from fedquilt.tools.identity import commands
+    from fedquilt.tools.operations.identity import commands
 
     return commands.sign_request(ca, csr, device, out, days)
 
@@ -73,7 +73,7 @@ def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path)
 @option("--accept", type=options.PATH, metavar="FILE", help="Install the certificate that was carried back.")
 def board(settings: Path, url: str | None, wait: bool, request: Path | None, accept: Path | None) -> int:
     """Request a certificate for this device, or renew it when due."""
-    from fedquilt.tools.identity import commands
+    from fedquilt.tools.operations.identity import commands
 
     options.require_exclusive(request=request, accept=accept)
     return commands.enrol_device(settings, url=url, waits=wait, request=request, accept=accept)

@@ -13,15 +13,16 @@ from typing import Final
 
 import click
 
-from fedquilt import extras, threads
+from fedquilt import extras
 from fedquilt.core import FedquiltError, JobError, MemoryBudgetError, StoreError
+from fedquilt.host import threads
 
 COMPLETE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for completions sets it
 
 ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
-class Ended(KeyboardInterrupt):
+class TerminatedError(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         print(f"fedquilt: this machine's memory is not enough{f': {error}' if str(error) else ''}", file=sys.stderr)
         return MemoryBudgetError.exit_code
-    except Ended as ended:  # in good order by now; whoever sent the signal sees that it was followed
+    except TerminatedError as ended:  # in good order by now; whoever sent the signal sees that it was followed
         sys.stdout.flush()
         os.kill(os.getpid(), ended.number)
         return 128 + ended.number
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _raise_on_signals() -> Iterator[None]:
     # SIGTERM and SIGHUP end the body like Ctrl-C, unless the body handles them.
     def raise_terminated(number: int, frame: object) -> None:
-        raise Ended(number)
+        raise TerminatedError(number)
 
     if threading.current_thread() is not threading.main_thread():  # only the main one may say so
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -16,15 +16,15 @@ from fedquilt.cli.commands import option, verb
 @options.format_option
 def evaluate(run: str, follow: bool, confusion: bool, home: Path, format: str) -> None:
     """Evaluate a run's global model on the job's test set."""
-    from fedquilt import progress
+    from fedquilt.console import progress
     from fedquilt.coordinator.views import scores
-    from fedquilt.tools.experiments import evaluate as evaluator
+    from fedquilt.tools.experiments import evaluation as evaluator
 
-    def print_score(score: scores.Score) -> None:
+    def print_score(score: scores.EvaluationScore) -> None:
         if format == "text":
             progress.LINE.print_to_stdout(*evaluator.format_score(score, confusion))
 
-    with homes.open_existing_home(home) as store, progress.show_progress(f"evaluating {run}"):
+    with home_access.open_existing_home(home) as store, progress.show_progress(f"evaluating {run}"):
         found = evaluator.evaluate_run(store, run, follow=follow, say=print_score)
     if format == "json":
-        homes.print_rows(format, evaluator.scores_to_dict(found, confusion), [])
+        home_access.print_rows(format, evaluator.scores_to_dict(found, confusion), [])

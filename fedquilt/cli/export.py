@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -14,8 +14,8 @@ from fedquilt.cli.commands import option, verb
 @options.home_option
 def export(run: str, out: Path, home: Path) -> None:
     """Write a run's result: a stitched network as ONNX, or weights as safetensors."""
-    from fedquilt import progress
+    from fedquilt.console import progress
     from fedquilt.tools.artefacts import export as tool
 
-    with homes.open_existing_home(home) as store, progress.show_progress(f"exporting {run}"):
+    with home_access.open_existing_home(home) as store, progress.show_progress(f"exporting {run}"):
         progress.LINE.print_to_stdout(tool.export_result(store, run, out))

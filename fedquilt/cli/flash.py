@@ -21,7 +21,7 @@ MANY = "Many boards"
 )
 @option(
     "--role",
-    type=options.OneOf(("agent", "coordinator")),
+    type=options.WordChoice(("agent", "coordinator")),
     default="agent",
     help="What SETTINGS are of: a board's agent, or the coordinator and its enrolment (coordinator.toml).",
 )
@@ -81,7 +81,7 @@ MANY = "Many boards"
     "--own-python",
     type=options.PATH,
     metavar="FILE",
-    help="Python that comes along, for jetpack4 and jetpack5; fedquilt.tools.flash.own_python makes one.",
+    help="Python that comes along, for jetpack4 and jetpack5; fedquilt.tools.boards.flash.portable_python makes one.",
 )
 @option(
     "--system-packages",
@@ -154,13 +154,13 @@ def flash(
     purge: bool,
 ) -> None:
     """Install an agent in a mounted root, on a disk image, over SSH, or as an archive."""
-    from fedquilt import progress
-    from fedquilt.tools import flash as tool
+    from fedquilt.console import progress
+    from fedquilt.tools.boards import flash as tool
 
     options.require_exclusive(rootfs=rootfs, image=image, ssh=ssh, tar=tar, upgrade=upgrade)
     options.require_exclusive(boards=boards, rootfs=rootfs, ssh=ssh, tar=tar, upgrade=upgrade)
     options.require_exclusive(boards=boards, token=token)
-    where = tool.Where(rootfs, image, out, ssh, tar, ssh_option, dry_run)
+    where = tool.FlashDestination(rootfs, image, out, ssh, tar, ssh_option, dry_run)
     if uninstall:
         tool.remove_installation(where, purge=purge)
         return
@@ -172,7 +172,7 @@ def flash(
         raise JobError("--upgrade needs a --target, and no SETTINGS: boards keep theirs")
     if upgrade is None and (settings is None or (target is None and boards is None)):
         raise JobError("flash needs a --target and the board's agent.toml; docs/boards.md shows one")
-    what = tool.What(
+    what = tool.FlashContent(
         target=target or "",
         settings=settings or Path(),
         device=device,
@@ -196,7 +196,7 @@ def flash(
         with progress.show_progress(f"flashing {device or settings}"):
             tool.flash(what, where, progress.LINE.print_to_stdout)
         return
-    from fedquilt.tools.flash import fleet, many
+    from fedquilt.tools.boards.flash import fleet
 
-    plan = fleet.Plan(what, image, out or Path("fedquilt-boards"), authority, ssh_option, dry_run=dry_run)
-    many.flash_table(boards, target, plan, watch=watch, cert=cert, key=key)
+    plan = fleet.FlashPlan(what, image, out or Path("fedquilt-boards"), authority, ssh_option, dry_run=dry_run)
+    fleet.flash_table(boards, target, plan, watch=watch, cert=cert, key=key)

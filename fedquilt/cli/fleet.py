@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb, verbosity
 from fedquilt.core import JobError
 
@@ -16,7 +16,7 @@ from fedquilt.core import JobError
 @option(
     "--link",
     default="embedded",
-    type=options.OneOf(("embedded", "memory", "broker")),
+    type=options.WordChoice(("embedded", "memory", "broker")),
     help="embedded: agents as processes, a broker of our own; broker: the same over --broker; "
     "memory: all in this process on virtual time. With --engine there is no link: rounds on virtual time, work done by "
     "workers.",
@@ -34,17 +34,17 @@ def fleet(
     link: str,
     agents_only: bool,
     home: Path,
-    workers: options.Workers,
-    broker: options.Broker,
+    workers: options.WorkerOptions,
+    broker: options.BrokerOptions,
 ) -> int:
     """Run a job on simulated devices that use the agents' own code."""
     from fedquilt.tools.simulation import agents as tool
 
     if agents_only and link != "broker":
         raise JobError("--agents-only needs --link broker and the coordinator's --broker URL")
-    plan = tool.Plan(
-        job=homes.load_job(job),
-        bundle=homes.bundle_folder(job, bundle),
+    plan = tool.FleetPlan(
+        job=home_access.load_job(job),
+        bundle=home_access.bundle_folder(job, bundle),
         home=home,
         devices=devices,
         fleet=broker.fleet,
@@ -57,17 +57,17 @@ def fleet(
 
         again = " ".join([again, *workers.arguments])
         try:
-            return homes.report_end(
+            return home_access.report_end(
                 home, *watched_run.run_and_print(plan, wordy=verbosity() > 0, **workers.to_keywords()), again
             )
         except KeyboardInterrupt:
-            return homes.report_end(home, "", "running", again)
+            return home_access.report_end(home, "", "running", again)
     if link == "memory":
         try:
-            return homes.report_end(home, *tool.run_fleet_virtually(plan, wordy=verbosity() > 0), again)
+            return home_access.report_end(home, *tool.run_fleet_virtually(plan, wordy=verbosity() > 0), again)
         except KeyboardInterrupt:
-            return homes.report_end(home, "", "running", again)
+            return home_access.report_end(home, "", "running", again)
     given = broker.to_table() if link == "broker" else None
-    return homes.report_end(
+    return home_access.report_end(
         home, *tool.run_fleet_on_broker(plan, given, agents_only=agents_only, wordy=verbosity() > 0), again
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -15,8 +15,8 @@ from fedquilt.cli.commands import option, verb
 @options.format_option
 def front(job: Path, bundle: Path | None, out: Path | None, format: str) -> int:
     """Show the trade-off between round duration and energy."""
-    from fedquilt import progress
+    from fedquilt.console import progress
     from fedquilt.tools.experiments import energy_front as tool
 
     with progress.show_progress(f"planning rounds of {job}"):
-        return tool.main(homes.load_job(job), homes.bundle_folder(job, bundle), out, format)
+        return tool.main(home_access.load_job(job), home_access.bundle_folder(job, bundle), out, format)

@@ -61,7 +61,7 @@ def init(
     On a terminal, `init` asks for missing options. The job trains a small network whose shape fits the data. For a
     method with donors, the donors are two of torchvision's image networks.
     """
-    from fedquilt import disk
+    from fedquilt.host import disk
 
     files = [out, *([out.with_name("agent.toml")] if agent else [])]
     for file in files:
@@ -86,7 +86,7 @@ def init(
     print(f"next: `fedquilt prepare {out}`, then `fedquilt fleet {out} --link memory`")
 
 
-def _ask(question: str, default: Any, kind: options.Checked | None = None) -> Any:
+def _ask(question: str, default: Any, kind: options.ParsedType | None = None) -> Any:
     return click.prompt(question, default=default, type=kind, err=True) if sys.stdin.isatty() else default
 
 
@@ -106,7 +106,7 @@ def _require_images(method: str, path: Path, shape: tuple[int, ...]) -> None:
 
 
 def _digits_path() -> Path:
-    from fedquilt.tools import demo
+    from fedquilt.tools.lab import demo
 
     return demo.HERE / "digits.npz"
 

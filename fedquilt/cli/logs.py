@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -24,11 +24,11 @@ def logs(run: str, follow: bool, track: tuple[str, ...], home: Path, format: str
     """Show the events of a run, round by round."""
     from fedquilt.coordinator.views import terminal
 
-    with homes.open_existing_home(home) as store, contextlib.ExitStack() as stack:
+    with home_access.open_existing_home(home) as store, contextlib.ExitStack() as stack:
         id, watch = store.job(run).id, {}
         if track:
-            from fedquilt import tracking
+            from fedquilt.api import experiment_tracking
 
-            told = tracking.Audience([tracking.tracker_from_text(each) for each in track])
-            watch = {"watch": stack.enter_context(tracking.follow_run(home, id, told))}
+            told = experiment_tracking.TrackerGroup([experiment_tracking.tracker_from_text(each) for each in track])
+            watch = {"watch": stack.enter_context(experiment_tracking.follow_run(home, id, told))}
         terminal.print_log(store, id, follow=follow, json=format == "json", **watch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import verb
 
 
@@ -13,12 +13,14 @@ from fedquilt.cli.commands import verb
 @options.format_option
 def ls(home: Path, format: str) -> None:
     """List the runs in --home with status, rounds, energy and exclusive disk space."""
-    from fedquilt.coordinator import housekeeping
-    from fedquilt.coordinator.views import log
-    from fedquilt.transport import sealed
+    from fedquilt.coordinator.jobs import retention
+    from fedquilt.coordinator.views import event_messages
+    from fedquilt.security import authenticated_link
 
-    with homes.open_existing_home(home) as store:
-        own = housekeeping.exclusive_bytes(store)
-        rows = [log.summarise_run(row, store, own) for row in store.all_jobs()]
-        told = [sealed.UNSIGNED] if store.signed() is False else []
-    homes.print_rows(format, rows, [*(log.format_runs(rows) or [homes.no_runs_message(home)]), *told])
+    with home_access.open_existing_home(home) as store:
+        own = retention.exclusive_bytes(store)
+        rows = [event_messages.summarise_run(row, store, own) for row in store.all_jobs()]
+        told = [authenticated_link.UNSIGNED] if store.signed() is False else []
+    home_access.print_rows(
+        format, rows, [*(event_messages.format_runs(rows) or [home_access.no_runs_message(home)]), *told]
+    )

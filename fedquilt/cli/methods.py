@@ -15,6 +15,6 @@ from fedquilt.cli.commands import argument, option, verb
 def methods(method: str | None, out: Path | None, format: str) -> None:
     """List the methods, or show a method's paper, deviations and parameters."""
     from fedquilt.tools.experiments import method_pages as tool
-    from fedquilt.tools.experiments import papers
+    from fedquilt.tools.lab import papers
 
     tool.main(method, out, format, papers.find_tables_of_method)

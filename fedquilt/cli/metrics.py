@@ -18,6 +18,6 @@ from fedquilt.cli.commands import option, verb
 )
 def metrics(out: Path, target: str) -> None:
     """Write a Grafana dashboard, Prometheus alert rules and configuration."""
-    from fedquilt.tools import metrics as tool
+    from fedquilt.tools.operations import metrics as tool
 
     print("\n".join(map(str, tool.write_monitoring_files(out, target))))

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import click
 
-from fedquilt import config, units
 from fedquilt.cli.commands import F, argument, option
+from fedquilt.console import units
+from fedquilt.formats import toml
 
 HOME: Final = Path("fedquilt-runs")
 BROKER: Final = "mqtt://127.0.0.1:1883"
@@ -22,7 +23,7 @@ BROKER: Final = "mqtt://127.0.0.1:1883"
 # -- kinds of words -------------------------------------------------------------------------------
 
 
-class Checked(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+class ParsedType(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """Value type parsed by a function, which raises ValueError with a sentence.
 
     Args:
@@ -40,20 +41,20 @@ class Checked(click.ParamType):  # type: ignore[type-arg, unused-ignore]
             self.fail(str(error), param, ctx)
 
 
-class File(click.Path):
+class FilePath(click.Path):
     """Path without checks. Errors of later use have their own exit codes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         return Path(value)
 
 
-class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]
+class WordChoice(click.Choice):  # type: ignore[type-arg, unused-ignore]
     """Choice of words, with the nearest one in the error for an unknown word."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         known = [str(each) for each in self.choices]
         if value not in known:
-            self.fail(f"{value!r} is none of {', '.join(known)}{config.suggest_nearest(str(value), known)}", param, ctx)
+            self.fail(f"{value!r} is none of {', '.join(known)}{toml.suggest_nearest(str(value), known)}", param, ctx)
         return value
 
 
@@ -105,17 +106,17 @@ def _parse_name(text: str) -> str:
     return text
 
 
-PATH: Final = File()
-FOLDER: Final = File(file_okay=False)
-POSITIVE: Final = Checked("n", _parse_positive)
-PORT: Final = Checked("port", _parse_port)
-ABOVE_0: Final = Checked("x", _parse_above_0)
-SECONDS: Final = Checked("s", _parse_seconds)
-NAME: Final = Checked("name", _parse_name)
-COUNT: Final = Checked("n", _parse_count)
-TIME: Final = Checked("time", units.parse_seconds)
-WHOLE: Final = Checked("n", lambda text: _parse_number(text, int))
-NUMBER: Final = Checked("x", lambda text: _parse_number(text, float))
+PATH: Final = FilePath()
+FOLDER: Final = FilePath(file_okay=False)
+POSITIVE: Final = ParsedType("n", _parse_positive)
+PORT: Final = ParsedType("port", _parse_port)
+ABOVE_0: Final = ParsedType("x", _parse_above_0)
+SECONDS: Final = ParsedType("s", _parse_seconds)
+NAME: Final = ParsedType("name", _parse_name)
+COUNT: Final = ParsedType("n", _parse_count)
+TIME: Final = ParsedType("time", units.parse_seconds)
+WHOLE: Final = ParsedType("n", lambda text: _parse_number(text, int))
+NUMBER: Final = ParsedType("x", lambda text: _parse_number(text, float))
 
 
 # -- what a shell completes -----------------------------------------------------------------------
@@ -128,7 +129,7 @@ def complete_runs(context: click.Context, parameter: click.Parameter, incomplete
     if not (home / "fedquilt.db").is_file():
         return []
     try:
-        from fedquilt.coordinator.store import Store
+        from fedquilt.coordinator.storage.store import Store
 
         with Store(home) as store:
             found = [row.id for row in reversed(store.all_jobs())]
@@ -157,15 +158,15 @@ def home_option(function: F) -> F:
 
 
 def format_option(function: F) -> F:
-    return option("--format", type=OneOf(("text", "json")), default="text", help="Output for people, or for programs.")(
-        function
-    )
+    return option(
+        "--format", type=WordChoice(("text", "json")), default="text", help="Output for people, or for programs."
+    )(function)
 
 
 def log_format_option(function: F) -> F:
     return option(
         "--log-format",
-        type=OneOf(("text", "json")),
+        type=WordChoice(("text", "json")),
         default="text",
         help="Log sentences, or a JSON object a line with the ids of run, round and device.",
     )(function)
@@ -192,7 +193,7 @@ def authority_option(function: F) -> F:
 
 
 @dataclass(frozen=True)
-class Broker:
+class BrokerOptions:
     url: str | None
     ca: Path | None
     cert: Path | None
@@ -214,7 +215,7 @@ def broker_options(default: str | None = BROKER) -> Callable[[Callable[..., Any]
         @functools.wraps(function)
         def wrapper(**given: Any) -> Any:
             files = {name: given.pop(name) for name in ("ca", "cert", "key", "password_file", "fleet")}
-            return function(broker=Broker(given.pop("broker"), **files), **given)
+            return function(broker=BrokerOptions(given.pop("broker"), **files), **given)
 
         for add in reversed(
             (
@@ -244,7 +245,7 @@ def broker_options(default: str | None = BROKER) -> Callable[[Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Workers:
+class WorkerOptions:
     engine: str | None
     count: int | None
     mixed: bool
@@ -266,7 +267,7 @@ class Workers:
 def worker_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(**given: Any) -> Any:
-        found = Workers(given.pop("engine"), given.pop("workers"), given.pop("mixed"))
+        found = WorkerOptions(given.pop("engine"), given.pop("workers"), given.pop("mixed"))
         return function(workers=found, **given)
 
     for add in (
@@ -296,7 +297,7 @@ def worker_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Blobs:
+class BlobOptions:
     http: str | None
     url: str | None
     s3: str | None
@@ -315,16 +316,18 @@ class Blobs:
         Raises:
             JobError: If an address is malformed or unreachable for devices, or a bucket's key is missing.
         """
-        from fedquilt.coordinator.object_store import Bucket
-        from fedquilt.coordinator.places import Where
+        from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+        from fedquilt.coordinator.delivery.blobs.object_store import Bucket
 
-        return Where(self.http, self.url, None if self.s3 is None else Bucket.from_url(self.s3, os.environ), ca)
+        return BlobLocationSettings(
+            self.http, self.url, None if self.s3 is None else Bucket.from_url(self.s3, os.environ), ca
+        )
 
 
 def blob_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(**given: Any) -> Any:
-        return function(blobs=Blobs(*(given.pop(f"blobs_{name}") for name in ("http", "url", "s3"))), **given)
+        return function(blobs=BlobOptions(*(given.pop(f"blobs_{name}") for name in ("http", "url", "s3"))), **given)
 
     for add in reversed(
         (

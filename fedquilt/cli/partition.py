@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -15,8 +15,8 @@ from fedquilt.cli.commands import option, verb
 @options.format_option
 def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
     """Show the partition of a job's examples among its devices."""
-    from fedquilt import progress
+    from fedquilt.console import progress
     from fedquilt.tools.report import partition as tool
 
     with progress.show_progress(f"sharing out the examples of {job}"):
-        return tool.main(homes.load_job(job), devices, out, format)
+        return tool.main(home_access.load_job(job), devices, out, format)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -13,11 +13,12 @@ from fedquilt.cli.commands import option, verb
 @option("--out", type=options.FOLDER, help="The bundle's folder (default: JOB.bundle beside the job file).")
 def prepare(job: Path, out: Path | None) -> None:
     """Create a job's bundle: donors split into blocks, or a network's initial weights."""
-    from fedquilt import config, progress, units
+    from fedquilt.console import progress, units
+    from fedquilt.formats import toml
     from fedquilt.tools.artefacts import prepare as tool
 
-    read, folder = homes.load_job(job), homes.bundle_folder(job, out)
-    with config.prefix_errors(str(job)), progress.show_progress(f"preparing {folder}"):
+    read, folder = home_access.load_job(job), home_access.bundle_folder(job, out)
+    with toml.prefix_errors(str(job)), progress.show_progress(f"preparing {folder}"):
         made = tool.prepare_and_check(read, folder, progress.LINE.print_to_stdout)
     size = sum(ref.size for ref in made.files.values())
     print(f"{folder}: {len(made.files)} files, {units.format_bytes(size)}")

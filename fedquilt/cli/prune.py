@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -23,17 +23,17 @@ def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool, 
     With both --keep and --older-than, a run must match both. Queued, running and interrupted runs are not deleted.
     Without either option, only leftover files of interrupted deletions are removed.
     """
-    from fedquilt.coordinator import housekeeping
+    from fedquilt.coordinator.jobs import retention
 
-    with homes.open_existing_home(home) as store:
+    with home_access.open_existing_home(home) as store:
         named = keep is not None or older_than is not None
-        ids = housekeeping.select_expired_runs(store, time.time(), keep, older_than) if named else []
+        ids = retention.select_expired_runs(store, time.time(), keep, older_than) if named else []
         for id in ids:
             print(f"{'would delete' if dry_run else 'to delete'} {id}")
         if dry_run:
             return 0
-        if ids and not homes.confirm(f"delete {len(ids)} runs for good?", yes):
+        if ids and not home_access.confirm(f"delete {len(ids)} runs for good?", yes):
             return 130
-        found = housekeeping.remove_runs(store, ids)
-    print(f"deleted {len(ids)} runs: {homes.format_freed_space(found)}")
+        found = retention.remove_runs(store, ids)
+    print(f"deleted {len(ids)} runs: {home_access.format_freed_space(found)}")
     return 0

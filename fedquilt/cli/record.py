@@ -33,8 +33,8 @@ def record(
     out: Path | None, minutes: float, points: tuple[str, ...], socket: Path, root: Path, dry_run: bool, format: str
 ) -> int:
     """Measure this device's speed and power at several clocks, and write its profile."""
-    from fedquilt import progress
-    from fedquilt.tools.board import record as tool
+    from fedquilt.console import progress
+    from fedquilt.tools.boards.record import profile_recording as tool
 
     with progress.show_progress(f"measuring for at most {minutes:g} min"):
         return tool.main(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -14,8 +14,8 @@ from fedquilt.cli.commands import option, verb
 @options.home_option
 def report(run: str, out: Path | None, home: Path) -> None:
     """Write an HTML page about a run: accuracy, time, energy, memory and participants."""
-    from fedquilt import progress
+    from fedquilt.console import progress
     from fedquilt.tools import report as tool
 
-    with homes.open_existing_home(home) as store, progress.show_progress(f"making a page of {run}"):
+    with home_access.open_existing_home(home) as store, progress.show_progress(f"making a page of {run}"):
         progress.LINE.print_to_stdout(f"{tool.main(store, run, out)}: {store.job(run).id}")

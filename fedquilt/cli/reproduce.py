@@ -39,7 +39,7 @@ def reproduce(
     format: str,
 ) -> int:
     """Reproduce a table of a paper, or run a grid. Without TABLE, list the tables."""
-    from fedquilt.tools.experiments import papers as tool
+    from fedquilt.tools.lab import papers as tool
 
     return tool.main(
         table,

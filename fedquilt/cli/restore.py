@@ -13,8 +13,8 @@ from fedquilt.cli.commands import argument, verb
 @argument("home", "Folder to make; it must not exist yet, or be empty.", type=options.FOLDER)
 def restore(file: Path, home: Path) -> None:
     """Restore a coordinator's home from a verified backup, with resumable runs."""
-    from fedquilt import progress, units
-    from fedquilt.coordinator import backup as tool
+    from fedquilt.console import progress, units
+    from fedquilt.coordinator.storage import backup as tool
 
     with progress.show_progress(f"restoring {home}"):
         found = tool.restore_backup(file, home)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import verb
 
 
@@ -13,9 +13,9 @@ from fedquilt.cli.commands import verb
 @options.home_option
 @options.blob_options
 @options.broker_options()
-def resume(run: str, home: Path, blobs: options.Blobs, broker: options.Broker) -> int:
+def resume(run: str, home: Path, blobs: options.BlobOptions, broker: options.BrokerOptions) -> int:
     """Resume a stopped, failed or interrupted run."""
-    from fedquilt.coordinator import requests
+    from fedquilt.coordinator import control_requests
 
-    with homes.open_existing_home(home) as store:
-        return homes.run_to_end(home, broker, blobs, store, lambda: requests.resume_run(store, run).id)
+    with home_access.open_existing_home(home) as store:
+        return home_access.run_to_end(home, broker, blobs, store, lambda: control_requests.resume_run(store, run).id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import argument, verb
 
 
@@ -16,7 +16,7 @@ def rollouts(rollout: str | None, home: Path, format: str) -> None:
     """List the rollouts in --home, or show a rollout's steps and uncommitted devices."""
     from fedquilt.coordinator.views import rollouts as view
 
-    with homes.open_existing_home(home) as store:
+    with home_access.open_existing_home(home) as store:
         around = view.load_context(home, store.rollouts)
         if rollout is None:
             known, odd = store.rollouts.all(), store.rollouts.unreadable()
@@ -25,11 +25,11 @@ def rollouts(rollout: str | None, home: Path, format: str) -> None:
             rows = [{**view.summarise_rollout(each), "waits": held[each.state.id]} for each in known]
             rows += [{"rollout": id, "problem": why} for id, why in odd.items()]
             told = [f"{id} waits for {said}" for id, said in held.items() if said]
-            homes.print_rows(
+            home_access.print_rows(
                 format, rows, [*(view.format_rollouts(known, around.now) if known else [none]), *told, *odd.values()]
             )
             return
         kept = store.rollouts.find(rollout)
         facts = store.rollouts.facts(kept.state.id)
         shown = {**view.detail_rollout(kept), "waits": view.describe_rollout_wait(kept.state, facts, around)}
-        homes.print_rows(format, shown, view.format_rollout(kept, facts, around))
+        home_access.print_rows(format, shown, view.format_rollout(kept, facts, around))

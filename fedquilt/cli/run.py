@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 LIMITS = "Limits: the run ends after the round in which one is reached; [stop] in the job"
@@ -46,15 +46,16 @@ def run(
     max_bytes: int | None,
     max_wall: float | None,
     home: Path,
-    blobs: options.Blobs,
-    broker: options.Broker,
+    blobs: options.BlobOptions,
+    broker: options.BrokerOptions,
 ) -> int:
     """Run a job to its end, here or on the serving coordinator, or arm its [trigger]."""
-    from fedquilt import bundle as bundles
-    from fedquilt.coordinator import preflight, settings
-    from fedquilt.coordinator.store import ARMED, Store
+    from fedquilt.coordinator import settings
+    from fedquilt.coordinator.storage.store import ARMED, Store
+    from fedquilt.coordinator.updates import job_validation
+    from fedquilt.formats import job_bundle as bundles
 
-    read, folder = homes.load_job(job), homes.bundle_folder(job, bundle)
+    read, folder = home_access.load_job(job), home_access.bundle_folder(job, bundle)
     read = settings.with_limits(read, max_joules, max_bytes, max_wall)
     settings.require_no_adversaries(read)
     made = bundles.load_bundle(folder)
@@ -64,8 +65,8 @@ def run(
             print(f"{id} is armed already (--new arms another one)")
             return 0
         if id is None or read.trigger is not None:
-            preflight.require_matching_bundle(read, made)
-            preflight.create_initial_state(read, made)
+            job_validation.require_matching_bundle(read, made)
+            job_validation.create_initial_state(read, made)
         if read.trigger is not None:
             id = store.add_job(read, folder.resolve())
             print(f"{id} is armed: `fedquilt serve --home {home}` starts runs of it; `fedquilt stop {id}` ends that")
@@ -80,4 +81,4 @@ def run(
                 store.set_status(id, "running")
             return id
 
-        return homes.run_to_end(home, broker, blobs, store, submit)
+        return home_access.run_to_end(home, broker, blobs, store, submit)

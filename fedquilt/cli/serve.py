@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb, verbosity
 from fedquilt.core import JobError
 
@@ -25,17 +25,17 @@ from fedquilt.core import JobError
 def serve(
     home: Path,
     metrics: str | None,
-    blobs: options.Blobs,
+    blobs: options.BlobOptions,
     site: Path | None,
     log_format: str,
-    broker: options.Broker,
+    broker: options.BrokerOptions,
 ) -> None:
     """Run the coordinator for the jobs in --home until stopped."""
-    from fedquilt import logs
     from fedquilt.coordinator import limits
-    from fedquilt.coordinator.store import Store
+    from fedquilt.coordinator.storage.store import Store
     from fedquilt.coordinator.views.json_console import JsonConsole
     from fedquilt.coordinator.views.terminal import Console, run_coordinator
+    from fedquilt.host import logs
 
     where = blobs.to_locations(broker.ca)
     with Store(home) as store:
@@ -47,14 +47,14 @@ def serve(
         if log_format == "json":
             logs.use_json_logs()
             console = JsonConsole()
-        link, identity = homes.make_link(broker, console.report)
+        link, identity = home_access.make_link(broker, console.report)
         console.report(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
         )
         above = None
         if site is not None:
-            from fedquilt.tools.site.agent import connect_site_agent
+            from fedquilt.tools.operations.site.agent import connect_site_agent
 
             above = connect_site_agent(site, store)
             console.report(f"site {above.agent.device} of the coordinator at {above.agent.settings.broker.url}")

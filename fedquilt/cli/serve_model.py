@@ -32,7 +32,7 @@ def serve_model(
     listen_anywhere: bool,
 ) -> None:
     """Serve predictions of an exported network, with updates in place and drift detection."""
-    from fedquilt.tools import runner
+    from fedquilt.tools.operations import runner
 
     options.require_exclusive(http=http, folder=folder, camera=camera)
     runner.main(

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import click
 
-from fedquilt.cli import homes, options
-from fedquilt.cli import phased as phases
+from fedquilt.cli import home_access, options
+from fedquilt.cli import rollout_options as phases
 from fedquilt.cli.commands import argument, option, verb
-from fedquilt.cli.phased import Phased
+from fedquilt.cli.rollout_options import RolloutOptions
 from fedquilt.core import JobError
 
 NUMBERS: Final = ("max_w", "telemetry_s")
@@ -46,20 +46,20 @@ def parse_settings(words: tuple[str, ...]) -> dict[str, Any]:
 @phases.rollout_options()
 @option("--back", is_flag=True, help="Take the latest settings back: boards return to those before.")
 @options.home_option
-def settings(words: tuple[str, ...], phased: Phased, back: bool, home: Path) -> None:
+def settings(words: tuple[str, ...], phased: RolloutOptions, back: bool, home: Path) -> None:
     """Set budget, labels, power and telemetry of devices, within their agent.toml."""
-    from fedquilt.edge_agent.upgrade import central
+    from fedquilt.edge_agent.upgrade import remote_settings
 
     if bool(words) == back:
         raise click.UsageError(
             "settings such as budget=1GB (before --to) or --back: one of them", click.get_current_context()
         )
-    with homes.open_existing_home(home) as store:
+    with home_access.open_existing_home(home) as store:
         if back:
             print(phases.roll_back_latest(store, "settings"))
             return
         given = parse_settings(words)
-        central.parse_remote_settings(given)
+        remote_settings.parse_remote_settings(given)
         phases.submit_rollout(
             store, phased.make_plan("settings", " ".join(words), settings=given), None, " ".join(words), home
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import verb
 
 
@@ -13,7 +13,7 @@ from fedquilt.cli.commands import verb
 @options.home_option
 def stop(run: str, home: Path) -> None:
     """Stop a run, which `resume` can continue."""
-    from fedquilt.coordinator import requests
+    from fedquilt.coordinator import control_requests
 
-    with homes.open_existing_home(home) as store:
-        print(requests.stop_run(store, run))
+    with home_access.open_existing_home(home) as store:
+        print(control_requests.stop_run(store, run))

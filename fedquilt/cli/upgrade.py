@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from fedquilt.cli import homes, options
-from fedquilt.cli import phased as phases
+from fedquilt.cli import home_access, options
+from fedquilt.cli import rollout_options as phases
 from fedquilt.cli.commands import argument, option, verb
-from fedquilt.cli.phased import Phased
+from fedquilt.cli.rollout_options import RolloutOptions
 
 
 @verb()
@@ -17,14 +17,14 @@ from fedquilt.cli.phased import Phased
 @phases.rollout_options()
 @option("--back", is_flag=True, help="Take the latest upgrade back: boards return to the version before.")
 @options.home_option
-def upgrade(bundle: Path | None, phased: Phased, back: bool, home: Path) -> None:
+def upgrade(bundle: Path | None, phased: RolloutOptions, back: bool, home: Path) -> None:
     """Roll out an agent version to the devices in phases. Devices undo a failed upgrade."""
     from fedquilt.core import StoreError
     from fedquilt.edge_agent.upgrade import archive
 
     if (bundle is None) != back:
         raise click.UsageError("either BUNDLE or --back", click.get_current_context())
-    with homes.open_existing_home(home) as store:
+    with home_access.open_existing_home(home) as store:
         if bundle is None:
             print(phases.roll_back_latest(store, "agent"))
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import homes, options
+from fedquilt.cli import home_access, options
 from fedquilt.cli.commands import option, verb
 
 
@@ -16,19 +16,19 @@ from fedquilt.cli.commands import option, verb
 @options.format_option
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
     """Explain the selection of devices in each round, and the outcome of their tasks."""
-    from fedquilt.coordinator.views import log, waits
-    from fedquilt.coordinator.views import why as reasons
+    from fedquilt.coordinator.views import event_messages, wait_reasons
+    from fedquilt.coordinator.views import round_outcomes as reasons
 
-    with homes.open_existing_home(home) as store:
+    with home_access.open_existing_home(home) as store:
         parts, row = reasons.load_outcomes(store, run), store.job(run)
-        held_up = waits.describe_wait(row, store)
+        held_up = wait_reasons.describe_wait(row, store)
         warning = reasons.warn_of_weights(store, row.job, (fact for _, _, fact in store.facts(row.id)))
     whole = number is None and device is None
     told = [f"{row.id} waits for {held_up}"] if held_up and whole else []
     told += [warning] if warning and whole else []
     if whole and parts.state.phase == row.status == "failed":
-        told += log.format_end("failed", parts.state.reason)
-    homes.print_rows(
+        told += event_messages.format_end("failed", parts.state.reason)
+    home_access.print_rows(
         format,
         reasons.filter_outcomes(parts.found, number, device),
         [*reasons.format_outcomes(parts, number, device), *told],

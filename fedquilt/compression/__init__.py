@@ -24,10 +24,11 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy as np
 
-from fedquilt import tensor_register, tensors
-from fedquilt.compression.lossy import CODERS
-from fedquilt.core import Answer, Encoding, ModelError, Tensors, UpdateError
-from fedquilt.tensors import Shaped
+from fedquilt.arrays import tensors
+from fedquilt.arrays.tensors import TensorSpec
+from fedquilt.compression.lossy_codecs import CODERS
+from fedquilt.core import ClientResult, Encoding, ModelError, Tensors, UpdateError
+from fedquilt.formats import tensor_register
 
 UNSENT: Final = "unsent/"  # in a device's private state: prefix of the rests that codecs have left out
 MARK: Final = "#"  # separates a tensor's name from that of a part it is sent in
@@ -61,8 +62,8 @@ def method_state(private: Tensors) -> dict[str, np.ndarray]:
 
 
 def encode_update(
-    wire: Encoding, answer: Answer, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
-) -> Answer:
+    wire: Encoding, answer: ClientResult, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
+) -> ClientResult:
     """Return an update as sent, with the codec's residuals in its private state.
 
     Args:
@@ -160,7 +161,7 @@ def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.
     return dict(sorted(plain.items()))
 
 
-def decoded_specs(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str, Any]) -> dict[str, Shaped]:
+def decoded_specs(wire: Encoding, sent: Mapping[str, TensorSpec], like: Mapping[str, Any]) -> dict[str, TensorSpec]:
     """Return the types and shapes of the tensors that `decode_bundle` would return.
 
     Args:
@@ -179,7 +180,7 @@ def decoded_specs(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str,
         shape = coder.told([parts[part] for part in coder.parts], getattr(like.get(name), "shape", ()), wire.keep)
         if shape is None:
             raise UpdateError(f"tensor {name!r} is told in parts of types or shapes that {wire.codec} does not make")
-        plain[name] = Shaped(shape, np.dtype(np.float32))
+        plain[name] = TensorSpec(shape, np.dtype(np.float32))
     return plain
 
 

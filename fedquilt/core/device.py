@@ -7,7 +7,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from fedquilt.core.messages import OperatingPoint, Work
+from fedquilt.core.messages import OperatingPoint, WorkEstimate
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +103,6 @@ class Device(Protocol):
         """Restore the clock settings from before the first `pin_clocks`."""
         ...
 
-    def task_cost(self, work: Work, measured: Cost) -> Cost:
+    def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
         """Return the cost of a task: `measured`, or the profile's prediction on a simulated board."""
         ...

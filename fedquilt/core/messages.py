@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core.latest import cache_last_call
+from fedquilt.core.last_call_cache import cache_last_call
 
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
 """A job, fleet or device id: safe in a topic, a file name and a log line."""
@@ -30,14 +30,14 @@ Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e24)]
 Metrics = Annotated[dict[Label, float], Meta(max_length=1000)]
 Layout = Annotated[dict[Label, Label], Meta(max_length=20_000)]
-"""Tensor -> its type and shape, "f4:64,3,7,7": `fedquilt.tensors.layout`."""
+"""Tensor -> its type and shape, "f4:64,3,7,7": `fedquilt.arrays.tensors.layout`."""
 
 
-class Wired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class of messages: immutable, keyword-only, unknown fields rejected by default."""
 
 
-class Told(Wired, frozen=True, forbid_unknown_fields=False):
+class DeviceReport(WireMessage, frozen=True, forbid_unknown_fields=False):
     """Base class of messages from devices. Unknown fields of newer agents are skipped.
 
     A field that changes the meaning of an update's tensors may be sent only at the request of the task, because an
@@ -45,14 +45,14 @@ class Told(Wired, frozen=True, forbid_unknown_fields=False):
     """
 
 
-class BlobRef(Wired, frozen=True):
+class BlobRef(WireMessage, frozen=True):
     """Reference to a blob by sha256 and size of its content."""
 
     sha256: Digest
     size: Count
 
 
-class Work(Wired, frozen=True, omit_defaults=True):
+class WorkEstimate(WireMessage, frozen=True, omit_defaults=True):
     """Predicted cost of a task, for deadlines, clocks and memory checks.
 
     Counts that end in `_per_example` and `_per_batch` are added for the examples of the device that the task uses.
@@ -72,7 +72,7 @@ class Work(Wired, frozen=True, omit_defaults=True):
     workload: Label = ""  # which of a point's `rates` apply, "torch-conv"; "": the point's own numbers
 
     @cache_last_call
-    def total_for_examples(self, examples: int) -> Work:
+    def total_for_examples(self, examples: int) -> WorkEstimate:
         """Return the work for a device with `examples` examples. All counts are then totals."""
         examples = min(examples, self.examples or examples)
         batches = -(-examples // self.batch) if self.batch else min(examples, 1)
@@ -87,7 +87,7 @@ class Work(Wired, frozen=True, omit_defaults=True):
             bytes_per_batch=0.0,
         )
 
-    def add(self, other: Work) -> Work:
+    def add(self, other: WorkEstimate) -> WorkEstimate:
         """Return the sum of two works of one task.
 
         Counts per mini-batch are converted to the mini-batch size of the first work.
@@ -106,7 +106,7 @@ class Work(Wired, frozen=True, omit_defaults=True):
             workload=self.workload or other.workload,
         )
 
-    def scale(self, share: float) -> Work:
+    def scale(self, share: float) -> WorkEstimate:
         """Return a share of this work, from 0 to 1. Predicted seconds scale by the same factor."""
         if share == 1:
             return self
@@ -122,14 +122,14 @@ ADDED: Final = (
     "launches_per_batch",
     "bytes_per_batch",
 )
-"""Counts of `Work` that add up where one work follows another."""
+"""Counts of `WorkEstimate` that add up where one work follows another."""
 
 
 Action = Literal["check", "work"]
 CODECS: Final = ("raw", "fp16", "int8", "topk")  # known to this version: `fedquilt.compression`
 
 
-class Encoding(Wired, frozen=True):
+class Encoding(WireMessage, frozen=True):
     """Encoding of the tensors of an update, from a job's [wire] table.
 
     The codecs are described in `fedquilt.compression`.
@@ -140,7 +140,7 @@ class Encoding(Wired, frozen=True):
     unchanged: Annotated[tuple[str, ...], Meta(max_length=10_000)] = ()  # tensors that no codec rounds, by name
 
 
-class Task(Wired, frozen=True):
+class Task(WireMessage, frozen=True):
     """Work for one device, identified by job, round and device. `attempt` counts repetitions."""
 
     job: Name
@@ -151,7 +151,7 @@ class Task(Wired, frozen=True):
     actions: Annotated[tuple[Action, ...], Meta(min_length=1, max_length=2)]
     params: Annotated[dict[Label, Any], Meta(max_length=1000)]
     bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
-    work: Work
+    work: WorkEstimate
     seed: Count
     deadline_s: Seconds  # remaining when sent: a board's clock may say 1970
     tier: Label = ""
@@ -161,7 +161,7 @@ class Task(Wired, frozen=True):
     epoch: Count = 0  # start of the coordinator that sends it
 
 
-class Usage(Told, frozen=True):
+class Usage(DeviceReport, frozen=True):
     """Measured cost of a task. Bytes count blob payloads, not protocol overhead."""
 
     wall_s: Seconds = 0.0
@@ -192,7 +192,7 @@ Packed = Annotated[bytes, Meta(max_length=100_000)]
 """Counts as of `evaluation.pack_counts`."""
 
 
-class EvaluationSums(Told, frozen=True, omit_defaults=True):
+class EvaluationSums(DeviceReport, frozen=True, omit_defaults=True):
     """Sums over the examples of an evaluation.
 
     Attributes:
@@ -227,7 +227,7 @@ class EvaluationSums(Told, frozen=True, omit_defaults=True):
     devices: Annotated[tuple[tuple[float, Count], ...], Meta(max_length=20_000)] = ()
 
 
-class Update(Told, frozen=True, omit_defaults=True):
+class Update(DeviceReport, frozen=True, omit_defaults=True):
     """Result of a device's task. The tensors are fetched separately as blobs."""
 
     job: Name
@@ -258,19 +258,19 @@ class Update(Told, frozen=True, omit_defaults=True):
         return self.usage.up_bytes + (self.below.up_bytes if self.below else 0)
 
 
-class Rates(Told, frozen=True, array_like=True, omit_defaults=True):
-    """Speed of one workload at an operating point. `fedquilt.cost_model` adds up the four times.
+class Rates(DeviceReport, frozen=True, array_like=True, omit_defaults=True):
+    """Speed of one workload at an operating point. `fedquilt.costs.cost_model` adds up the four times.
 
     Rates are encoded as a list in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
     """
 
     flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
     bytes_per_s: Amount | None = None  # memory traffic, likewise
-    launch_s: Seconds | None = None  # cost of one of `Work.launches`, whatever its size
+    launch_s: Seconds | None = None  # cost of one of `WorkEstimate.launches`, whatever its size
     task_s: Seconds | None = None  # cost of a task, whatever its work: reading its files, building its network
 
 
-class OperatingPoint(Told, frozen=True, omit_defaults=True):
+class OperatingPoint(DeviceReport, frozen=True, omit_defaults=True):
     """Clock setting of a board, with the speed and power measured at this setting."""
 
     name: Label
@@ -282,13 +282,13 @@ class OperatingPoint(Told, frozen=True, omit_defaults=True):
     launch_s: Seconds | None = None
     task_s: Seconds | None = None
     busy_w: Amount | None = None  # of the whole board, while it works
-    rates: Annotated[dict[Label, Rates], Meta(max_length=20)] = {}  # by `Work.workload`
+    rates: Annotated[dict[Label, Rates], Meta(max_length=20)] = {}  # by `WorkEstimate.workload`
 
 
 UPGRADES: Final = "upgrades"  # in `Profile.versions`: why its agent can never be upgraded over the air, if that is so
 
 
-class Profile(Told, frozen=True):
+class Profile(DeviceReport, frozen=True):
     """Self-description of a device. Numbers are measured on the device itself unless `provenance` differs."""
 
     device: Name
@@ -301,6 +301,8 @@ class Profile(Told, frozen=True):
     idle_w: Amount | None = None
     provenance: Label = "unknown"  # sysfs | table | measured | assumed | unknown
     codecs: Annotated[tuple[Name, ...], Meta(max_length=20)] = ("raw",)
-    labels: Annotated[tuple[Word, ...], Meta(max_length=32)] = ()  # what its owner calls it by: `fedquilt.labels`
+    labels: Annotated[
+        tuple[Word, ...], Meta(max_length=32)
+    ] = ()  # what its owner calls it by: `fedquilt.formats.labels`
     carriers: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()  # of blobs, beside the broker: "http"
     boards: Count = 0  # of a site; the coordinator believes it only of a device with a `SiteRight`

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from fedquilt.core.messages import BlobRef, EvaluationSums, Profile, Task, Work
+from fedquilt.core.messages import BlobRef, EvaluationSums, Profile, Task, WorkEstimate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,14 +27,16 @@ class DeviceView:
 
 
 @dataclass(frozen=True)
-class Order:
+class TaskSpec:
     """Task for one device in one round. A bundle is tensors or the reference of a stored blob."""
 
     params: Mapping[str, Any]
     bundles: Mapping[str, Tensors | BlobRef]
-    work: Work = Work()
+    work: WorkEstimate = WorkEstimate()
     held_out: bool = False  # whether the work's examples are the held-out ones, not those to train on
-    check: Work | None = None  # of an evaluation on as many examples as the device trains on; None: not predicted
+    check: WorkEstimate | None = (
+        None  # of an evaluation on as many examples as the device trains on; None: not predicted
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Site:
+class ClientContext:
     """Inputs of a client half: examples, tensors, engine and random generator."""
 
     device: str
@@ -93,7 +95,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ClientResult:
     """Return value of a client half: the bundles to send and the private state that stays."""
 
     bundles: Mapping[str, Tensors]
@@ -103,7 +105,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Contribution:
+class DeviceUpdate:
     """Update of a device with its tensors: the argument of `Method.fold`.
 
     Tensors of a large update are read from the disk at each access and are not kept in memory.
@@ -123,7 +125,7 @@ def tensor_shapes(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Expected:
+class UpdateSchema:
     """Names, shapes and dtypes of the tensors that an update may contain.
 
     The manifest of an update is checked against the schema before any blob is fetched.
@@ -137,7 +139,7 @@ Fold = TypeVar("Fold", bound=Callable[..., Any])
 Sound: TypeAlias = Callable[[Any, Any, float], None]
 
 
-def with_update_schema(known: Callable[[Any], Expected | None]) -> Callable[[Fold], Fold]:
+def with_update_schema(known: Callable[[Any], UpdateSchema | None]) -> Callable[[Fold], Fold]:
     """Decorate a `Method.fold` with the schema of the updates that the fold accepts.
 
     The schema belongs to the fold: a method that reuses the rest of another method does not inherit the schema.
@@ -153,7 +155,7 @@ def with_update_schema(known: Callable[[Any], Expected | None]) -> Callable[[Fol
     return decorate
 
 
-def update_schema(fold: Callable[..., Any], state: Any) -> Expected | None:
+def update_schema(fold: Callable[..., Any], state: Any) -> UpdateSchema | None:
     """Return the schema of the updates that a fold accepts, or None if unknown."""
     known = getattr(fold, "expected", None)
     return None if known is None else known(state)
@@ -164,8 +166,8 @@ def with_mergeable_accumulators(
 ) -> Callable[[Fold], Fold]:
     """Decorate a `Method.fold` whose accumulators consist of exact sums and device counts.
 
-    Updates are then folded in any order, and `fedquilt.exact.join` merges accumulators of different devices. A fold
-    that rejects an update leaves the accumulator unchanged.
+    Updates are then folded in any order, and `fedquilt.arrays.exact_sums.join` merges accumulators of different
+    devices. A fold that rejects an update leaves the accumulator unchanged.
 
     Args:
         kind: The type of the accumulators, or a function of the state that returns None if they cannot be merged.
@@ -187,7 +189,7 @@ def mergeable_type(fold: Callable[..., Any], state: Any) -> type | None:
     return None if kind is None else kind(state)
 
 
-def with_update_check(require: Callable[[Any, Contribution], None]) -> Callable[[Fold], Fold]:
+def with_update_check(require: Callable[[Any, DeviceUpdate], None]) -> Callable[[Fold], Fold]:
     """Decorate a `Method.fold` with a check of updates that requires no accumulator.
 
     The fold must call the check before it changes the accumulator.
@@ -221,7 +223,7 @@ def with_task_key(key: Callable[[DeviceView], Hashable]) -> Callable[[Fold], Fol
     return decorate
 
 
-def require_valid_update(fold: Callable[..., Any], state: Any, update: Contribution) -> None:
+def require_valid_update(fold: Callable[..., Any], state: Any, update: DeviceUpdate) -> None:
     """Raise UpdateError if a fold would reject an update.
 
     Raises:
@@ -254,7 +256,7 @@ class Artefact:
 
 
 @dataclass(frozen=True)
-class Settle:
+class EvaluationRound:
     """Server half of an evaluation round, which collects data for the evaluation of a state.
 
     The tasks of an evaluation round are run by `Method.work`, which recognises them by their parameters. An evaluation
@@ -263,8 +265,8 @@ class Settle:
     """
 
     wanted: Callable[[Any], bool]  # (S) -> whether states of this job need it: called once, with the first
-    send: Callable[[Any, DeviceView], Order | None]  # as of `Method`
-    fold: Callable[[Any, Any, Contribution], Any]
+    send: Callable[[Any, DeviceView], TaskSpec | None]  # as of `Method`
+    fold: Callable[[Any, Any, DeviceUpdate], Any]
     step: Callable[[Any, Any], Any]
 
 
@@ -273,7 +275,7 @@ class Method:
     """A federated method: server half and client half. One per file of `fedquilt.methods`.
 
     S is a frozen dataclass of arrays, scalars, strings, tuples and mappings with annotated types
-    (so that `fedquilt.tensors.pack_state` can store it); A, a round's accumulator, is any value.
+    (so that `fedquilt.arrays.tensors.pack_state` can store it); A, a round's accumulator, is any value.
     The server half (init, send, fold, step, done, result) is numpy only; the client half
     (work, check) runs in the device's task process and gets a Task and a Site, nothing else.
     """
@@ -283,22 +285,22 @@ class Method:
     state: type  # S
     engines: Sequence[str]  # which engines can run the client half, preferred first
     init: Callable[[Bundle, Any, int], Any]  # (bundle, params, seed) -> S
-    send: Callable[[Any, DeviceView], Order | None]  # None: nothing for this device now
-    work: Callable[[Task, Site], Answer]
-    check: Callable[[Task, Site], EvaluationSums] | None  # evaluation on the held-out examples
-    fold: Callable[[Any, Any, Contribution], Any]  # (S, A | None, contribution) -> A, in place; UpdateError refuses it
+    send: Callable[[Any, DeviceView], TaskSpec | None]  # None: nothing for this device now
+    work: Callable[[Task, ClientContext], ClientResult]
+    check: Callable[[Task, ClientContext], EvaluationSums] | None  # evaluation on the held-out examples
+    fold: Callable[[Any, Any, DeviceUpdate], Any]  # (S, A | None, contribution) -> A, in place; UpdateError refuses it
     step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round; neither A is used by anybody afterwards
     result: Callable[[Any], Artefact]
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
     explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the last step, for the log
     least: Callable[[Any], int] = lambda params: 1  # (params) -> fewest updates of which a round can be made
-    settle: Settle | None = None  # None: a state can be evaluated as it is
+    settle: EvaluationRound | None = None  # None: a state can be evaluated as it is
     exact: bool = False  # updates may not be rounded: no lossy codec
     tasks: Sequence[str] = ("classes", "regression", "labels")  # predictions supported (`fedquilt.metrics`)
     anew: bool = False  # a device whose private state is lost may begin it anew; else it declines, by name
     refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it refuses -> a sentence why
     uneven: bool = False  # devices of a round may train for unequal numbers of `epochs`, one of its params
-    personal: Callable[[Task, Site], Tensors] | None = None
+    personal: Callable[[Task, ClientContext], Tensors] | None = None
     """A device's own network, all its tensors, as `check` evaluates it; None: what a device runs is the `result`.
 
     The task is one for a device that has not taken part; the site has the private state, and no examples. Raises

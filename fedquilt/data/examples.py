@@ -17,7 +17,7 @@ from fedquilt.data.spec import DataSpec
 if TYPE_CHECKING:
     import numpy as np
 
-    from fedquilt.data.readers import Reader
+    from fedquilt.data.readers import ExampleReader
 
 
 def load_share(spec: DataSpec) -> tuple[Examples, Examples]:
@@ -49,7 +49,7 @@ def load_all_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
     )
 
 
-class Together:
+class SharedLoader:
     """Loader for the devices of one process, which reads the shares of all devices in one pass.
 
     An empty share is an error for its own device only. If the data cannot be read in one pass, each share is read
@@ -123,12 +123,12 @@ def count_labels(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     return train, held
 
 
-def require_nonempty_shares(reader: Reader, spec: DataSpec) -> None:
+def require_nonempty_shares(reader: ExampleReader, spec: DataSpec) -> None:
     used = _select_rows(reader, spec)
     _require_nonempty(_split_shares(reader, used, spec, range(spec.shares)), len(used), spec, range(spec.shares))
 
 
-def open_split(spec: DataSpec) -> Reader:
+def open_split(spec: DataSpec) -> ExampleReader:
     from fedquilt.data import sources, synthetic
 
     if spec.synthetic:
@@ -137,7 +137,7 @@ def open_split(spec: DataSpec) -> Reader:
 
 
 def _split_shares(
-    reader: Reader, used: np.ndarray, spec: DataSpec, shares: Sequence[int]
+    reader: ExampleReader, used: np.ndarray, spec: DataSpec, shares: Sequence[int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     # Indices into `used`, ascending. A share may be empty.
     from fedquilt.data import partition
@@ -156,7 +156,7 @@ def _split_shares(
     return found
 
 
-def _class_labels(reader: Reader, used: np.ndarray, spec: DataSpec) -> np.ndarray:
+def _class_labels(reader: ExampleReader, used: np.ndarray, spec: DataSpec) -> np.ndarray:
     import numpy as np
 
     return reader.y[used] if spec.task == "classes" else np.zeros(len(used), np.int64)
@@ -178,7 +178,7 @@ def _empty_share_error(spec: DataSpec, share: int, count: int) -> DataError:
     )
 
 
-def _select_rows(reader: Reader, spec: DataSpec) -> np.ndarray:
+def _select_rows(reader: ExampleReader, spec: DataSpec) -> np.ndarray:
     from fedquilt.data import partition
 
     each = spec.per_class.get(spec.split, 0) if isinstance(spec.per_class, dict) else spec.per_class
@@ -188,7 +188,7 @@ def _select_rows(reader: Reader, spec: DataSpec) -> np.ndarray:
 
 
 def _read_parts(
-    reader: Reader, used: np.ndarray, parts: Sequence[tuple[np.ndarray, np.ndarray]], spec: DataSpec
+    reader: ExampleReader, used: np.ndarray, parts: Sequence[tuple[np.ndarray, np.ndarray]], spec: DataSpec
 ) -> list[tuple[Examples, Examples]]:
     # One pass over the file. All results are views of one array.
     import numpy as np
@@ -203,7 +203,7 @@ def _read_parts(
     return list(zip(cut[::2], cut[1::2], strict=True))
 
 
-def _read_examples(reader: Reader, rows: np.ndarray, spec: DataSpec) -> Examples:
+def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> Examples:
     import numpy as np
 
     x = reader.take(rows)

@@ -20,7 +20,7 @@ SIZE_MOST: Final = 16384  # pixels of a side: no board could hold more
 AT_ONCE_PIXELS: Final = 2**18  # resized at once, so that float32 copies stay small
 
 
-class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Image input of a network: (channels, size, size) float32, scaled to 0..1, then (x - mean) / std."""
 
     channels: Annotated[int, Meta(ge=1)]
@@ -74,7 +74,7 @@ def resize_images(x: np.ndarray, size: int) -> np.ndarray:
     return result
 
 
-def prepare_images(x: np.ndarray, wanted: Input | Mapping[str, Any]) -> np.ndarray:
+def prepare_images(x: np.ndarray, wanted: ImageInput | Mapping[str, Any]) -> np.ndarray:
     """Convert stored images to network inputs, (n, channels, size, size) float32.
 
     Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights.
@@ -86,7 +86,7 @@ def prepare_images(x: np.ndarray, wanted: Input | Mapping[str, Any]) -> np.ndarr
     Raises:
         DataError: If the images have another shape or type.
     """
-    spec = wanted if isinstance(wanted, Input) else msgspec.convert(wanted, Input)
+    spec = wanted if isinstance(wanted, ImageInput) else msgspec.convert(wanted, ImageInput)
     if x.ndim == 3:
         x = x[..., None]
     if x.ndim != 4 or x.shape[3] not in (1, 3):

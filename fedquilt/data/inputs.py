@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from fedquilt import config
 from fedquilt.core import DataError, JobError
 from fedquilt.data import images
-from fedquilt.data.images import Input
+from fedquilt.data.images import ImageInput
+from fedquilt.formats import toml
 
 SCALES_MOST = 100.0  # factor between the standard deviations of two features
 
@@ -23,7 +23,7 @@ Table: TypeAlias = dict[str, int | bool | tuple[float, ...]]
 """An `[input]` table that `parse` takes, as a bundle holds it."""
 
 
-class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ValueInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Numeric input of a network: float32, (x - mean) / std along the last axis."""
 
     mean: tuple[float, ...] = (0.0,)  # one for all features, or one each
@@ -31,19 +31,19 @@ class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     standardise: bool = False  # in a job: `prepare_inputs` computes both from the training split of [data]
 
 
-def parse_input_table(table: Mapping[str, Any]) -> Input | Values:
+def parse_input_table(table: Mapping[str, Any]) -> ImageInput | ValueInput:
     """Parse the `[input]` table of a job.
 
     Raises:
         JobError: If a key is unknown, or the numbers of means and deviations differ.
     """
     if "channels" in table or "size" in table:
-        found: Input | Values = config.convert_table(table, Input, "[input]")
-        assert isinstance(found, Input)
+        found: ImageInput | ValueInput = toml.convert_table(table, ImageInput, "[input]")
+        assert isinstance(found, ImageInput)
         lengths = (1, found.channels)
     else:
-        found = config.convert_table(table, Values, "[input]")
-        assert isinstance(found, Values)
+        found = toml.convert_table(table, ValueInput, "[input]")
+        assert isinstance(found, ValueInput)
         if found.standardise and ("mean" in table or "std" in table):
             raise JobError("[input] standardise computes mean and std: leave these two out, or standardise")
         lengths = (1, max(len(found.mean), len(found.std), 1))
@@ -56,7 +56,7 @@ def parse_input_table(table: Mapping[str, Any]) -> Input | Values:
     return found
 
 
-def measure_scales(x: np.ndarray) -> Values:
+def measure_scales(x: np.ndarray) -> ValueInput:
     """Return the mean and standard deviation of each feature of the last axis.
 
     A constant feature gets the deviation 1.
@@ -66,7 +66,7 @@ def measure_scales(x: np.ndarray) -> Values:
     """
     flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
     std = flat.std(axis=0)
-    return Values(tuple(map(float, flat.mean(axis=0))), tuple(map(float, np.where(std > 0, std, 1.0))))
+    return ValueInput(tuple(map(float, flat.mean(axis=0))), tuple(map(float, np.where(std > 0, std, 1.0))))
 
 
 def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
@@ -100,7 +100,7 @@ def prepare_inputs(x: np.ndarray, wanted: Mapping[str, Any]) -> np.ndarray:
     """
     if "channels" in wanted:
         return images.prepare_images(x, wanted)
-    spec = msgspec.convert(wanted, Values)
+    spec = msgspec.convert(wanted, ValueInput)
     if x.dtype.kind not in "fiub":
         raise DataError(f"examples of type {x.dtype}: expected numbers")
     mean, std = np.array(spec.mean, np.float32), np.array(spec.std, np.float32)

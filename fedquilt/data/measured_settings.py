@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import config
 from fedquilt.core import DataError, JobError
 from fedquilt.data.spec import AUTO, DataSpec
+from fedquilt.formats import toml
 
 MOST: Final = 256  # words of a column; one with more holds names or texts rather than categories
 
@@ -34,7 +34,7 @@ def agent_lines(table: Mapping[str, Any]) -> list[str]:
     lines = []
     if categories := table.get("categories"):
         each = (
-            f"{config.key_text(column)} = {json.dumps(list(words), ensure_ascii=False)}"
+            f"{toml.key_text(column)} = {json.dumps(list(words), ensure_ascii=False)}"
             for column, words in categories.items()
         )
         lines.append(f"categories = {{ {', '.join(each)} }}")

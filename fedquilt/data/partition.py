@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import DataError, derive_seed
 from fedquilt.data.spec import DataSpec
 

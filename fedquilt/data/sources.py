@@ -14,11 +14,11 @@ import numpy as np
 
 from fedquilt.core import DataError
 from fedquilt.data import images, readers
-from fedquilt.data.readers import Reader
+from fedquilt.data.readers import ExampleReader
 from fedquilt.data.spec import DataSpec
 
 
-def open_sources(spec: DataSpec) -> Reader:
+def open_sources(spec: DataSpec) -> ExampleReader:
     if not spec.sources:
         return _resize_images(_offset_labels(readers.open_reader(spec), spec.labels_from), spec)
     found = []
@@ -29,11 +29,11 @@ def open_sources(spec: DataSpec) -> Reader:
     return _combine_readers(found, spec)
 
 
-def _offset_labels(reader: Reader, first: int) -> Reader:
+def _offset_labels(reader: ExampleReader, first: int) -> ExampleReader:
     return replace(reader, y=reader.y + first) if first else reader
 
 
-def _require_consistent_labels(found: Sequence[Reader], spec: DataSpec) -> None:
+def _require_consistent_labels(found: Sequence[ExampleReader], spec: DataSpec) -> None:
     for number, (source, reader) in enumerate(zip(spec.sources, found, strict=True)):
         for other, earlier in zip(spec.sources[:number], found[:number], strict=True):
             common = np.intersect1d(reader.y, earlier.y)
@@ -47,7 +47,7 @@ def _require_consistent_labels(found: Sequence[Reader], spec: DataSpec) -> None:
 # -- one shape ------------------------------------------------------------------------------------
 
 
-def _resize_images(reader: Reader, spec: DataSpec) -> Reader:
+def _resize_images(reader: ExampleReader, spec: DataSpec) -> ExampleReader:
     """Return the reader with images scaled to the spec's size, unless they have it already."""
     if not spec.size or reader.shape[:2] == (spec.size, spec.size):
         return reader
@@ -65,7 +65,7 @@ def _is_image(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
 
 
-def _combine_readers(found: Sequence[Reader], spec: DataSpec) -> Reader:
+def _combine_readers(found: Sequence[ExampleReader], spec: DataSpec) -> ExampleReader:
     """Return one reader of several: grey becomes colour if any has colour, and bytes become 0 to 1."""
     shape, dtype = _common_shape(found, spec), _common_type(found, spec)
     sizes = [len(reader.y) for reader in found]
@@ -82,10 +82,10 @@ def _combine_readers(found: Sequence[Reader], spec: DataSpec) -> Reader:
                 result[mine] = x if x.dtype.kind == dtype.kind else x / np.float32(np.iinfo(x.dtype).max)
         return result
 
-    return Reader(np.concatenate([reader.y for reader in found]), take, shape, dtype, origin)
+    return ExampleReader(np.concatenate([reader.y for reader in found]), take, shape, dtype, origin)
 
 
-def _common_shape(found: Sequence[Reader], spec: DataSpec) -> tuple[int, ...]:
+def _common_shape(found: Sequence[ExampleReader], spec: DataSpec) -> tuple[int, ...]:
     shapes = {reader.shape for reader in found}
     if len(shapes) == 1:
         return shapes.pop()
@@ -97,7 +97,7 @@ def _common_shape(found: Sequence[Reader], spec: DataSpec) -> tuple[int, ...]:
     raise DataError(f"sources of several shapes: {each}: {mend}")
 
 
-def _common_type(found: Sequence[Reader], spec: DataSpec) -> np.dtype:
+def _common_type(found: Sequence[ExampleReader], spec: DataSpec) -> np.dtype:
     """Return the type of all readers, or float32 for different types of images or floats."""
     kinds = {reader.dtype for reader in found}
     if len(kinds) == 1:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config
 from fedquilt.core import JobError, TaskKind
+from fedquilt.formats import toml
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
@@ -46,7 +46,7 @@ class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stride: Natural = 0  # rows between the beginnings of two windows; 0: `steps`, without overlap
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExampleSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     labels_from: Natural  # its class 0 is this class of the whole; sources with the same number share their classes
     format: Format = "auto"
@@ -80,7 +80,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dataset: str = ""  # torchvision: name of its class, "CIFAR10"; without a path one of another package
     download: bool = False  # torchvision: fetch it if it is not there
     labels_from: Natural = 0  # number of the path's class 0: for a board with only one source of a mixture
-    sources: tuple[Source, ...] = ()  # a mixture, in this order
+    sources: tuple[ExampleSource, ...] = ()  # a mixture, in this order
     synthetic: Literal["", "fedpews-32k", "fedpews-3.2k"] = ""  # drawn by the seed, without a file
     size: Natural = 0  # scale images to size x size; 0: unchanged, all alike
     depth: Annotated[int, Meta(ge=0, le=16)] = 0  # bits of a grey level in image files, 9 to 16; 0: 8-bit images
@@ -171,7 +171,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             JobError: If a key is unknown, a value does not fit, or a category is "auto".
         """
-        spec = config.convert_table(table, cls, where)
+        spec = toml.convert_table(table, cls, where)
         for column, words in spec.categories.items():
             if words == AUTO:
                 raise JobError(

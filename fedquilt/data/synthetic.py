@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import DataError
-from fedquilt.data.readers import Reader
+from fedquilt.data.readers import ExampleReader
 from fedquilt.data.spec import DataSpec
 
 
@@ -43,7 +43,7 @@ TRAIN = {"fedpews-32k": 2000, "fedpews-3.2k": 200}  # points of each cluster
 TEST = 400  # likewise, of either
 
 
-def open_synthetic(spec: DataSpec) -> Reader:
+def open_synthetic(spec: DataSpec) -> ExampleReader:
     """Generate the training set (32,000 or 3,200 points) or the test set (6,400 points).
 
     Inputs are (n, 5) float32, labels 0 to 3, ordered by cluster.
@@ -63,7 +63,7 @@ def open_synthetic(spec: DataSpec) -> Reader:
         spread = np.sqrt(np.array([math.fsum(column) for column in ((trained - mean) ** 2).T]) / len(trained))
         return ((wanted[rows] - mean) / spread).astype(np.float32)
 
-    return Reader(y.astype(np.int64), take, (5,), np.dtype(np.float32))
+    return ExampleReader(y.astype(np.int64), take, (5,), np.dtype(np.float32))
 
 
 def draw_points(name: str, split: str, seed: int) -> np.ndarray:

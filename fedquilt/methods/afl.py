@@ -33,28 +33,31 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.core import (
-    Answer,
     Artefact,
     BlobRef,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     JobError,
     Method,
     ModelError,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     UpdateError,
     derive_seed,
     with_mergeable_accumulators,
     with_update_check,
 )
-from fedquilt.models.stitching import candidates, joint_head, least_squares, moment_sums, orders, stitched, taps
-from fedquilt.models.stitching.class_moments import Sums
-from fedquilt.models.stitching.moment_sums import Gathering
-from fedquilt.models.stitching.search_state import Stored
-from fedquilt.models.stitching.stitched import Stock
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.algebra import exact_moments, joint_head, least_squares
+from fedquilt.models.stitching.algebra.class_moments import ClassMoments
+from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.device import taps
+from fedquilt.models.stitching.search import candidates, task_specs
+from fedquilt.models.stitching.search.state import PackedSums
+from fedquilt.models.stitching.stitched_network import DonorPool
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,12 @@ class State:
 
     params: Params
     seed: int
-    stock: Stock
+    stock: DonorPool
     files: dict[str, BlobRef]
     path: tuple[str, ...]  # of the donor, up to the last block before its classifier
     turn: int = 0  # rounds in which somebody was heard
     heard: tuple[str, ...] = ()  # devices, sorted
-    gathered: Stored | None = None  # None: nobody was heard, or the head is solved
+    gathered: PackedSums | None = None  # None: nobody was heard, or the head is solved
     head: dict[str, np.ndarray] = field(default_factory=dict)  # {}: not solved yet
     log: tuple[str, ...] = ()
 
@@ -94,7 +97,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         ModelError: If the bundle has no donor blocks.
         JobError: If the donor is unknown, or if both `ridge` and `gcv` are set.
     """
-    stock = stitched.load_donor_pool(bundle.meta)
+    stock = stitched_network.load_donor_pool(bundle.meta)
     donor = params.donor or next(iter(stock.donors))
     if donor not in stock.donors:
         raise JobError(f"[params] donor: the bundle has no donor {donor!r}; it has {', '.join(sorted(stock.donors))}")
@@ -106,11 +109,11 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(params, seed, stock, dict(bundle.files), path)
 
 
-def send(state: State, device: DeviceView) -> Order | None:
+def send(state: State, device: DeviceView) -> TaskSpec | None:
     """Return the task spec for a device's moments, or None if they were received or the job is done."""
     if done(state) or device.device in state.heard:
         return None
-    ask = taps.GatherAsk(
+    ask = taps.GatherRequest(
         turn=state.turn,
         input=state.stock.input,
         blocks={name: state.stock.blocks[name] for name in state.path},
@@ -122,19 +125,19 @@ def send(state: State, device: DeviceView) -> Order | None:
         relu=state.params.random_features > 0,
         exact=True,
     )
-    return orders.moments_task_spec(ask, state.files)
+    return task_specs.moments_task_spec(ask, state.files)
 
 
-def validate_site_sums(state: State, total: Gathering, weight: float) -> None:
+def validate_site_sums(state: State, total: ExactMomentSums, weight: float) -> None:
     """Validate the moments of a site before they are merged.
 
     Raises:
         UpdateError: If the moments do not match the update's weight.
     """
-    moment_sums.validate_site_moments(total, len(state.stock.labels), _feature_width(state), weight, exact=True)
+    exact_moments.validate_site_moments(total, len(state.stock.labels), _feature_width(state), weight, exact=True)
 
 
-def validate_update(state: State, update: Contribution) -> None:
+def validate_update(state: State, update: DeviceUpdate) -> None:
     """Validate an update before it is added to the sums.
 
     Raises:
@@ -143,23 +146,23 @@ def validate_update(state: State, update: Contribution) -> None:
     if update.metrics.get("turn") != state.turn:
         raise UpdateError(f"answers turn {update.metrics.get('turn')} of the job, which is at {state.turn}")
     if update.device not in state.heard:
-        moment_sums.validate_update_moments(update, len(state.stock.labels), _feature_width(state), exact=True)
+        exact_moments.validate_update_moments(update, len(state.stock.labels), _feature_width(state), exact=True)
 
 
-@with_mergeable_accumulators(Gathering, validate_site_sums)
+@with_mergeable_accumulators(ExactMomentSums, validate_site_sums)
 @with_update_check(validate_update)
-def fold(state: State, so_far: Gathering | None, update: Contribution) -> Gathering:
+def fold(state: State, so_far: ExactMomentSums | None, update: DeviceUpdate) -> ExactMomentSums:
     """Add a device's moments in place, unless they were added in an earlier round.
 
     Raises:
         UpdateError: If the update is invalid, as in `validate_update`.
     """
     validate_update(state, update)
-    so_far = so_far or Gathering()
+    so_far = so_far or ExactMomentSums()
     return so_far if update.device in state.heard else so_far.add_update(update)
 
 
-def step(state: State, total: Gathering | None) -> State:
+def step(state: State, total: ExactMomentSums | None) -> State:
     """Add a round's moments. Solve the head after the last round, or if no new device took part."""
     if total is None or not total.devices:
         return _finish(state) if state.heard else replace(state, log=())
@@ -180,7 +183,7 @@ def done(state: State) -> bool:
 
 
 def result(state: State) -> Artefact:
-    """Return the donor's blocks under the new head (`stitched.to_artefact`).
+    """Return the donor's blocks under the new head (`stitched_network.to_artefact`).
 
     The head of a job that ends early is solved from the devices so far.
 
@@ -190,11 +193,11 @@ def result(state: State) -> Artefact:
     if not done(state) and state.gathered is None:
         raise ModelError("no device has sent its moments yet: there is no head")
     head = joint_head.export_head(state.head or _head_tensors(state))
-    meta, arrays = stitched.to_artefact(stitched.Network((state.path,), {}, head), state.stock)
+    meta, arrays = stitched_network.to_artefact(stitched_network.StitchedNetwork((state.path,), {}, head), state.stock)
     return Artefact("stitched", meta, arrays)
 
 
-def solve_head(params: Params, sums: Sums) -> dict[str, np.ndarray]:
+def solve_head(params: Params, sums: ClassMoments) -> dict[str, np.ndarray]:
     """Return the head solved from the sums of all devices, as float64 "weights" and "bias".
 
     "weights" is (labels, d) and "bias" (labels,). The bias of a class without examples is `joint_head.NEVER`.
@@ -208,7 +211,7 @@ def solve_head(params: Params, sums: Sums) -> dict[str, np.ndarray]:
     else:
         zero, labels = np.zeros_like(sums.mean), len(sums.counts)
         xx = sums.scatter + sums.n * np.outer(sums.mean, sums.mean)
-        moments = least_squares.Moments(sums.n, zero, np.zeros(labels), xx, sums.totals.T, sums.n)
+        moments = least_squares.RegressionMoments(sums.n, zero, np.zeros(labels), xx, sums.totals.T, sums.n)
         weights, bias = least_squares.solve_ridge(moments, params.ridge)
     return {"weights": weights, "bias": np.where(sums.counts > 0, bias, joint_head.NEVER)}
 
@@ -219,7 +222,9 @@ def _head_tensors(state: State) -> dict[str, np.ndarray]:
     head = solve_head(state.params, sums)
     if state.params.random_features:
         channels = state.stock.blocks[state.path[-1]].out_shape[0]
-        head["hidden"] = stitched.random_projection(channels, state.params.random_features, _projection_seed(state)).T
+        head["hidden"] = stitched_network.random_projection(
+            channels, state.params.random_features, _projection_seed(state)
+        ).T
     return {part: array.astype(np.float32) for part, array in head.items()}
 
 
@@ -243,9 +248,9 @@ def _projection_seed(state: State) -> int:
 # -- client ---------------------------------------------------------------------------------------
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Return the moments of the pooled features at the donor's last block, and of the labels."""
-    return taps.gather_moments(msgspec.convert(task.params, taps.GatherAsk), site)
+    return taps.gather_moments(msgspec.convert(task.params, taps.GatherRequest), site)
 
 
 METHOD = Method(

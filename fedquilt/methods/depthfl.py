@@ -27,27 +27,28 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensor_register, tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     EvaluationSums,
     Hooks,
-    Order,
-    Site,
     Step,
     Task,
+    TaskSpec,
     with_mergeable_accumulators,
     with_update_schema,
 )
+from fedquilt.formats import tensor_register
 from fedquilt.methods import fedavg, heterofl
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
 from fedquilt.models.partial import width as by_width
-from fedquilt.models.partial.width import Counted, Places
+from fedquilt.models.partial.width import Places, WeightedEntrySums
 
 Depth = Annotated[int, Meta(ge=1)]
 
@@ -89,12 +90,12 @@ def leading_stage_places(state: fedavg.State, depth: int) -> Places:
     return dict.fromkeys(sorted(names), (None, None))
 
 
-def exit_inputs(body: by_depth.Body) -> list[list[Any]]:
+def exit_inputs(body: by_depth.StagedNetwork) -> list[list[Any]]:
     """Return, for each exit, the first layer of the next stage and the channels of its input."""
     return [[stage.entrance, stage.width] for stage in body.stages[1:]]
 
 
-def send(state: fedavg.State, device: DeviceView) -> Order:
+def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the first stages that the device's memory tier allows."""
     depth = by_width.select_by_tier(device.profile, state.params["depths"])
     order = heterofl.part_task_spec(state, leading_stage_places(state, depth), 1.0)
@@ -167,7 +168,7 @@ def exits_from_task(task: Task) -> Exits:
     return Exits(looks, task.params["classes"], task.params["whole"], strength)
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train all exits of the sub-network together, or as FedAvg if there is one exit."""
     exits = exits_from_task(task)
     if not exits.looks:
@@ -176,16 +177,16 @@ def work(task: Task, site: Site) -> Answer:
     return fedavg.work(task, site, Hooks(prepare=exits.prepare_hook(site.load("model")), steps=steps))
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's sub-network on the held-out examples."""
     exits, model = exits_from_task(task), site.load("model")
     hooks = Hooks(prepare=exits.prepare_hook(model)) if exits.looks else Hooks()
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
-@with_mergeable_accumulators(Counted)
+@with_mergeable_accumulators(WeightedEntrySums)
 @with_update_schema(fedavg.partial_model_schema)
-def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
+def fold(state: fedavg.State, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The tensors present identify the depth."""
     sent = heterofl.sent_model(update)
     cuts = [leading_stage_places(state, depth) for depth in sorted(set(state.params["depths"]))]
@@ -194,7 +195,7 @@ def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> C
     )
 
 
-def step(state: fedavg.State, total: Counted | None) -> fedavg.State:
+def step(state: fedavg.State, total: WeightedEntrySums | None) -> fedavg.State:
     """Average each entry over the devices that sent it."""
     return replace(state, model=by_width.average_entries(state.model, total))
 

@@ -20,17 +20,17 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
+    ClientContext,
+    ClientResult,
     DeviceView,
     EvaluationSums,
     Hooks,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     Tensors,
     with_common_task,
 )
@@ -54,7 +54,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedlora.State:
 
 
 @with_common_task
-def send(state: fedlora.State, device: DeviceView) -> Order:
+def send(state: fedlora.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train two models, with twice FedAvg's cost."""
     if not state.backbone:
         return fedavg.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
@@ -65,7 +65,7 @@ def send(state: fedlora.State, device: DeviceView) -> Order:
     )
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the global model and the personal model v_k on the same mini-batches (Algorithm 1)."""
     received, pull = site.load("model"), task.params["pull"]
     still, hooks = load_backbone_and_hooks(task, site, received)
@@ -82,7 +82,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": model}, local=local, metrics=told)
 
 
-def load_backbone_and_hooks(task: Task, site: Site, received: Tensors) -> tuple[Tensors, Hooks]:
+def load_backbone_and_hooks(task: Task, site: ClientContext, received: Tensors) -> tuple[Tensors, Hooks]:
     """Load the frozen tensors and hooks that add adapters, or ({}, no hooks) without adapters."""
     if not task.params.get("rank"):
         return {}, Hooks()
@@ -90,14 +90,14 @@ def load_backbone_and_hooks(task: Task, site: Site, received: Tensors) -> tuple[
     return backbone, fedlora.adapter_hooks(task, received)
 
 
-def personal_model(site: Site, received: Tensors) -> Tensors:
+def personal_model(site: ClientContext, received: Tensors) -> Tensors:
     """Return the device's personal model, or the received model before the first training."""
     if site.local:
         tensors.require_matching(site.local, received)
     return site.local or received
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the personal model on the held-out examples."""
     received = site.load("model")
     still, hooks = load_backbone_and_hooks(task, site, received)
@@ -105,7 +105,7 @@ def check(task: Task, site: Site) -> EvaluationSums:
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
-def personal(task: Task, site: Site) -> Tensors:
+def personal(task: Task, site: ClientContext) -> Tensors:
     """Return the personal model, with adapters merged into its weights."""
     received = site.load("model")
     still, _ = load_backbone_and_hooks(task, site, received)

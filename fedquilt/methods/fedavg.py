@@ -5,8 +5,8 @@ AISTATS 2017 (arXiv 1602.05629), Algorithm 1.
 
 Deviations: integer tensors (batch norm's `num_batches_tracked`) are counters. The largest value is kept instead of the
 mean, so that a counter grows in every round by the largest number of steps of a device. Updates are rejected if their
-tensors have other types than the model's, or are too large to be summed. The sum is exact (`fedquilt.exact`) and does
-not depend on the order of the devices.
+tensors have other types than the model's, or are too large to be summed. The sum is exact
+(`fedquilt.arrays.exact_sums`) and does not depend on the order of the devices.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact, footprint, layer_costs, tensor_register, tensors
+from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     EvaluationSums,
-    Expected,
     Fit,
     Hooks,
     Method,
     ModelError,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     Tensors,
     UpdateError,
-    Work,
+    UpdateSchema,
+    WorkEstimate,
     with_common_task,
     with_mergeable_accumulators,
     with_update_check,
     with_update_schema,
 )
+from fedquilt.costs import layer_costs, peak_memory
+from fedquilt.formats import tensor_register
 
 Batch: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]  # a greater one is a slip: no device has so many examples
 
@@ -83,7 +85,7 @@ class State:
         return self.layers or layer_costs.parse_layers({"flops": self.flops})
 
     @property
-    def register(self) -> tensor_register.Register:
+    def register(self) -> tensor_register.TensorRegister:
         """Register of the network's tensors, with the type and module of each."""
         return tensor_register.register_of(self.network)
 
@@ -93,11 +95,11 @@ class State:
 
 
 @dataclass(frozen=True)
-class Sum:
+class FedAvgSums:
     """Sums of a round: sum_k n_k * x_k and sum_k n_k. Empty without arguments."""
 
-    total: dict[str, exact.Total] = field(default_factory=dict)
-    weights: exact.Number = exact.Number()
+    total: dict[str, exact_sums.ExactSum] = field(default_factory=dict)
+    weights: exact_sums.ExactScalar = exact_sums.ExactScalar()
 
     @property
     def weight(self) -> float:
@@ -123,7 +125,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 
 
 @with_common_task
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the whole model."""
     return training_task_spec(state, {"model": state.model})
 
@@ -136,7 +138,7 @@ def training_task_spec(
     looks: float = 0.0,
     anchors: int = 0,
     moved: Tensors | None = None,
-) -> Order:
+) -> TaskSpec:
     """Return the task spec to train the whole network by mini-batches, with its predicted cost.
 
     The predicted peak is that of one example at a time or, with trained batch norm, of a mini-batch.
@@ -154,19 +156,19 @@ def training_task_spec(
     library = str(state.network.get("name", "")).partition("/")[0]
     convolutions = state.register.convolution_paths(state.model)
     moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
-    fixed = footprint.fixed_training_bytes(
-        size, len(convolutions), moving, copies=footprint.COPIES + anchors, library=library
+    fixed = peak_memory.fixed_training_bytes(
+        size, len(convolutions), moving, copies=peak_memory.COPIES + anchors, library=library
     )
     peak_bytes = fixed + minimum_batch(state, moved) * state.example_bytes
     costs, names = state.costs_by_layer(), state.model if moved is None else moved
-    each = layer_costs.Pass().add_scaled(layer_costs.training_cost(costs, names), trainings)
+    each = layer_costs.PassCost().add_scaled(layer_costs.training_cost(costs, names), trainings)
     each = each.add_scaled(layer_costs.forward_cost(costs), looks)
     steps = {
         name: round(trainings * count) for name, count in layer_costs.trained_tensor_bytes(state.model, names).items()
     }
     work = layer_costs.training_work(each, state.params, steps, size)
     kind = layer_costs.workload_kind(costs, convolutions)
-    return Order(
+    return TaskSpec(
         {**state.params, "network": tensor_register.without_register(state.network)},
         bundles,
         msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind),
@@ -174,7 +176,7 @@ def training_task_spec(
     )
 
 
-def evaluation_work(state: State) -> Work:
+def evaluation_work(state: State) -> WorkEstimate:
     """Return the cost of one forward pass over as many examples as a device trains on."""
     kind = layer_costs.workload_kind(state.costs_by_layer(), state.register.convolution_paths(state.model))
     found = layer_costs.inference_work(
@@ -208,35 +210,35 @@ def learning_rate(params: Mapping[str, Any], round: int) -> float:
     return float(params["lr"]) * float(params.get("lr_decay", 1.0)) ** round
 
 
-def work(task: Task, site: Site, hooks: Hooks = Hooks()) -> Answer:
+def work(task: Task, site: ClientContext, hooks: Hooks = Hooks()) -> ClientResult:
     """Train the received model on the device's examples."""
     return train_from(task, site, site.load("model"), hooks)
 
 
-def train_from(task: Task, site: Site, start: Tensors, hooks: Hooks = Hooks()) -> Answer:
+def train_from(task: Task, site: ClientContext, start: Tensors, hooks: Hooks = Hooks()) -> ClientResult:
     """Train from `start` and return the trained tensors as bundle "model", weighted by examples."""
     model, metrics = site.engine.train(
         task.params["network"], start, site.train, fit_from_task(task), site.rng, hooks=hooks, progress=site.progress
     )
-    return Answer({"model": model}, weight=float(len(site.train)), metrics=metrics)
+    return ClientResult({"model": model}, weight=float(len(site.train)), metrics=metrics)
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the received model on the held-out examples."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held)
 
 
-def full_model_schema(state: Any) -> Expected:
+def full_model_schema(state: Any) -> UpdateSchema:
     """Return the schema of an update with all tensors of the model."""
-    return Expected({"model": tensors.tensor_shapes(state.model)})
+    return UpdateSchema({"model": tensors.tensor_shapes(state.model)})
 
 
-def partial_model_schema(state: Any) -> Expected:
+def partial_model_schema(state: Any) -> UpdateSchema:
     """Return the schema of an update with any part of the model."""
-    return Expected({"model": tensors.tensor_shapes(state.model)}, whole=False)
+    return UpdateSchema({"model": tensors.tensor_shapes(state.model)}, whole=False)
 
 
-def validate_site_sums(state: State, total: Sum, weight: float) -> None:
+def validate_site_sums(state: State, total: FedAvgSums, weight: float) -> None:
     """Validate the sums of a site before they are merged.
 
     Raises:
@@ -244,10 +246,10 @@ def validate_site_sums(state: State, total: Sum, weight: float) -> None:
     """
     if total.weight != weight:
         raise UpdateError(f"the sum is of {total.weight:g} examples, in an update that weighs {weight:g}")
-    exact.require_valid_sums(total.total, state.model, weight)
+    exact_sums.require_valid_sums(total.total, state.model, weight)
 
 
-def validate_update(state: State, update: Contribution) -> None:
+def validate_update(state: State, update: DeviceUpdate) -> None:
     """Validate an update before it is added to the sums.
 
     Raises:
@@ -256,24 +258,24 @@ def validate_update(state: State, update: Contribution) -> None:
     tensors.require_addable(update.bundles.get("model", {}), state.model)
 
 
-@with_mergeable_accumulators(Sum, validate_site_sums)
+@with_mergeable_accumulators(FedAvgSums, validate_site_sums)
 @with_update_schema(full_model_schema)
 @with_update_check(validate_update)
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+def fold(state: State, so_far: FedAvgSums | None, update: DeviceUpdate) -> FedAvgSums:
     """Add an update to the sums in place, weighted by its examples.
 
     Raises:
         UpdateError: If the update is invalid, as in `validate_update`.
     """
     validate_update(state, update)
-    so_far = so_far or Sum()
-    return Sum(
-        exact.add_arrays(so_far.total, update.bundles["model"], update.weight),
+    so_far = so_far or FedAvgSums()
+    return FedAvgSums(
+        exact_sums.add_arrays(so_far.total, update.bundles["model"], update.weight),
         so_far.weights.add_numbers(update.weight),
     )
 
 
-def step(state: State, total: Sum | None) -> State:
+def step(state: State, total: FedAvgSums | None) -> State:
     """Replace the model by the weighted mean, or keep the model if there are no updates."""
     if total is None or total.weight == 0:
         return state
@@ -284,12 +286,12 @@ def step(state: State, total: Sum | None) -> State:
     return replace(state, model=model)
 
 
-def weighted_mean(total: Sum) -> dict[str, np.ndarray]:
+def weighted_mean(total: FedAvgSums) -> dict[str, np.ndarray]:
     """Return sum_k n_k x_k / sum_k n_k in float64. Counters are not divided."""
     return {name: divide_sum(each, total.weight) for name, each in total.total.items()}
 
 
-def divide_sum(total: exact.Total, weight: float) -> np.ndarray:
+def divide_sum(total: exact_sums.ExactSum, weight: float) -> np.ndarray:
     """Return a sum divided by its weight in float64, or a counter undivided."""
     return total.rounded_value() if total.is_counter else np.asarray(total.rounded_value() / weight)
 
@@ -304,7 +306,7 @@ def trained_names(state: State) -> list[str]:
     return state.register.parameters_of(state.model)
 
 
-def require_unit_weight(update: Contribution) -> None:
+def require_unit_weight(update: DeviceUpdate) -> None:
     """Raise an error unless an update has weight 1, in methods without weighting.
 
     Raises:
@@ -314,7 +316,7 @@ def require_unit_weight(update: Contribution) -> None:
         raise UpdateError(f"{update.device} weighs {update.weight:g}: with this method every device weighs 1")
 
 
-def reported_steps(update: Contribution) -> float:
+def reported_steps(update: DeviceUpdate) -> float:
     """Return the number of mini-batches that a device reports.
 
     Raises:

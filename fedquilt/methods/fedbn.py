@@ -3,8 +3,8 @@
 Paper: Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021
 (arXiv 2102.07623), Algorithm 1: weight, bias and running statistics of batch norm layers are never sent.
 
-Every normalisation with running statistics stays on the device, whatever its name (`fedquilt.tensor_register`). Batch
-norm without running statistics is averaged.
+Every normalisation with running statistics stays on the device, whatever its name (`fedquilt.formats.tensor_register`).
+Batch norm without running statistics is averaged.
 
 Deviations: the result has the batch norm tensors of the job's start, because the devices' own tensors are never sent.
 `meta["private"]` lists their names.
@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
+    ClientContext,
+    ClientResult,
     DeviceView,
     EvaluationSums,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     Tensors,
     with_common_task,
 )
@@ -59,12 +59,12 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 
 
 @with_common_task
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the network. The first batch norm tensors are sent once."""
     return fedavg.training_task_spec(state, {"model": state.model, "norm": state.norm})
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the whole network. Batch norm tensors stay on the device."""
     answer = fedavg.train_from(task, site, personal(task, site))
     model, own = answer.bundles["model"], site.load("norm").keys()
@@ -72,7 +72,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": shared}, local={name: model[name] for name in own})
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the shared tensors with the device's batch norm on the held-out examples."""
     return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
@@ -82,7 +82,7 @@ def result(state: State) -> Artefact:
     return fedavg.weights_artefact(state.network, {**state.model, **state.norm}, private=sorted(state.norm))
 
 
-def personal(task: Task, site: Site) -> Tensors:
+def personal(task: Task, site: ClientContext) -> Tensors:
     """Return the shared tensors with the device's batch norm, or the first ones before training."""
     norm = site.load("norm")
     if site.local:

@@ -27,29 +27,30 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layer_costs, tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     EvaluationSums,
     Hooks,
-    Order,
-    Site,
     Step,
     Task,
-    Work,
+    TaskSpec,
+    WorkEstimate,
     with_mergeable_accumulators,
     with_update_schema,
 )
+from fedquilt.costs import layer_costs
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
 from fedquilt.models.partial import width as by_width
-from fedquilt.models.partial.depth import Body
-from fedquilt.models.partial.width import Counted, Places
+from fedquilt.models.partial.depth import StagedNetwork
+from fedquilt.models.partial.width import Places, WeightedEntrySums
 
 Groups = Annotated[int, Meta(ge=1)]
 
@@ -63,7 +64,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class Group:
+class StageGroup:
     """Stages that are trained together."""
 
     names: tuple[str, ...]  # of its own tensors
@@ -92,21 +93,21 @@ def plain_network(state: fedavg.State) -> dict[str, np.ndarray]:
     return {name: array for name, array in state.model.items() if not name.startswith("link.")}
 
 
-def split_into_groups(body: Body, count: int) -> list[Group]:
+def split_into_groups(body: StagedNetwork, count: int) -> list[StageGroup]:
     """Split the stages into at most `count` groups of nearly equal size."""
     found = []
     for part in np.array_split(np.arange(len(body.stages)), min(count, len(body.stages))):
-        found.append(Group(tuple(name for i in part for name in body.stages[i].names), int(part[-1]) + 1))
+        found.append(StageGroup(tuple(name for i in part for name in body.stages[i].names), int(part[-1]) + 1))
     return found
 
 
-def places_for_groups(state: fedavg.State, body: Body, count: int) -> Places:
+def places_for_groups(state: fedavg.State, body: StagedNetwork, count: int) -> Places:
     """Return the places of the whole network and of the links for `count` groups."""
     links = [link_name(group.end) for group in split_into_groups(body, count)[:-1]]
     return dict.fromkeys(sorted([*plain_network(state), *links]), (None, None))
 
 
-def send(state: fedavg.State, device: DeviceView) -> Order:
+def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train as many groups of blocks as the device's memory tier requires."""
     count = by_width.select_by_tier(device.profile, state.params["groups"])
     body = by_depth.split_stages(plain_network(state), state.params["stages"], state.register)
@@ -118,12 +119,12 @@ def send(state: fedavg.State, device: DeviceView) -> Order:
     return replace(order, params={**order.params, **table}, work=_groups_work(state, order, found))
 
 
-def _groups_work(state: fedavg.State, order: Order, found: list[Group]) -> Any:
+def _groups_work(state: fedavg.State, order: TaskSpec, found: list[StageGroup]) -> Any:
     # Each group costs a forward pass up to its end and a backward pass through itself.
     if len(found) == 1:
         return order.work
     model, peaks = plain_network(state), []
-    works: list[Work] = []
+    works: list[WorkEstimate] = []
     before: dict[str, np.ndarray] = {}
     head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
     for group in found:
@@ -139,13 +140,13 @@ def _groups_work(state: fedavg.State, order: Order, found: list[Group]) -> Any:
         works.append(fedavg.training_task_spec(part, {}, moved={**own, **head}).work)
         light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
         peaks.append(fedavg.training_task_spec(light, {}, moved={**own, **head}).work.peak_bytes)
-    return msgspec.structs.replace(reduce(Work.add, works), peak_bytes=max(peaks))
+    return msgspec.structs.replace(reduce(WorkEstimate.add, works), peak_bytes=max(peaks))
 
 
 # -- on the device --------------------------------------------------------------------------------
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the groups in turn, each with a link to the classifier and earlier groups frozen."""
     parts, ends, model = task.params["groups"], task.params["ends"], site.load("model")
     if len(parts) == 1:
@@ -169,7 +170,7 @@ def work(task: Task, site: Site) -> Answer:
         answer = fedavg.train_from(task, at, start, hooks)
         model = {**model, **answer.bundles["model"]}
         told, steps = dict(answer.metrics), steps + answer.metrics["steps"]
-    return Answer({"model": model}, float(len(site.train)), {**told, "steps": steps})
+    return ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps})
 
 
 def link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
@@ -191,15 +192,15 @@ def link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, h
     return prepare
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the whole network on the held-out examples."""
     model = {name: array for name, array in site.load("model").items() if not name.startswith("link.")}
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
-@with_mergeable_accumulators(Counted)
+@with_mergeable_accumulators(WeightedEntrySums)
 @with_update_schema(fedavg.partial_model_schema)
-def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
+def fold(state: fedavg.State, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The links present identify the number of groups."""
     sent = heterofl.sent_model(update)
     body = by_depth.split_stages(plain_network(state), state.params["stages"], state.register)

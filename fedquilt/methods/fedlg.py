@@ -23,17 +23,17 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
-    Expected,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     UpdateError,
+    UpdateSchema,
     with_mergeable_accumulators,
     with_update_schema,
 )
@@ -71,7 +71,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**vars(parts), candidates=names, sizes=dict.fromkeys(names, 0.0))
 
 
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train, with one more pass for the gradients while probing."""
     sent = fedrep.send(state, device)
     work = sent.work
@@ -82,7 +82,7 @@ def send(state: State, device: DeviceView) -> Order:
     return replace(sent, params=params, work=work)
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the device's network. Return gradient sizes while probing, afterwards the learnGene."""
     answer = fedrep.split_result(fedavg.train_from(task, site, fedrep.load_device_network(site)), task.params["shared"])
     if task.params["shared"]:
@@ -92,16 +92,16 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"sizes": {name: np.array([size], np.float64) for name, size in sizes.items()}})
 
 
-def update_schema(state: State) -> Expected:
+def update_schema(state: State) -> UpdateSchema:
     """Return the schema of an update: the learnGene or, while probing, the gradient sizes."""
     if state.shared:
-        return Expected({"model": {name: state.own[name] for name in state.shared}})
-    return Expected({"sizes": {name: np.zeros(1) for name in state.candidates}})
+        return UpdateSchema({"model": {name: state.own[name] for name in state.shared}})
+    return UpdateSchema({"sizes": {name: np.zeros(1) for name in state.candidates}})
 
 
-@with_mergeable_accumulators(fedavg.Sum)
+@with_mergeable_accumulators(fedavg.FedAvgSums)
 @with_update_schema(update_schema)
-def fold(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+def fold(state: State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
     """Add an update to the sums: the learnGene or, while probing, the gradient sizes."""
     if state.shared:
         like = {name: state.own[name] for name in state.shared}
@@ -114,7 +114,7 @@ def fold(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedav
     return fedavg.fold(replace(state, model=like), so_far, replace(update, bundles={"model": sizes}))
 
 
-def step(state: State, total: fedavg.Sum | None) -> State:
+def step(state: State, total: fedavg.FedAvgSums | None) -> State:
     """Average the learnGene, or add the gradient sizes and choose after the last probing round."""
     if total is None or total.weight == 0:
         return state

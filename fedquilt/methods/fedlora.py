@@ -18,22 +18,24 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layer_costs, tensor_register, tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
+    ClientContext,
+    ClientResult,
     DeviceView,
     EvaluationSums,
     Hooks,
     ModelError,
-    Order,
-    Site,
     Step,
     Task,
+    TaskSpec,
     Tensors,
     with_common_task,
 )
+from fedquilt.costs import layer_costs
+from fedquilt.formats import tensor_register
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import lora
 
@@ -72,7 +74,7 @@ def initial_shared_part(backbone: Tensors, rank: int, seed: int, network: Mappin
     }
 
 
-def adapted_layers(network: Mapping[str, Any]) -> tuple[lora.Spot, ...]:
+def adapted_layers(network: Mapping[str, Any]) -> tuple[lora.AdapterSite, ...]:
     """Return the layers that have adapters."""
     return lora.find_adapted_layers(tensor_register.register_of(network))
 
@@ -91,7 +93,7 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @with_common_task
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train adapters and head. The frozen backbone is sent once."""
     anchors = 1 if state.params.get("mu", 1.0) else 0
     bundles = {"model": state.model, "backbone": state.backbone}
@@ -100,7 +102,7 @@ def send(state: State, device: DeviceView) -> Order:
     )
 
 
-def with_adapted_layers(order: Order, network: Mapping[str, Any]) -> Order:
+def with_adapted_layers(order: TaskSpec, network: Mapping[str, Any]) -> TaskSpec:
     """Return the task spec with the names of the adapted layers in its parameters."""
     return replace(order, params={**order.params, "places": adapted_layers(network)})
 
@@ -122,15 +124,15 @@ def adapter_hooks(task: Task, moved: Tensors) -> Hooks:
     places, rank, mu = lora.sites_from_json(task.params["places"]), task.params["rank"], task.params.get("mu", 0.0)
 
     def prepare(module: Any) -> Any:
-        from fedquilt.models.partial import lora_torch
+        from fedquilt.models.partial import adapter_layers
 
-        return lora_torch.insert_adapters(module, places, rank, adapter_scale(task.params))
+        return adapter_layers.insert_adapters(module, places, rank, adapter_scale(task.params))
 
     pull = (lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None
     return Hooks(prepare=prepare, correct=pull, steps=(Step(rate=lambda name: float(name in moved)),))
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the adapters and the head in the frozen backbone, and return those alone."""
     backbone, received = site.load("backbone"), site.load("model")
     answer = fedavg.train_from(task, site, {**backbone, **received}, adapter_hooks(task, received))
@@ -138,7 +140,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": {name: model[name] for name in received}})
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the backbone with the received adapters and head on the held-out examples."""
     backbone, received = site.load("backbone"), site.load("model")
     adapted = adapter_hooks(task, received)

@@ -19,14 +19,14 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact
+from fedquilt.arrays import exact_sums
 from fedquilt.core import (
-    Answer,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     UpdateError,
     with_common_task,
     with_mergeable_accumulators,
@@ -43,10 +43,10 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class Sum(fedavg.Sum):
+class FedLPSums(fedavg.FedAvgSums):
     """Sums of a round: sum_k n_k * w_k of the layers received, and sum_k n_k of each tensor."""
 
-    senders: Mapping[str, exact.Number] = field(default_factory=dict)
+    senders: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
 
 
 def layer_units(state: fedavg.State) -> list[tuple[str, ...]]:
@@ -58,13 +58,13 @@ def layer_units(state: fedavg.State) -> list[tuple[str, ...]]:
 
 
 @with_common_task
-def send(state: fedavg.State, device: DeviceView) -> Order:
+def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
     """Return FedAvg's task spec, with the layers that a device sends or drops."""
     order = fedavg.send(state, device)
     return replace(order, params={**order.params, "units": layer_units(state)})
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train as in FedAvg, and return each layer with probability `keep`."""
     answer = fedavg.work(task, site)
     model = answer.bundles["model"]
@@ -72,22 +72,24 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
 
 
-@with_mergeable_accumulators(Sum)
+@with_mergeable_accumulators(FedLPSums)
 @with_update_schema(fedavg.partial_model_schema)
-def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
+def fold(state: fedavg.State, so_far: FedLPSums | None, update: DeviceUpdate) -> FedLPSums:
     """Add the layers in an update to their sums."""
     if "model" not in update.bundles:
         raise UpdateError(f"{update.device} sent no model, not even an empty one")
     model = update.bundles["model"]
     came = {name for names in layer_units(state) if not model.keys().isdisjoint(names) for name in names}
     like = replace(state, model={name: state.model[name] for name in sorted(came)})
-    so_far = so_far or Sum()
+    so_far = so_far or FedLPSums()
     one = fedavg.fold(like, so_far, update)
-    senders = {name: so_far.senders.get(name, exact.Number()).add_numbers(update.weight) for name in like.model}
-    return Sum(one.total, one.weights, {**so_far.senders, **senders})
+    senders = {
+        name: so_far.senders.get(name, exact_sums.ExactScalar()).add_numbers(update.weight) for name in like.model
+    }
+    return FedLPSums(one.total, one.weights, {**so_far.senders, **senders})
 
 
-def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
+def step(state: fedavg.State, total: FedLPSums | None) -> fedavg.State:
     """Average each layer over its senders. A layer without senders stays."""
     if total is None:
         return state

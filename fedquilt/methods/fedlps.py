@@ -25,28 +25,28 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.core import (
-    Answer,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     EvaluationSums,
     Hooks,
     JobError,
     ModelError,
-    Order,
-    Site,
     Step,
     Task,
+    TaskSpec,
     with_mergeable_accumulators,
     with_update_schema,
 )
-from fedquilt.methods import _by_width, fedavg, heterofl
-from fedquilt.methods.heterofl import Sum
+from fedquilt.methods import _subnetworks, fedavg, heterofl
+from fedquilt.methods.heterofl import HeteroFLSums
 from fedquilt.models.partial import masks, width
-from fedquilt.models.partial.masks import Follow
+from fedquilt.models.partial.masks import TensorGroups
 from fedquilt.models.partial.width import Places
 
-NOWHERE = Follow(())
+NOWHERE = TensorGroups(())
 
 Ratio = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -60,7 +60,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(_by_width.State):
+class State(_subnetworks.State):
     """Global model, the encoder's layers and the channels left by each pruning ratio."""
 
     encoder: tuple[str, ...]  # layers
@@ -80,7 +80,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
             "pre-trained network's, or train all of it with encoder = 0"
         )
     plain = fedavg.init(bundle, params, seed)
-    begun = _by_width.State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
+    begun = _subnetworks.State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
     last = begun.register.classifier()
     order = [name for name in begun.register.parameters_by_layer() if name != last]
     if params.encoder and not order:
@@ -122,7 +122,7 @@ def device_share(state: State, device: DeviceView) -> float:
     return canonical_share(state, width.select_by_tier(device.profile, remaining_shares(state.params)))
 
 
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the device's part with the encoder frozen."""
     left = device_share(state, device)
     order = heterofl.with_learning_rate(
@@ -131,10 +131,10 @@ def send(state: State, device: DeviceView) -> Order:
     return replace(order, params={**order.params, "still": sorted(encoder_names(state))})
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the predictor's part, or gather batch norm statistics if the task requests them."""
     if "asked" in task.params:
-        return _by_width.gather_statistics(task, site)
+        return _subnetworks.gather_statistics(task, site)
     hooks, held = heterofl.width_hooks(task, site, scaled=False), set(task.params["still"])
     if held:
         hooks = Hooks(prepare=hooks.prepare, steps=(Step(rate=lambda name: float(name not in held)),))
@@ -143,15 +143,15 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": moved})
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's part on the held-out examples."""
     hooks = heterofl.width_hooks(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
-@with_mergeable_accumulators(Sum)
+@with_mergeable_accumulators(HeteroFLSums)
 @with_update_schema(fedavg.partial_model_schema)
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> HeteroFLSums:
     """Add a device's predictor entries to the sums of its ratio."""
     sent, held = heterofl.sent_model(update), encoder_names(state)
     moved = {
@@ -171,5 +171,5 @@ METHOD = replace(
     work=work,
     check=check,
     fold=fold,
-    settle=_by_width.statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
+    settle=_subnetworks.statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
 )

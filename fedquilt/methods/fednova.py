@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt import exact, tensors
-from fedquilt.core import Contribution, UpdateError, with_mergeable_accumulators, with_update_schema
+from fedquilt.arrays import exact_sums, tensors
+from fedquilt.core import DeviceUpdate, UpdateError, with_mergeable_accumulators, with_update_schema
 from fedquilt.methods import fedavg
 
 
@@ -37,11 +37,11 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class Sum(fedavg.Sum):
+class FedNovaSums(fedavg.FedAvgSums):
     """Sums of a round: n_i y_i / a_i of trained tensors, n_i y_i of statistics, and the divisors."""
 
-    inverse: exact.Number = exact.Number()  # sum_i n_i / a_i
-    lengths: exact.Number = exact.Number()  # sum_i n_i a_i
+    inverse: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i / a_i
+    lengths: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i a_i
 
 
 def effective_steps(steps: float, params: Mapping[str, Any]) -> float:
@@ -53,7 +53,7 @@ def effective_steps(steps: float, params: Mapping[str, Any]) -> float:
     return steps + rho * heavy if params["nesterov"] else heavy
 
 
-def validate_site_sums(state: fedavg.State, total: Sum, weight: float) -> None:
+def validate_site_sums(state: fedavg.State, total: FedNovaSums, weight: float) -> None:
     """Validate the sums of a site before they are merged.
 
     Raises:
@@ -64,23 +64,23 @@ def validate_site_sums(state: fedavg.State, total: Sum, weight: float) -> None:
         raise UpdateError("the sums of 1 / a_i and of a_i are none of devices that took a step or more each")
 
 
-@with_mergeable_accumulators(Sum, validate_site_sums)
+@with_mergeable_accumulators(FedNovaSums, validate_site_sums)
 @with_update_schema(fedavg.full_model_schema)
-def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
+def fold(state: fedavg.State, so_far: FedNovaSums | None, update: DeviceUpdate) -> FedNovaSums:
     """Add an update to the sums, with trained tensors divided by a_i."""
     weight, a = update.weight, effective_steps(fedavg.reported_steps(update), state.params)
     model, learned = update.bundles.get("model", {}), set(fedavg.trained_names(state))
     tensors.require_addable(model, state.model)
-    so_far = so_far or Sum()
+    so_far = so_far or FedNovaSums()
     total = {
-        name: exact.add_to_sum(so_far.total.get(name), array, weight / a if name in learned else weight)
+        name: exact_sums.add_to_sum(so_far.total.get(name), array, weight / a if name in learned else weight)
         for name, array in model.items()
     }
     inverse, lengths = so_far.inverse.add_numbers(weight / a), so_far.lengths.add_numbers(weight * a)
-    return Sum(total, so_far.weights.add_numbers(weight), inverse, lengths)
+    return FedNovaSums(total, so_far.weights.add_numbers(weight), inverse, lengths)
 
 
-def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
+def step(state: fedavg.State, total: FedNovaSums | None) -> fedavg.State:
     """Move the model along the mean normalised update (Eq. 7) and average other tensors."""
     if total is None or total.weight == 0:
         return state

@@ -56,7 +56,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**vars(begun), first=first, second={} if params.server == "sgd" else second)
 
 
-def step(state: State, total: fedavg.Sum | None) -> State:
+def step(state: State, total: fedavg.FedAvgSums | None) -> State:
     """Apply the server's optimizer to the mean change of the round (Algorithm 2)."""
     if total is None or total.weight == 0:
         return state

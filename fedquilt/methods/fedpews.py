@@ -29,28 +29,28 @@ from typing import Annotated, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact, tensors
+from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
-    Answer,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
-    Expected,
     Hooks,
     ModelError,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     UpdateError,
+    UpdateSchema,
     with_update_schema,
 )
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import masks
-from fedquilt.models.partial.masks import Plan
+from fedquilt.models.partial.masks import MaskPlan
 
 
 @dataclass(frozen=True)
-class Warmup(fedavg.Params):
+class WarmupParams(fedavg.Params):
     """Parameters common to FedPeWS and FedPeWS-Fixed."""
 
     warmup: Annotated[int, Meta(ge=0)] = 25  # W: rounds with masks; the paper's tau is W over all rounds. 0: none
@@ -60,7 +60,7 @@ class Warmup(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class Params(Warmup):
+class Params(WarmupParams):
     """Parameters of the warm-up and of the mask scores."""
 
     mask_lr: Annotated[float, Meta(gt=0)] = 0.1  # eta_s: learning rate of the scores; does not decay
@@ -80,29 +80,31 @@ class Params(Warmup):
 class State(fedavg.State):
     """Global model, dependencies between its neurons, and the masks that devices have published."""
 
-    plan: Plan
+    plan: MaskPlan
     round: int  # rounds answered so far
     reached: float  # share of the model's entries that some mask covered in the last warm-up round
     published: dict[str, np.ndarray]  # by device, (h,) float16 or (ceil(h/8),) uint8: its last one
 
 
 @dataclass(frozen=True)
-class Covered:
+class MaskedSums:
     """Sums of a warm-up round: weighted covered entries, and the weights that cover them."""
 
-    total: Mapping[str, exact.Total]  # sum_i n_i x_i m_i; counters: the largest
-    cover: Mapping[str, exact.Total]  # sum_i n_i m_i, in the tensor's shape; one entry where everything is covered
+    total: Mapping[str, exact_sums.ExactSum]  # sum_i n_i x_i m_i; counters: the largest
+    cover: Mapping[
+        str, exact_sums.ExactSum
+    ]  # sum_i n_i m_i, in the tensor's shape; one entry where everything is covered
     published: Mapping[str, np.ndarray]
 
 
-def init(bundle: Bundle, params: Warmup, seed: int) -> State:
+def init(bundle: Bundle, params: WarmupParams, seed: int) -> State:
     """Return the first state, with the plan of masks that `fedquilt prepare` stored.
 
     Raises:
         ModelError: If `warmup` is not 0 and there is no plan or nothing to mask.
     """
     begun = fedavg.init(bundle, params, seed)
-    plan = Plan({}, {}, {})
+    plan = MaskPlan({}, {}, {})
     if params.warmup:
         try:
             plan = masks.plan_from_bundle(bundle, begun.model)
@@ -116,7 +118,7 @@ def is_warmup(state: State) -> bool:
     return state.round < int(state.params["warmup"])
 
 
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train under masks, or the whole network after the warm-up."""
     if not is_warmup(state):
         return full_task_spec(state)
@@ -128,7 +130,7 @@ def send(state: State, device: DeviceView) -> Order:
     return replace(order, params={**order.params, "masked": True, "alone": others is None})
 
 
-def full_task_spec(state: State) -> Order:
+def full_task_spec(state: State) -> TaskSpec:
     """Return the task spec to train the whole network."""
     return fedavg.training_task_spec(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
 
@@ -155,17 +157,17 @@ def proximal_hooks(task: Task) -> Hooks:
     return Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else Hooks()
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train scores and weights in turn (Eq. 6 and 8), then draw a mask to send."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, proximal_hooks(task))
     import torch
 
-    from fedquilt.models.partial.torch_masks import SCORES, Gates
+    from fedquilt.models.partial.torch_masks import SCORES, MaskHooks
 
     plan, received = masks.plan_from_array(site.load("plan")["json"]), site.load("model")
     others = None if task.params["alone"] else torch.from_numpy(site.load("others")["theta"])
-    gates = Gates(plan, others, task.params["diversity"], task.params["mu"])
+    gates = MaskHooks(plan, others, task.params["diversity"], task.params["mu"])
     hooks = Hooks(
         prepare=gates.prepare, steps=gates.training_steps(task.params["mask_lr"] / fedavg.fit_from_task(task).lr)
     )
@@ -190,32 +192,34 @@ def work(task: Task, site: Site) -> Answer:
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def update_weight(state: State, update: Contribution) -> float:
+def update_weight(state: State, update: DeviceUpdate) -> float:
     """Return the weight of an update in the mean: its examples, or 1 if all devices weigh the same."""
     return update.weight if state.params["weigh"] == "examples" else 1.0
 
 
-def update_schema(state: State) -> Expected:
+def update_schema(state: State) -> UpdateSchema:
     """Return the schema of an update: in the warm-up a mask and the covered entries, later a model."""
     if not is_warmup(state):
         return fedavg.full_model_schema(state)
     count = state.plan.neurons
-    mask = {"bits": tensors.Shaped((-(-count // 8),), np.dtype(np.uint8))}
-    theta = {"theta": tensors.Shaped((count,), np.dtype(np.float16))}
-    return Expected({"model": state.model, "mask": {**mask, **theta}}, whole=False)
+    mask = {"bits": tensors.TensorSpec((-(-count // 8),), np.dtype(np.uint8))}
+    theta = {"theta": tensors.TensorSpec((count,), np.dtype(np.float16))}
+    return UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, whole=False)
 
 
 @with_update_schema(update_schema)
-def fold(state: State, so_far: Covered | fedavg.Sum | None, update: Contribution) -> Covered | fedavg.Sum:
+def fold(
+    state: State, so_far: MaskedSums | fedavg.FedAvgSums | None, update: DeviceUpdate
+) -> MaskedSums | fedavg.FedAvgSums:
     """Add an update to the sums: covered entries in the warm-up, the whole model afterwards.
 
     Raises:
         UpdateError: If a warm-up update has no mask, or a mask of the wrong size or values.
     """
     if not is_warmup(state):
-        assert not isinstance(so_far, Covered)
+        assert not isinstance(so_far, MaskedSums)
         return fold_full_model(state, so_far, update)
-    assert not isinstance(so_far, fedavg.Sum)
+    assert not isinstance(so_far, fedavg.FedAvgSums)
     told, wanted = update.bundles.get("mask", {}), {"bits", "theta"}
     if state.params["publish"] == "bits":
         wanted = {"bits"}
@@ -229,7 +233,7 @@ def fold(state: State, so_far: Covered | fedavg.Sum | None, update: Contribution
     return add_covered(state, so_far, update, neurons, {update.device: value})
 
 
-def fold_full_model(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+def fold_full_model(state: State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
     """Add an update with the whole model to the sums."""
     return fedavg.fold(state, so_far, replace(update, weight=update_weight(state, update)))
 
@@ -239,8 +243,8 @@ def _are_probabilities(values: np.ndarray) -> bool:
 
 
 def add_covered(
-    state: State, so_far: Covered | None, update: Contribution, neurons: np.ndarray, told: Mapping[str, np.ndarray]
-) -> Covered:
+    state: State, so_far: MaskedSums | None, update: DeviceUpdate, neurons: np.ndarray, told: Mapping[str, np.ndarray]
+) -> MaskedSums:
     """Add a device's covered entries to the sums in place. `neurons` is the device's mask, (h,).
 
     Raises:
@@ -253,17 +257,17 @@ def add_covered(
     model, weight = masks.restore_covered(sent, marks), update_weight(state, update)
     tensors.require_addable(model, state.model)
     cover = {k: marks[k] * weight if k in marks else np.full((1,) * v.ndim, weight) for k, v in model.items()}
-    so_far = so_far or Covered({}, {}, {})
-    total = exact.add_arrays(so_far.total, model, weight)
-    return Covered(total, exact.add_arrays(so_far.cover, cover), {**so_far.published, **told})
+    so_far = so_far or MaskedSums({}, {}, {})
+    total = exact_sums.add_arrays(so_far.total, model, weight)
+    return MaskedSums(total, exact_sums.add_arrays(so_far.cover, cover), {**so_far.published, **told})
 
 
-def step(state: State, total: Covered | fedavg.Sum | None) -> State:
+def step(state: State, total: MaskedSums | fedavg.FedAvgSums | None) -> State:
     """Move each entry towards its mean over the devices that cover the entry (Eq. 4)."""
-    if total is None or (isinstance(total, fedavg.Sum) and total.weight == 0):
+    if total is None or (isinstance(total, fedavg.FedAvgSums) and total.weight == 0):
         return state
     rate = state.params["server_lr"]
-    if isinstance(total, fedavg.Sum):
+    if isinstance(total, fedavg.FedAvgSums):
         found = {
             name: _step_towards(state.model[name], array, rate) for name, array in fedavg.weighted_mean(total).items()
         }

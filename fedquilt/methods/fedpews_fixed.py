@@ -23,13 +23,13 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.core import (
-    Answer,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     EvaluationSums,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     Tensors,
     derive_seed,
     with_update_schema,
@@ -39,7 +39,7 @@ from fedquilt.models.partial import masks
 
 
 @dataclass(frozen=True)
-class Params(fedpews.Warmup):
+class Params(fedpews.WarmupParams):
     """Parameters of the warm-up and of the fixed parts."""
 
     parts: Annotated[int, Meta(ge=1)] = 2  # N: parts that every hidden layer is split into
@@ -57,7 +57,7 @@ def device_mask(state: fedpews.State, device: str) -> np.ndarray:
     return masks.part_mask(state.plan, part_index(state, device), int(state.params["parts"]))
 
 
-def send(state: fedpews.State, device: DeviceView) -> Order:
+def send(state: fedpews.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the device's part, or the whole network after the warm-up."""
     if not fedpews.is_warmup(state):
         return fedpews.full_task_spec(state)
@@ -68,7 +68,7 @@ def send(state: fedpews.State, device: DeviceView) -> Order:
     return replace(order, params={**order.params, "masked": True, "part": part_index(state, device.device)})
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the received part. All other weights are 0 and stay 0."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, fedpews.proximal_hooks(task))
@@ -77,13 +77,13 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": masks.select_covered(answer.bundles["model"], marks)})
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's part in the warm-up, and the whole network afterwards."""
     model = _load_part(task, site)[0] if task.params.get("masked") else site.load("model")
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
-def _load_part(task: Task, site: Site) -> tuple[Tensors, Mapping[str, np.ndarray]]:
+def _load_part(task: Task, site: ClientContext) -> tuple[Tensors, Mapping[str, np.ndarray]]:
     plan = masks.plan_from_array(site.load("plan")["json"])
     marks = masks.covered_entries(plan, masks.part_mask(plan, task.params["part"], task.params["parts"]))
     return masks.restore_covered(site.load("model"), marks), marks
@@ -91,13 +91,13 @@ def _load_part(task: Task, site: Site) -> tuple[Tensors, Mapping[str, np.ndarray
 
 @with_update_schema(fedpews.update_schema)
 def fold(
-    state: fedpews.State, so_far: fedpews.Covered | fedavg.Sum | None, update: Contribution
-) -> fedpews.Covered | fedavg.Sum:
+    state: fedpews.State, so_far: fedpews.MaskedSums | fedavg.FedAvgSums | None, update: DeviceUpdate
+) -> fedpews.MaskedSums | fedavg.FedAvgSums:
     """Add an update to the sums: the device's part in the warm-up, the whole model afterwards."""
     if not fedpews.is_warmup(state):
-        assert not isinstance(so_far, fedpews.Covered)
+        assert not isinstance(so_far, fedpews.MaskedSums)
         return fedpews.fold_full_model(state, so_far, update)
-    assert not isinstance(so_far, fedavg.Sum)
+    assert not isinstance(so_far, fedavg.FedAvgSums)
     return fedpews.add_covered(state, so_far, update, device_mask(state, update.device), {})
 
 

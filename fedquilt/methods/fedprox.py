@@ -13,7 +13,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, Hooks, Site, Task
+from fedquilt.core import ClientContext, ClientResult, Hooks, Task
 from fedquilt.methods import fedavg
 
 
@@ -24,7 +24,7 @@ class Params(fedavg.Params):
     mu: Annotated[float, Meta(ge=0)] = 0.01  # mu: strength of the proximal term; 0 is FedAvg
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with the gradient of the proximal term, mu * (w - w_t), added (Eq. 2)."""
     mu = task.params["mu"]
     pull = Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"]))

@@ -22,21 +22,21 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
+    ClientContext,
+    ClientResult,
     DeviceView,
     EvaluationSums,
     Fit,
     Hooks,
     JobError,
     ModelError,
-    Order,
-    Site,
     Step,
     Task,
+    TaskSpec,
     Tensors,
     with_common_task,
 )
@@ -72,7 +72,7 @@ def split_state(begun: fedavg.State, own: Collection[str]) -> State:
 
 
 @with_common_task
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the whole network. Only the shared part is sent in every round."""
     trained = {**state.own, **state.model}
     all_of_it = {**state.backbone, **trained}
@@ -84,26 +84,26 @@ def send(state: State, device: DeviceView) -> Order:
     return fedlora.with_adapted_layers(order, state.network) if state.backbone else order
 
 
-def load_device_network(site: Site) -> dict[str, np.ndarray]:
+def load_device_network(site: ClientContext) -> dict[str, np.ndarray]:
     """Return the device's network: the received part and the device's own part."""
     own = site.load("own")
     tensors.require_matching(site.local, {name: own[name] for name in own if name in site.local})
     return {**own, **site.local, **site.load("model")}
 
 
-def split_result(answer: Answer, shared: Collection[str]) -> Answer:
+def split_result(answer: ClientResult, shared: Collection[str]) -> ClientResult:
     """Return the result with the tensors in `shared` to send and the others kept on the device."""
     model = answer.bundles["model"]
     sent = {name: model[name] for name in sorted(shared)}
     return replace(answer, bundles={"model": sent}, local={name: model[name] for name in model if name not in sent})
 
 
-def train_whole_network(task: Task, site: Site) -> Answer:
+def train_whole_network(task: Task, site: ClientContext) -> ClientResult:
     """Train all tensors together and send the shared part."""
     return split_result(fedavg.train_from(task, site, load_device_network(site)), site.load("model"))
 
 
-def load_backbone_and_insertion(task: Task, site: Site) -> tuple[Tensors, Any]:
+def load_backbone_and_insertion(task: Task, site: ClientContext) -> tuple[Tensors, Any]:
     """Load the frozen tensors and the hook that inserts adapters, or {} and None without adapters."""
     if not task.params.get("rank"):
         return {}, None
@@ -111,14 +111,14 @@ def load_backbone_and_insertion(task: Task, site: Site) -> tuple[Tensors, Any]:
     return backbone, fedlora.adapter_hooks(task, {}).prepare
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's network on the held-out examples."""
     still, prepare = load_backbone_and_insertion(task, site)
     model = {**still, **load_device_network(site)}
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=Hooks(prepare=prepare))
 
 
-def personal(task: Task, site: Site) -> Tensors:
+def personal(task: Task, site: ClientContext) -> Tensors:
     """Return the device's network, with adapters merged into its weights."""
     still, _ = load_backbone_and_insertion(task, site)
     return fedlora.merge_adapters(task.params, still, load_device_network(site)) if still else load_device_network(site)
@@ -165,7 +165,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return split_state(begun, {name for layer in chosen for name in found[layer]})
 
 
-def fedrep_task_spec(state: State, device: DeviceView) -> Order:
+def fedrep_task_spec(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train head and representation, with the cost of the head's epochs."""
     sent = send(state, device)
     if not state.own:
@@ -176,7 +176,7 @@ def fedrep_task_spec(state: State, device: DeviceView) -> Order:
     return replace(sent, work=sent.work.add(head))
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the head, then the representation, and send the representation (Algorithm 1)."""
     head, model, steps = set(site.load("own")), load_device_network(site), 0.0
     body = model.keys() - head
@@ -184,7 +184,9 @@ def work(task: Task, site: Site) -> Answer:
     fit, epochs = fedavg.fit_from_task(task), task.params["head_epochs"] if head else 0
     first = epochs / (epochs + fit.epochs)  # share of the work
 
-    def train_tensors(site: Site, fit: Fit, names: Collection[str]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    def train_tensors(
+        site: ClientContext, fit: Fit, names: Collection[str]
+    ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         hooks = Hooks(prepare=prepare, steps=(Step(rate=lambda name: float(name in names)),))
         network, start = task.params["network"], {**still, **model}
         after, told = site.engine.train(network, start, site.train, fit, site.rng, hooks=hooks, progress=site.progress)
@@ -197,7 +199,7 @@ def work(task: Task, site: Site) -> Answer:
     at = replace(site, progress=lambda done: site.progress(first + (1 - first) * done))
     model, told = train_tensors(at, fit, body)
     return split_result(
-        Answer({"model": model}, float(len(site.train)), {**told, "steps": steps + told["steps"]}), body
+        ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps + told["steps"]}), body
     )
 
 

@@ -32,28 +32,28 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     EvaluationSums,
-    Expected,
     Hooks,
     ModelError,
-    Order,
-    Site,
     Step,
     Task,
+    TaskSpec,
     Tensors,
+    UpdateSchema,
     derive_seed,
     with_common_task,
     with_update_schema,
 )
 from fedquilt.methods import fedavg, fedlora
-from fedquilt.methods.robust import Held, collect_update
+from fedquilt.methods.robust import CollectedUpdates, collect_update
 from fedquilt.models.partial import lora
 
 EPS = 1e-8
@@ -146,19 +146,19 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 @with_common_task
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return FedLoRA's task spec with the names of the head's tensors."""
     sent = fedlora.send(state, device)
     return replace(sent, params={**sent.params, "head_names": fedlora.head_names(state.network)})
 
 
-@with_update_schema(lambda state: Expected({"delta": state.model}))
-def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
+@with_update_schema(lambda state: UpdateSchema({"delta": state.model}))
+def fold(state: State, so_far: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
     """Collect an update's change of the shared part, for up to `most` devices in a round."""
     return collect_update(so_far, update, "delta", state.model, state.params["most"], state.seed)
 
 
-def step(state: State, total: Held | None) -> State:
+def step(state: State, total: CollectedUpdates | None) -> State:
     """Add the changes to the shared part, weighted by their alignment (Eq. 10 and 11)."""
     if total is None:
         return state
@@ -218,7 +218,7 @@ def result(state: State) -> Artefact:
 # -- on the device --------------------------------------------------------------------------------
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the shared part, the own branch and the gates (Eq. 5 to 8), and send the change (Eq. 9)."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = load_own_branch(task, site, backbone)
@@ -231,7 +231,7 @@ def work(task: Task, site: Site) -> Answer:
     )
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the network with the shared part and the device's own branch."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = _load_evaluation_branch(task, site, backbone)
@@ -239,7 +239,7 @@ def check(task: Task, site: Site) -> EvaluationSums:
     return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
 
 
-def personal(task: Task, site: Site) -> Tensors:
+def personal(task: Task, site: ClientContext) -> Tensors:
     """Return the device's network, with both branches merged into its weights."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = _load_evaluation_branch(task, site, backbone)
@@ -247,7 +247,7 @@ def personal(task: Task, site: Site) -> Tensors:
     return lora.merge_own_branch(whole, mine, layers_by_gate(task), fedlora.adapter_scale(task.params))
 
 
-def _load_evaluation_branch(task: Task, site: Site, backbone: Tensors) -> Tensors:
+def _load_evaluation_branch(task: Task, site: ClientContext, backbone: Tensors) -> Tensors:
     # A device that has never trained has a branch of noise, so its gates are shut.
     mine = load_own_branch(task, site, backbone)
     if site.local:
@@ -260,7 +260,7 @@ def shut_gate(gate: np.ndarray) -> np.ndarray:
     return np.full_like(gate, SHUT)
 
 
-def load_own_branch(task: Task, site: Site, backbone: Tensors) -> dict[str, np.ndarray]:
+def load_own_branch(task: Task, site: ClientContext, backbone: Tensors) -> dict[str, np.ndarray]:
     """Return the device's branch, gates and private head, as last stored or with their first values.
 
     Raises:
@@ -280,7 +280,7 @@ def load_own_branch(task: Task, site: Site, backbone: Tensors) -> dict[str, np.n
     return dict(site.local)
 
 
-def layers_by_gate(task: Task) -> tuple[lora.Spot, ...]:
+def layers_by_gate(task: Task) -> tuple[lora.AdapterSite, ...]:
     """Return the adapted layers, grouped by gate."""
     spots = lora.sites_from_json(task.params["places"])
     return lora.split_by_layer(spots) if task.params["gates"] == "layer" else spots
@@ -291,9 +291,9 @@ def branch_hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
     places, params = layers_by_gate(task), task.params
 
     def prepare(module: Any) -> Any:
-        from fedquilt.models.partial import lora_torch
+        from fedquilt.models.partial import adapter_layers
 
-        return lora_torch.insert_adapters(module, places, params["rank"], fedlora.adapter_scale(params), own=True)
+        return adapter_layers.insert_adapters(module, places, params["rank"], fedlora.adapter_scale(params), own=True)
 
     def learning_rate_factor(name: str) -> float:
         leaf = name.rpartition(".")[2]

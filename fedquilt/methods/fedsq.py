@@ -24,25 +24,27 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layer_costs, tensor_register, tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
+    ClientContext,
+    ClientResult,
     DeviceView,
     EvaluationSums,
     Examples,
     Hooks,
     ModelError,
-    Order,
-    Site,
     Step,
     Task,
+    TaskSpec,
     Tensors,
 )
+from fedquilt.costs import layer_costs
+from fedquilt.formats import tensor_register
+from fedquilt.formats.tensor_register import BATCH_NORMS, TensorRegister
 from fedquilt.methods import fedavg
-from fedquilt.models.partial import gate_cache
-from fedquilt.tensor_register import BATCH_NORMS, Register
+from fedquilt.models.partial import output_cache
 
 if TYPE_CHECKING:
     from fedquilt.models.partial.dual_copy import DualCopy
@@ -99,7 +101,7 @@ def is_trained(trained: list[str], name: str) -> bool:
     return any(name == part or name.startswith(part + ".") for part in trained)
 
 
-def require_separable(register: Register) -> None:
+def require_separable(register: TensorRegister) -> None:
     """Raise ModelError if a tensor is shared, or is a running statistic outside batch norm."""
     for entry in register.tensors:
         if entry.aliases:
@@ -121,7 +123,7 @@ def tensors_to_send(begun: fedavg.State, trained: list[str], bn: str) -> dict[st
     return {name: begun.model[name] for name in kept}
 
 
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train w_QK's trained tensors. w_SK is sent once.
 
     With a cache the frozen part runs only in a device's first round, once for each example. Without a cache w_SK runs
@@ -143,7 +145,7 @@ def send(state: State, device: DeviceView) -> Order:
     return replace(order, work=msgspec.structs.replace(work, peak_bytes=order.work.peak_bytes), check=check)
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train w_QK under the gates of w_SK, with cached features and gates if they fit."""
     received, copies = site.load("model"), _Copies(task, site)
     examples, start, hooks, kept_bytes = copies.prepare_run(received, site.train, "train")
@@ -164,10 +166,10 @@ def work(task: Task, site: Site) -> Answer:
         progress=site.progress,
     )
     model = {name: given.get(f"qk.{name}", array) for name, array in received.items()}
-    return Answer({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(kept_bytes)})
+    return ClientResult({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(kept_bytes)})
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate w_QK under the gates of w_SK on the held-out examples."""
     if not len(site.held):
         return EvaluationSums(examples=0)
@@ -187,7 +189,7 @@ def result(state: State) -> Artefact:
 class _Copies:
     """Both copies of a task's network on the device."""
 
-    def __init__(self, task: Task, site: Site) -> None:
+    def __init__(self, task: Task, site: ClientContext) -> None:
         from fedquilt.models.partial import dual_copy  # torch
 
         self._task, self._site = task, site
@@ -206,17 +208,17 @@ class _Copies:
             start = {**own, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
             return examples, start, Hooks(prepare=self.dual.build_pair), 0
         layout = kept.layout
-        rows: Any = gate_cache.Rows(self._site.cache / f"{what}.rows", kept)
+        rows: Any = output_cache.CachedRows(self._site.cache / f"{what}.rows", kept)
         hooks = Hooks(prepare=lambda model: self.dual.build_tail(model, layout), inputs=lambda x: x)
         return Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
 
-    def _cached_rows(self, examples: Examples, what: str) -> gate_cache.Kept | None:
+    def _cached_rows(self, examples: Examples, what: str) -> output_cache.CacheMetadata | None:
         folder, params = self._site.cache, self._task.params
         key = self._cache_key(examples)
-        if (found := gate_cache.find_rows(folder, what, key, len(examples))) is not None:
+        if (found := output_cache.find_rows(folder, what, key, len(examples))) is not None:
             return found
         others = sum(path.stat().st_size for path in folder.glob("*.rows") if path.stem != what)
-        writer = gate_cache.Writer(
+        writer = output_cache.RowWriter(
             folder,
             what,
             len(examples),
@@ -224,7 +226,7 @@ class _Copies:
             most_bytes=params["cache_mb"] * 10**6 - others,
         )
 
-        def write_rows(seen: gate_cache.Seen) -> None:
+        def write_rows(seen: output_cache.BatchOutputs) -> None:
             writer.write_batch(seen)
             self._site.progress(0.0)
 
@@ -233,7 +235,7 @@ class _Copies:
             hooks = Hooks(prepare=lambda model: self.dual.build_observer(model, write_rows))
             self._site.engine.evaluate(params["network"], start, examples, hooks=hooks)
             return writer.finish(key)
-        except gate_cache.NoRoomError:
+        except output_cache.NoRoomError:
             return None
 
     def _cache_key(self, examples: Examples) -> str:

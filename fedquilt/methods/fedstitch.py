@@ -29,9 +29,9 @@ Deviations, where the paper's procedure cannot run or measures something else:
 - A device is rewarded if its rank reaches the median of the devices in the same vote, which together keep their
   weight. The paper publishes no threshold. A fixed threshold rewards nearly all devices, so that only selection counts.
 - The result is a linear head over several taps: pooled maps at some depths of some donors and at the ends of finished
-  networks, selected and solved in closed form from the devices' sums (`fedquilt.models.stitching.joint_head`, cf.
-  Fed3R, arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates too, and the log
-  reports the gains of joining and of stitching. With `expansions = 0` nothing is stitched, and the job takes few
+  networks, selected and solved in closed form from the devices' sums (`fedquilt.models.stitching.algebra.joint_head`,
+  cf. Fed3R, arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates too, and the
+  log reports the gains of joining and of stitching. With `expansions = 0` nothing is stitched, and the job takes few
   rounds.
 - A device that explores is judged by its greedy picks. Its second vote on a network replaces its first.
 - The search-space optimizer drops a block only if the gap of the scores exceeds the spread between devices.
@@ -63,41 +63,33 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from fedquilt import exact, profiles
+from fedquilt import profiles
+from fedquilt.arrays import exact_sums
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
+    ClientContext,
+    ClientResult,
     DeviceView,
     JobError,
     Method,
     ModelError,
-    Order,
-    Site,
     Task,
+    TaskSpec,
 )
-from fedquilt.models.stitching import (
-    accumulators,
-    candidates,
-    device_statistics,
-    judging,
-    least_squares,
-    names,
-    orders,
-    scoring,
-    search,
-    stitched,
-    taps,
-)
-from fedquilt.models.stitching.accumulators import Counts, Fits, Sum, Votes
-from fedquilt.models.stitching.least_squares import Gathered
-from fedquilt.models.stitching.moment_sums import Gathering
-from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, State
+from fedquilt.models.stitching import display_names, stitched_network
+from fedquilt.models.stitching.algebra import least_squares
+from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.algebra.least_squares import MergedMoments
+from fedquilt.models.stitching.device import junction_moments, scoring, taps
+from fedquilt.models.stitching.search import accumulators, candidates, ranking, steps, task_specs
+from fedquilt.models.stitching.search.accumulators import CorrectCounts, JunctionSums, Sum, VoteSums
+from fedquilt.models.stitching.search.state import PAPER, Candidate, SearchParams, SearchState
 
 # -- server ---------------------------------------------------------------------------------------
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> State:
+def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
     """Return the first state of the search.
 
     Raises:
@@ -106,7 +98,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     """
     if params.mode == "paper":
         params = replace(params, **PAPER)
-    stock = stitched.load_donor_pool(bundle.meta)
+    stock = stitched_network.load_donor_pool(bundle.meta)
     wanted = [name for block in stock.blocks.values() for name in (*block.files, *block.scoring_variant.files)]
     missing = [name for name in wanted if name not in bundle.files]
     if missing:
@@ -119,51 +111,51 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         raise JobError("[params] price_ms weighs milliseconds: say of which board, by a profile's name in `board`")
     if params.board:
         profiles.load_board_profile(params.board)
-    state = search.initial_state(params, seed, stock, dict(bundle.files))
+    state = steps.initial_state(params, seed, stock, dict(bundle.files))
     if state.current is None and params.expansions:
         raise ModelError("no block may follow any starting block: raise max_upsampling, or take other donors")
     return state
 
 
-def send(state: State, device: DeviceView) -> Order | None:
+def send(state: SearchState, device: DeviceView) -> TaskSpec | None:
     """Return the task spec of the current phase, or None if the device has nothing to do."""
     match state.phase:
         case "score":
-            return orders.score_task_spec(state, device)
+            return task_specs.score_task_spec(state, device)
         case "fit":
-            return orders.fit_task_spec(state)
+            return task_specs.fit_task_spec(state)
         case "done":
             return None
     if device.device in state.heard:
         return None  # the coordinator asks another device instead
-    return orders.gather_task_spec(state) if state.phase == "gather" else orders.validation_task_spec(state)
+    return task_specs.gather_task_spec(state) if state.phase == "gather" else task_specs.validation_task_spec(state)
 
 
-def step(state: State, total: Sum | None) -> State:
+def step(state: SearchState, total: Sum | None) -> SearchState:
     """Add the sums of a round and, when the phase is complete, start the next phase."""
-    if total is None or (isinstance(total, Gathering | Counts) and not total.devices):
+    if total is None or (isinstance(total, ExactMomentSums | CorrectCounts) and not total.devices):
         if state.phase == "score" and state.ballots:
-            return replace(search.close_vote(state), turn=state.turn + 1)
+            return replace(steps.close_vote(state), turn=state.turn + 1)
         if state.phase in ("gather", "validate") and state.heard:  # no device is left to ask
             return replace(_close_phase(state), turn=state.turn + 1)
         return replace(state, log=())
-    devices = total.ballots if isinstance(total, Votes) else total.devices
+    devices = total.ballots if isinstance(total, VoteSums) else total.devices
     known = state.seen
     state = replace(state, seen=_union(known, devices))
     match total:
-        case Votes():
-            after = search.add_ballots(state, total.ballots)
-        case Fits():
+        case VoteSums():
+            after = steps.add_ballots(state, total.ballots)
+        case JunctionSums():
             after = _solve_junctions(state, total.moments)
         case _:
             state = replace(state, heard=_union(state.heard, devices), subround=state.subround + 1)
-            after = _add_moments(state, total) if isinstance(total, Gathering) else _add_counts(state, total)
+            after = _add_moments(state, total) if isinstance(total, ExactMomentSums) else _add_counts(state, total)
             after = _close_phase(after) if _is_phase_complete(state, known) else after
     return replace(after, turn=state.turn + 1)
 
 
-def result(state: State) -> Artefact:
-    """Return the chosen network as an artefact (`stitched.to_artefact`).
+def result(state: SearchState) -> Artefact:
+    """Return the chosen network as an artefact (`stitched_network.to_artefact`).
 
     The artefact's meta also contains "search", a summary of all candidates, and "gains", the accuracy gained by joining
     and by stitching. A job that ends while gathering returns the candidate with the least cross-validation criterion. A
@@ -175,33 +167,36 @@ def result(state: State) -> Artefact:
     if state.phase == "gather" and state.gathered is not None:
         state = replace(state, candidates=_solve_candidates(state))
     if not state.candidates:
-        ends = state.finalists or tuple(search.distinct_finalists(state))
+        ends = state.finalists or tuple(steps.distinct_finalists(state))
         state = replace(state, candidates=tuple(candidates.aligned_candidate(finalist) for finalist in ends))
-    best = judging.best_candidate(state, state.candidates)
+    best = ranking.best_candidate(state, state.candidates)
     if best is None:
         raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
-    meta, arrays = stitched.to_artefact(judging.to_network(state, best), state.stock)
-    told = judging.summarise_all(state)
-    return Artefact("stitched", {**meta, "search": told, "gains": judging.accuracy_gains(state)}, arrays)
+    meta, arrays = stitched_network.to_artefact(ranking.to_network(state, best), state.stock)
+    told = ranking.summarise_all(state)
+    return Artefact("stitched", {**meta, "search": told, "gains": ranking.accuracy_gains(state)}, arrays)
 
 
-def _solve_junctions(state: State, sums: tuple[Gathered, ...]) -> State:
+def _solve_junctions(state: SearchState, sums: tuple[MergedMoments, ...]) -> SearchState:
     assert state.current is not None
     junctions, residuals, notes = {}, {}, []
-    for name, each in zip(search.junction_winners(state), sums, strict=True):
+    for name, each in zip(steps.junction_winners(state), sums, strict=True):
         weights, bias = least_squares.solve_ridge(each.total, state.params.ridge)
-        junctions[stitched.junction_name((*state.current.path, name))] = {
+        junctions[stitched_network.junction_name((*state.current.path, name))] = {
             "weights": weights.astype(np.float32),
             "bias": bias.astype(np.float32),
         }
         residuals[name], note = _junction_residual(name, each, state.params.ridge)
         notes.append(note)
     rows = sums[0].total.n
-    told = f"{len(junctions)} junctions after {names.path_name(state.current.path)} solved from {rows:.0f} positions"
-    return search.grow_paths(replace(state, log=(told, *notes)), junctions, residuals)
+    told = (
+        f"{len(junctions)} junctions after {display_names.path_name(state.current.path)} solved from {rows:.0f} "
+        "positions"
+    )
+    return steps.grow_paths(replace(state, log=(told, *notes)), junctions, residuals)
 
 
-def _junction_residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, str]:
+def _junction_residual(block: str, sums: MergedMoments, ridge: float) -> tuple[float | None, str]:
     """Return a junction's leave-one-group-out residual variance, or None, and a log sentence."""
     left, variances = least_squares.leave_one_out_residuals(sums.groups, ridge), [group.yy for group in sums.groups]
     if not left or not any(variances):
@@ -211,7 +206,7 @@ def _junction_residual(block: str, sums: Gathered, ridge: float) -> tuple[float 
     return mean, f"to {block}: solved without a device, it leaves {told}"
 
 
-def _add_moments(state: State, total: Gathering) -> State:
+def _add_moments(state: SearchState, total: ExactMomentSums) -> SearchState:
     sums = total.total_sums(candidates.unpack_sums(state.gathered))
     notes = [f"{sums.n:.0f} images of {len(state.heard)} devices at {len(state.taps)} taps"]
     if total.short:
@@ -219,8 +214,8 @@ def _add_moments(state: State, total: Gathering) -> State:
     return replace(state, gathered=candidates.pack_sums(sums), log=tuple(notes))
 
 
-def _add_counts(state: State, total: Counts) -> State:
-    counts = exact.rounded_values(total.sums)
+def _add_counts(state: SearchState, total: CorrectCounts) -> SearchState:
+    counts = exact_sums.rounded_values(total.sums)
     pairs = zip(state.candidates, counts["right"], strict=True)
     known = tuple(replace(candidate, right=candidate.right + int(right)) for candidate, right in pairs)
     examples = state.examples + int(counts["examples"][0])
@@ -228,7 +223,7 @@ def _add_counts(state: State, total: Counts) -> State:
     return replace(state, candidates=known, examples=examples, log=(note,))
 
 
-def _is_phase_complete(state: State, known: tuple[str, ...]) -> bool:
+def _is_phase_complete(state: SearchState, known: tuple[str, ...]) -> bool:
     # The number of devices is unknown, so a phase can also end with a round that selects no new device.
     if state.subround >= state.params.head_rounds:
         return True
@@ -236,10 +231,10 @@ def _is_phase_complete(state: State, known: tuple[str, ...]) -> bool:
     return complete and (state.phase == "validate" or state.saturated or state.subround == 1)
 
 
-def _close_phase(state: State) -> State:
+def _close_phase(state: SearchState) -> SearchState:
     if state.phase == "validate":
-        best = max(range(len(state.candidates)), key=lambda i: judging.ranking_key(state, state.candidates[i]))
-        return replace(state, phase="done", chosen=best, log=tuple(judging.describe_validation(state)))
+        best = max(range(len(state.candidates)), key=lambda i: ranking.ranking_key(state, state.candidates[i]))
+        return replace(state, phase="done", chosen=best, log=tuple(ranking.describe_validation(state)))
     assert state.gathered is not None
     found, counts = _solve_candidates(state), state.gathered.counts
     notes = [f"{len(found)} candidates solved from {counts.sum():.0f} images of {len(state.heard)} devices"]
@@ -249,7 +244,7 @@ def _close_phase(state: State) -> State:
     return replace(state, log=(*state.log, *notes))
 
 
-def _solve_candidates(state: State) -> tuple[Candidate, ...]:
+def _solve_candidates(state: SearchState) -> tuple[Candidate, ...]:
     sums = candidates.unpack_sums(state.gathered)
     assert sums is not None
     return candidates.solve_candidates(state, sums)
@@ -262,7 +257,7 @@ def _union(some: tuple[str, ...], others: Iterable[str]) -> tuple[str, ...]:
 # -- client ---------------------------------------------------------------------------------------
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Run the task of one phase on a device, by forward passes only.
 
     Raises:
@@ -271,23 +266,23 @@ def work(task: Task, site: Site) -> Answer:
     """
     match task.params["phase"]:
         case "score":
-            return scoring.score_pool(msgspec.convert(task.params, scoring.ScoreAsk), site)
+            return scoring.score_pool(msgspec.convert(task.params, scoring.ScoreRequest), site)
         case "fit":
-            return device_statistics.compute_junction_moments(
-                msgspec.convert(task.params, device_statistics.FitAsk), site
+            return junction_moments.compute_junction_moments(
+                msgspec.convert(task.params, junction_moments.FitRequest), site
             )
         case "gather":
-            return taps.gather_moments(msgspec.convert(task.params, taps.GatherAsk), site)
+            return taps.gather_moments(msgspec.convert(task.params, taps.GatherRequest), site)
         case "validate":
-            return taps.count_correct(msgspec.convert(task.params, taps.CountAsk), site)
+            return taps.count_correct(msgspec.convert(task.params, taps.CountRequest), site)
         case phase:
             raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
 
 
 METHOD = Method(
     paper="arXiv 2409.07202",
-    params=Params,
-    state=State,
+    params=SearchParams,
+    state=SearchState,
     engines=("onnx",),
     init=init,
     send=send,

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt import tensors
-from fedquilt.core import Answer, DeviceView, EvaluationSums, Hooks, Order, Site, Step, Task
-from fedquilt.methods import _by_width, fedavg, heterofl
+from fedquilt.arrays import tensors
+from fedquilt.core import ClientContext, ClientResult, DeviceView, EvaluationSums, Hooks, Step, Task, TaskSpec
+from fedquilt.methods import _subnetworks, fedavg, heterofl
 from fedquilt.models.partial import masks, width
-from fedquilt.models.partial.masks import Plan
+from fedquilt.models.partial.masks import MaskPlan
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Params(fedavg.Params):
     rates: heterofl.Rates = (0.2, 0.4, 0.6, 0.8, 1.0)  # P; p_max of devices under 1 GB, from 1, 2, 4 and 8 GB
 
 
-class Ordered:
+class OrderedDropoutHooks:
     """Hooks for ordered dropout, with a random width for each mini-batch.
 
     Args:
@@ -46,7 +46,7 @@ class Ordered:
         rng: Generator of the widths.
     """
 
-    def __init__(self, plan: Plan, most: float, widths: tuple[float, ...], rng: np.random.Generator) -> None:
+    def __init__(self, plan: MaskPlan, most: float, widths: tuple[float, ...], rng: np.random.Generator) -> None:
         self._plan, self._most, self._widths, self._rng = plan, most, widths, rng
         self.width = most  # of the current step
 
@@ -58,7 +58,7 @@ class Ordered:
         """Insert hooks that set dropped units to 0 before each layer, and return the module."""
         from torch.nn.modules.batchnorm import _BatchNorm
 
-        from fedquilt.models.networks import tensor_register
+        from fedquilt.models.networks import register_trace
 
         inner = dict(module.named_modules())
         for each in inner.values():
@@ -67,7 +67,7 @@ class Ordered:
         for name, follow in self._plan.follows.items():
             path = name.rpartition(".")[0]
             if follow.into:  # of weights alone
-                for each in {each for _, each in tensor_register.modules_sharing_weight(module, path)}:
+                for each in {each for _, each in register_trace.modules_sharing_weight(module, path)}:
                     each.register_forward_pre_hook(self._dropout_hook(follow.into, follow.repeat))
         return module
 
@@ -103,21 +103,21 @@ class Ordered:
         return hook
 
 
-def send(state: _by_width.State, device: DeviceView) -> Order:
+def send(state: _subnetworks.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train at the device's p_max, with the dependencies between units."""
     order = heterofl.send(state, device)
     return replace(order, bundles={**order.bundles, "plan": {"json": masks.plan_to_array(state.plan)}})
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with a random width per mini-batch, or gather statistics if the task requests them."""
     if "asked" in task.params:
-        return _by_width.gather_statistics(task, site)
+        return _subnetworks.gather_statistics(task, site)
     most, hooks = task.params["rate"], heterofl.width_hooks(task, site, scaled=False)
     widths = tuple(rate for rate in sorted(set(task.params["rates"])) if rate <= most)
     if len(widths) > 1:
         plan = masks.plan_from_array(site.load("plan")["json"])
-        ordered = Ordered(plan, most, widths, tensors.seeded_rng(task.seed, "widths"))
+        ordered = OrderedDropoutHooks(plan, most, widths, tensors.seeded_rng(task.seed, "widths"))
         narrow = hooks.prepare or (lambda module: module)
         hooks = Hooks(
             prepare=lambda module: ordered.insert_gates(narrow(module)), steps=(Step(begin=ordered.draw_width),)
@@ -125,7 +125,7 @@ def work(task: Task, site: Site) -> Answer:
     return fedavg.work(task, site, hooks)
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the sub-network of width p_max on the held-out examples."""
     hooks = heterofl.width_hooks(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
@@ -139,5 +139,5 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    settle=_by_width.statistics_round(heterofl.places_by_rate, heterofl.device_rate, scaled=False),
+    settle=_subnetworks.statistics_round(heterofl.places_by_rate, heterofl.device_rate, scaled=False),
 )

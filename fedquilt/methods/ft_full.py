@@ -17,8 +17,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from fedquilt import tiers
-from fedquilt.core import DeviceView, Order
+from fedquilt.core import DeviceView, TaskSpec
+from fedquilt.costs import tiers
 from fedquilt.methods import fedavg
 
 
@@ -30,8 +30,8 @@ class Params(fedavg.Params):
 
 
 def limit_by_memory(
-    order: Order, state: fedavg.State, device: DeviceView, engines: tuple[str, ...], counted: int
-) -> Order | None:
+    order: TaskSpec, state: fedavg.State, device: DeviceView, engines: tuple[str, ...], counted: int
+) -> TaskSpec | None:
     """Return the task spec with memory for `at_once` examples, or None if the device has less.
 
     Args:
@@ -50,7 +50,7 @@ def limit_by_memory(
     return replace(order, work=work)
 
 
-def send(state: fedavg.State, device: DeviceView) -> Order | None:
+def send(state: fedavg.State, device: DeviceView) -> TaskSpec | None:
     """Return the task spec to train the whole network, or None if the device lacks the memory."""
     return limit_by_memory(fedavg.send(state, device), state, device, ("torch", "numpy"), fedavg.minimum_batch(state))
 

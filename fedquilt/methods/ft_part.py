@@ -16,17 +16,17 @@ from typing import Annotated
 from msgspec import Meta
 
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
+    ClientContext,
+    ClientResult,
     DeviceView,
     EvaluationSums,
     Hooks,
     ModelError,
-    Order,
-    Site,
     Step,
     Task,
+    TaskSpec,
 )
 from fedquilt.methods import fedavg, fedrep, ft_full
 
@@ -54,7 +54,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     return fedrep.split_state(begun, begun.model.keys() - moved)
 
 
-def send(state: fedrep.State, device: DeviceView) -> Order | None:
+def send(state: fedrep.State, device: DeviceView) -> TaskSpec | None:
     """Return the task spec to train the last layers, or None if the device lacks the memory."""
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     whole = replace(light, model={**state.own, **state.model})
@@ -63,7 +63,7 @@ def send(state: fedrep.State, device: DeviceView) -> Order | None:
     return ft_full.limit_by_memory(order, light, device, ("torch", "numpy"), counted)
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the last layers in the frozen network."""
     model = site.load("model")
     start = {**site.load("own"), **model}
@@ -71,7 +71,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in model}})
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the frozen network with the received last layers on the held-out examples."""
     return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held)
 

@@ -38,25 +38,28 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact, layer_costs, metrics, tensor_register, tensors
+from fedquilt import metrics
+from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     EvaluationSums,
     Examples,
     ModelError,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     Tensors,
     UpdateError,
 )
+from fedquilt.costs import layer_costs
+from fedquilt.formats import tensor_register
+from fedquilt.formats.tensor_register import ATTENTION, TensorRegister
 from fedquilt.methods import fedavg
 from fedquilt.models import learngene, subspaces
-from fedquilt.tensor_register import ATTENTION, Register
 
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -114,13 +117,13 @@ class State:
 
 
 @dataclass(frozen=True)
-class Sum:
+class GeneFLSums:
     """Sums of a round by cluster, and the fingerprints received."""
 
     fingerprints: Mapping[str, np.ndarray]
-    totals: Mapping[str, Mapping[str, exact.Total]]  # cluster -> tensor -> sum over devices
+    totals: Mapping[str, Mapping[str, exact_sums.ExactSum]]  # cluster -> tensor -> sum over devices
     counts: Mapping[str, Mapping[str, int]]  # cluster -> layer -> devices that sent it
-    accuracy: exact.Number = exact.Number()  # summed over `told` devices
+    accuracy: exact_sums.ExactScalar = exact_sums.ExactScalar()  # summed over `told` devices
     told: int = 0  # devices that reported an accuracy
 
 
@@ -146,7 +149,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     )
 
 
-def layer_units(register: Register) -> dict[str, tuple[str, ...]]:
+def layer_units(register: TensorRegister) -> dict[str, tuple[str, ...]]:
     """Return the parameters of each layer. A module around layers goes with the first layer in it.
 
     A gain of one number would otherwise always have one of the smallest scores, and would be the last layer shared.
@@ -161,14 +164,14 @@ def layer_units(register: Register) -> dict[str, tuple[str, ...]]:
     return {layer: tuple(sorted(names)) for layer, names in units.items()}
 
 
-def send(state: State, device: DeviceView) -> Order | None:
+def send(state: State, device: DeviceView) -> TaskSpec | None:
     """Return the task spec for a fingerprint (Eq. 11), or to train with the cluster's layers."""
     cluster = state.assigned.get(device.device)
     if cluster is None:
         if device.device in state.fingerprints:
             return None  # it waits for the others
         wanted = {key: state.params[key] for key in ("directions", "fingerprint_samples")}
-        return Order({**wanted, "ask": "fingerprint"}, {})
+        return TaskSpec({**wanted, "ask": "fingerprint"}, {})
     told, newcomer = state.clusters[cluster], len(device.rounds) < 2
     taken = state.genes[cluster] if newcomer else tuple(told)
     parts = {layer: told[layer] if layer in taken else held for layer, held in state.first.items()}
@@ -183,12 +186,12 @@ def send(state: State, device: DeviceView) -> Order | None:
     return replace(order, params={**order.params, **asked}, work=work)
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Return a fingerprint, or train the device's model (Eq. 4) and send its learnGene (Eq. 9)."""
     if task.params["ask"] == "fingerprint":
         some = _sample_examples(site, task.params["fingerprint_samples"])
         found = subspaces.compute_subspace(some.x, task.params["directions"])
-        return Answer({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
+        return ClientResult({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
     received, parts = _load_received(task, site)
     before = _previous_model(site, received)
     bound = [name for layer in task.params["bound"] for name in parts[layer]]
@@ -215,17 +218,17 @@ def work(task: Task, site: Site) -> Answer:
         task.params["gene_norm"],
     )
     sent = {name: model[name] for layer in gene for name in parts[layer]}
-    return Answer({"gene": sent}, answer.weight, {**answer.metrics, **terms, **told}, local=model)
+    return ClientResult({"gene": sent}, answer.weight, {**answer.metrics, **terms, **told}, local=model)
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's model on the held-out examples, or nothing before the clustering."""
     if task.params["ask"] == "fingerprint":
         return EvaluationSums(examples=0)
     return site.engine.evaluate(task.params["network"], _previous_model(site, _load_received(task, site)[0]), site.held)
 
 
-def personal(task: Task, site: Site) -> Tensors:
+def personal(task: Task, site: ClientContext) -> Tensors:
     """Return the device's model.
 
     Raises:
@@ -238,7 +241,7 @@ def personal(task: Task, site: Site) -> Tensors:
     return site.local
 
 
-def _load_received(task: Task, site: Site) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
+def _load_received(task: Task, site: ClientContext) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
     model, parts = dict(site.load("statistics")), {}
     for layer in task.params["all"]:
         part = site.load(PREFIX + layer)
@@ -247,7 +250,7 @@ def _load_received(task: Task, site: Site) -> tuple[dict[str, np.ndarray], dict[
     return model, parts
 
 
-def _previous_model(site: Site, received: Tensors) -> Tensors:
+def _previous_model(site: ClientContext, received: Tensors) -> Tensors:
     # theta~: before the first training, the received model.
     if not site.local:
         return received
@@ -255,13 +258,13 @@ def _previous_model(site: Site, received: Tensors) -> Tensors:
     return site.local
 
 
-def _sample_examples(site: Site, most: int) -> Examples:
+def _sample_examples(site: ClientContext, most: int) -> Examples:
     rows = np.sort(site.rng.permutation(len(site.train))[:most])
     return Examples(site.train.x[rows], site.train.y[rows])
 
 
 def _elastic_gene(
-    task: Task, site: Site, before: Tensors, received: Tensors, bound: list[str]
+    task: Task, site: ClientContext, before: Tensors, received: Tensors, bound: list[str]
 ) -> dict[str, np.ndarray]:
     # Eq. 6: the device's value where the scaled Fisher value is below gamma, otherwise the cluster's.
     some = _sample_examples(site, task.params["fisher_samples"])
@@ -273,13 +276,13 @@ def _elastic_gene(
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+def fold(state: State, so_far: GeneFLSums | None, update: DeviceUpdate) -> GeneFLSums:
     """Add a learnGene to the sums of its cluster, or store a fingerprint.
 
     Raises:
         UpdateError: If the update has a wrong number of layers, wrong tensors or an impossible accuracy.
     """
-    so_far = so_far or Sum({}, {}, {})
+    so_far = so_far or GeneFLSums({}, {}, {})
     cluster = state.assigned.get(update.device)
     if cluster is None:
         told, known = update.bundles.get("fingerprint", {}), (*state.centres, *state.fingerprints.values())
@@ -295,7 +298,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     if accuracy is not None and not 0 <= accuracy <= 1:
         raise UpdateError(f"{update.device} says that its accuracy is {accuracy:g}, not 0 to 1")
     values = {name: array.astype(np.float64) for name, array in gene.items()}  # of counters the mean too
-    total, count = exact.add_arrays(so_far.totals.get(key, {}), values), dict(so_far.counts.get(key, {}))
+    total, count = exact_sums.add_arrays(so_far.totals.get(key, {}), values), dict(so_far.counts.get(key, {}))
     for layer in sent:
         count[layer] = count.get(layer, 0) + 1
     return replace(
@@ -307,7 +310,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     )
 
 
-def step(state: State, total: Sum | None) -> State:
+def step(state: State, total: GeneFLSums | None) -> State:
     """Cluster the fingerprints (Eq. 12), or average layers by cluster (Eq. 10) and adapt L_t."""
     if total is None:
         return state
@@ -316,7 +319,7 @@ def step(state: State, total: Sum | None) -> State:
     return _adapt_size(_average_layers(_assign_newcomers(state, total.fingerprints), total), total)
 
 
-def _cluster_fingerprints(state: State, total: Sum) -> State:
+def _cluster_fingerprints(state: State, total: GeneFLSums) -> State:
     shapes = [array.shape for array in (*state.fingerprints.values(), *total.fingerprints.values())]
     usual = max(sorted(set(shapes)), key=shapes.count)  # devices of one round were not compared with each other
     found = {k: v for k, v in sorted({**state.fingerprints, **total.fingerprints}.items()) if v.shape == usual}
@@ -345,7 +348,7 @@ def _assign_newcomers(state: State, found: Mapping[str, np.ndarray]) -> State:
     return replace(state, centres=tuple(centres), members=tuple(members), assigned=assigned)
 
 
-def _average_layers(state: State, total: Sum) -> State:
+def _average_layers(state: State, total: GeneFLSums) -> State:
     # Eq. 10. Layers without senders stay.
     clusters, genes, mean = list(state.clusters), list(state.genes), fedavg.divide_sum
     for key, counts in total.counts.items():
@@ -360,7 +363,7 @@ def _average_layers(state: State, total: Sum) -> State:
     return replace(state, clusters=tuple(clusters), genes=tuple(genes))
 
 
-def _adapt_size(state: State, total: Sum) -> State:
+def _adapt_size(state: State, total: GeneFLSums) -> State:
     # L_t falls by one every `shrink_every` rounds, unless the mean accuracy has fallen below its best.
     if not total.counts:
         return state  # nobody trained

@@ -34,29 +34,30 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import metrics, tensors
+from fedquilt import metrics
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     EvaluationSums,
-    Expected,
     Hooks,
     ModelError,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     Tensors,
     UpdateError,
+    UpdateSchema,
     with_mergeable_accumulators,
     with_update_schema,
 )
 from fedquilt.methods import fedavg
-from fedquilt.methods._by_width import State, gather_statistics, statistics_round, subnetwork_state
+from fedquilt.methods._subnetworks import State, gather_statistics, statistics_round, subnetwork_state
 from fedquilt.models.partial import masks
 from fedquilt.models.partial import width as width_parts
-from fedquilt.models.partial.width import Counted, Places
+from fedquilt.models.partial.width import Places, WeightedEntrySums
 
 Rate = Annotated[float, Meta(gt=0, le=1)]
 Rates = tuple[Rate, Rate, Rate, Rate, Rate]
@@ -72,11 +73,11 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class Sum:
+class HeteroFLSums:
     """Sums of a round: shared entries, and batch norm statistics of each narrower part."""
 
-    whole: Counted
-    widths: Mapping[str, Counted]
+    whole: WeightedEntrySums
+    widths: Mapping[str, WeightedEntrySums]
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
@@ -132,7 +133,7 @@ def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float)
     return max(other for other in (*rates, 1.0) if unit_counts(other) == unit_counts(rate))
 
 
-def part_task_spec(state: fedavg.State, at: Places, rate: float, own: Tensors | None = None) -> Order:
+def part_task_spec(state: fedavg.State, at: Places, rate: float, own: Tensors | None = None) -> TaskSpec:
     """Return the task spec to train a part, with the part's own FLOPs, bytes and memory.
 
     Args:
@@ -162,7 +163,7 @@ def places_by_rate(state: State) -> dict[float, Places]:
     }
 
 
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the leading channels that the device's memory tier allows."""
     rate = device_rate(state, device)
     found = with_learning_rate(
@@ -171,13 +172,13 @@ def send(state: State, device: DeviceView) -> Order:
     return replace(found, params={**found.params, "head": state.register.classifier()})
 
 
-def with_learning_rate(state: State, given: Order) -> Order:
+def with_learning_rate(state: State, given: TaskSpec) -> TaskSpec:
     """Return the task spec with a learning rate that statistics rounds do not decay."""
     decay = state.params.get("lr_decay", 1.0)
     return replace(given, params={**given.params, "lr": state.params["lr"] / decay**state.settled})
 
 
-def width_hooks(task: Task, site: Site, *, scaled: bool = True) -> Hooks:
+def width_hooks(task: Task, site: ClientContext, *, scaled: bool = True) -> Hooks:
     """Return hooks that build the narrower network, or no hooks for the whole network."""
     if task.params["rate"] == 1:
         return Hooks()
@@ -185,7 +186,7 @@ def width_hooks(task: Task, site: Site, *, scaled: bool = True) -> Hooks:
     return Hooks(prepare=lambda module: width_parts.shrink_module(module, start, scaled=scaled))
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the device's part, without the classes it lacks, or gather batch norm statistics."""
     if "asked" in task.params:
         return gather_statistics(task, site)
@@ -201,7 +202,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={**answer.bundles, "classes": {"held": held.astype(np.uint8)}})
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's part on the held-out examples."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=width_hooks(task, site))
 
@@ -209,7 +210,7 @@ def check(task: Task, site: Site) -> EvaluationSums:
 # -- back again -----------------------------------------------------------------------------------
 
 
-def sent_model(update: Contribution) -> Mapping[str, Any]:
+def sent_model(update: DeviceUpdate) -> Mapping[str, Any]:
     """Return the model in an update.
 
     Raises:
@@ -220,18 +221,18 @@ def sent_model(update: Contribution) -> Mapping[str, Any]:
     return update.bundles["model"]
 
 
-def update_schema(state: State) -> Expected:
+def update_schema(state: State) -> UpdateSchema:
     """Return the schema of an update: a part of the model and, with `masked`, the device's classes."""
     if not state.params.get("masked"):
         return fedavg.partial_model_schema(state)
     last = f"{state.register.classifier()}.weight"
-    held = {"held": tensors.Shaped(state.model[last].shape[:1], np.dtype(np.uint8))}
-    return Expected({"model": state.model, "classes": held}, whole=False)
+    held = {"held": tensors.TensorSpec(state.model[last].shape[:1], np.dtype(np.uint8))}
+    return UpdateSchema({"model": state.model, "classes": held}, whole=False)
 
 
-@with_mergeable_accumulators(Sum)
+@with_mergeable_accumulators(HeteroFLSums)
 @with_update_schema(update_schema)
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> HeteroFLSums:
     """Add a device's part to the sums, without classifier rows of classes that the device lacks."""
     sent = sent_model(update)
     rows = reported_classes(state, update) if state.params.get("masked") else None
@@ -240,12 +241,12 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
 
 def add_part(
     state: State,
-    so_far: Sum | None,
+    so_far: HeteroFLSums | None,
     sent: Tensors,
     parts: Mapping[float, Places],
     weight: float,
     rows: np.ndarray | None = None,
-) -> Sum:
+) -> HeteroFLSums:
     """Add a device's part to the sums of a round.
 
     Args:
@@ -276,10 +277,10 @@ def add_part(
     whole = width_parts.add_entries(
         state.model, so_far.whole if so_far else None, {name: sent[name] for name in rest}, rest, weight
     )
-    return Sum(whole, widths)
+    return HeteroFLSums(whole, widths)
 
 
-def reported_classes(state: State, update: Contribution) -> np.ndarray:
+def reported_classes(state: State, update: DeviceUpdate) -> np.ndarray:
     """Return the numbers of the classes of which a device reports examples.
 
     Raises:
@@ -291,7 +292,7 @@ def reported_classes(state: State, update: Contribution) -> np.ndarray:
     return np.flatnonzero(told["held"])
 
 
-def step(state: State, total: Sum | None) -> State:
+def step(state: State, total: HeteroFLSums | None) -> State:
     """Average each entry over the devices that sent it (Eq. 2-5), and each width's statistics."""
     if total is None:
         return state

@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import (
-    Answer,
     Artefact,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     EvaluationSums,
-    Expected,
-    Site,
     Task,
     Tensors,
     UpdateError,
+    UpdateSchema,
     with_update_schema,
 )
 from fedquilt.methods import fedavg
@@ -38,18 +38,18 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(fedavg.init(bundle, params, seed)))
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the device's own model further. No tensors are sent."""
     answer = fedavg.train_from(task, site, personal(task, site))
     return replace(answer, bundles={}, local=answer.bundles["model"])
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's own model on the held-out examples."""
     return site.engine.evaluate(task.params["network"], personal(task, site), site.held)
 
 
-def personal(task: Task, site: Site) -> Tensors:
+def personal(task: Task, site: ClientContext) -> Tensors:
     """Return the device's model, or the job's first model before training."""
     first = site.load("model")
     if site.local:
@@ -57,8 +57,8 @@ def personal(task: Task, site: Site) -> Tensors:
     return site.local or first
 
 
-@with_update_schema(lambda state: Expected({}))
-def fold(state: State, so_far: int | None, update: Contribution) -> int:
+@with_update_schema(lambda state: UpdateSchema({}))
+def fold(state: State, so_far: int | None, update: DeviceUpdate) -> int:
     """Count an update.
 
     Raises:

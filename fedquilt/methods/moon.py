@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task
+from fedquilt.core import Bundle, ClientContext, ClientResult, DeviceView, Hooks, ModelError, Step, Task, TaskSpec
 from fedquilt.methods import fedavg
 
 
@@ -32,7 +32,7 @@ class Params(fedavg.Params):
     temperature: Annotated[float, Meta(gt=0)] = 0.5  # T
 
 
-class Contrast:
+class ContrastiveHooks:
     """Hooks that add the contrastive loss mu * l_con."""
 
     def __init__(self, mu: float, temperature: float, head: str) -> None:
@@ -49,9 +49,9 @@ class Contrast:
         import torch
         from torch.nn import functional as F
 
-        from fedquilt.models.networks import tensor_register
+        from fedquilt.models.networks import register_trace
 
-        places = tensor_register.first_names(module)
+        places = register_trace.first_names(module)
         z, modes = self._seen, [(each, each.training) for each in module.modules()]
         likeness = []
         module.eval()  # the other two are only read: their statistics stay, and nothing is dropped
@@ -82,17 +82,17 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     return begun
 
 
-def send(state: fedavg.State, device: DeviceView) -> Order:
+def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train, with two more forward passes if the device has a previous model."""
     order = fedavg.training_task_spec(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
     return replace(order, params={**order.params, "head": state.register.classifier()})
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with the contrastive loss if there is a previous model, and keep the new model."""
     hooks = Hooks()
     if site.local:
-        contrast = Contrast(task.params["mu"], task.params["temperature"], task.params["head"])
+        contrast = ContrastiveHooks(task.params["mu"], task.params["temperature"], task.params["head"])
         hooks = Hooks(
             prepare=contrast.prepare,
             anchors={"previous": site.local},

@@ -17,8 +17,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from fedquilt.core import Bundle, ModelError
+from fedquilt.formats.tensor_register import ATTENTION, CONVOLUTIONS, MADE_OF
 from fedquilt.methods import fedavg, fedrep
-from fedquilt.tensor_register import ATTENTION, CONVOLUTIONS, MADE_OF
 
 MATRICES = ("Linear", "Embedding", "Bilinear", "GRU", "LSTM", "RNN", ATTENTION)  # modules whose weights are matrices
 

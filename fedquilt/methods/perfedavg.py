@@ -20,7 +20,17 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, DeviceView, EvaluationSums, Hooks, Order, Site, Step, Task, with_common_task
+from fedquilt.core import (
+    ClientContext,
+    ClientResult,
+    DeviceView,
+    EvaluationSums,
+    Hooks,
+    Step,
+    Task,
+    TaskSpec,
+    with_common_task,
+)
 from fedquilt.methods import fedavg
 
 
@@ -37,7 +47,7 @@ class Params(fedavg.Params):
             raise ValueError("a step is taken back and another taken: Per-FedAvg wants sgd, no momentum and no clip")
 
 
-class Ahead:
+class MetaStep:
     """Two steps on each mini-batch, from w to u and from w along the gradient at u (section 5).
 
     The second step starts at u, so that its gradient includes the way back, (u - w) / beta. The anchor "w" is the value
@@ -66,20 +76,20 @@ class Ahead:
 
 
 @with_common_task
-def send(state: fedavg.State, device: DeviceView) -> Order:
+def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train at twice FedAvg's cost, with one more copy of the model."""
     return fedavg.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Take both steps on every mini-batch, or train as in FedAvg if alpha is 0."""
     if not task.params["alpha"]:
         return fedavg.work(task, site)
-    received, ahead = site.load("model"), Ahead(task.params["alpha"], fedavg.fit_from_task(task).lr)
+    received, ahead = site.load("model"), MetaStep(task.params["alpha"], fedavg.fit_from_task(task).lr)
     return fedavg.train_from(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
 
 
-def check(task: Task, site: Site) -> EvaluationSums:
+def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Adapt the received model to the device's examples and evaluate the adapted model."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):

@@ -22,14 +22,14 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.core import (
-    Answer,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     Hooks,
-    Order,
-    Site,
     Step,
     Task,
+    TaskSpec,
     Tensors,
     with_common_task,
     with_mergeable_accumulators,
@@ -56,7 +56,7 @@ class Params(fedavg.Params):
             raise ValueError("lr and outer_lr times pull have to be below 2: theta or w would swing ever further")
 
 
-class Envelope:
+class MoreauEnvelope:
     """Training steps of theta, and w as the anchor "w", which moves towards theta."""
 
     def __init__(self, pull: float, inner: int, outer_lr: float) -> None:
@@ -88,21 +88,21 @@ class Envelope:
 
 
 @with_common_task
-def send(state: fedavg.State, device: DeviceView) -> Order:
+def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
     """Return the task spec for K steps on each mini-batch, with one more copy of the model."""
     return fedavg.training_task_spec(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train theta and w together, return w and keep theta on the device."""
     received = site.load("model")
-    envelope = Envelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
+    envelope = MoreauEnvelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
     answer = fedavg.train_from(task, site, received, Hooks(steps=envelope.steps, anchors={"w": received}))
     theta = answer.bundles["model"]
     return replace(answer, bundles={"model": envelope.final_anchor(theta)}, weight=1.0, local=theta)
 
 
-def validate_update(state: fedavg.State, update: Contribution) -> None:
+def validate_update(state: fedavg.State, update: DeviceUpdate) -> None:
     """Validate an update as in FedAvg, and its weight, which is 1 for every device.
 
     Raises:
@@ -112,10 +112,10 @@ def validate_update(state: fedavg.State, update: Contribution) -> None:
     fedavg.validate_update(state, update)
 
 
-@with_mergeable_accumulators(fedavg.Sum, fedavg.validate_site_sums)
+@with_mergeable_accumulators(fedavg.FedAvgSums, fedavg.validate_site_sums)
 @with_update_schema(fedavg.full_model_schema)
 @with_update_check(validate_update)
-def fold(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+def fold(state: fedavg.State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
     """Add an update to the sums, with the same weight for every device.
 
     Raises:
@@ -125,7 +125,7 @@ def fold(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -
     return fedavg.fold(state, so_far, update)
 
 
-def step(state: fedavg.State, total: fedavg.Sum | None) -> fedavg.State:
+def step(state: fedavg.State, total: fedavg.FedAvgSums | None) -> fedavg.State:
     """Move the global model by beta towards the mean of the devices' w."""
     if total is None:
         return state

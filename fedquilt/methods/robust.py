@@ -32,10 +32,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
-from fedquilt.core import Bundle, Contribution, Tensors, derive_seed, with_update_schema
+from fedquilt.arrays import tensors
+from fedquilt.core import Bundle, DeviceUpdate, Tensors, derive_seed, with_update_schema
 from fedquilt.methods import fedavg
-from fedquilt.models import robust
+from fedquilt.models import robust_aggregates
 
 ASSUMING = ("trimmed_mean", "krum", "multi_krum")  # rules that leave out as many updates as there may be attackers
 
@@ -69,7 +69,9 @@ class Params(fedavg.Params):
         return 1 + max((count for count in range(self.most) if not self._tolerates(count)), default=0)
 
     def _tolerates(self, updates: int) -> bool:
-        return robust.tolerates_attackers(self.rule, updates, assumed_attackers(self.attackers, updates), self.bucket)
+        return robust_aggregates.tolerates_attackers(
+            self.rule, updates, assumed_attackers(self.attackers, updates), self.bucket
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class State(fedavg.State):
 
 
 @dataclass(frozen=True)
-class Held:
+class CollectedUpdates:
     """Updates of a round by device, and the number of updates that were left out."""
 
     sent: Mapping[str, Mapping[str, np.ndarray]]
@@ -93,7 +95,9 @@ class Held:
         return [f"{self.left_out} {what} beyond the {len(self.sent)} held at once were left out"] * bool(self.left_out)
 
 
-def collect_update(so_far: Held | None, update: Contribution, name: str, like: Tensors, most: int, seed: int) -> Held:
+def collect_update(
+    so_far: CollectedUpdates | None, update: DeviceUpdate, name: str, like: Tensors, most: int, seed: int
+) -> CollectedUpdates:
     """Add an update's bundle. Beyond `most` updates, a draw by `seed` decides which stay.
 
     The draw does not depend on the order of arrival.
@@ -106,9 +110,11 @@ def collect_update(so_far: Held | None, update: Contribution, name: str, like: T
     held = {**(so_far.sent if so_far else {}), update.device: sent}
     left_out = so_far.left_out if so_far else 0
     if len(held) <= most:
-        return Held(held, left_out, update.round)
+        return CollectedUpdates(held, left_out, update.round)
     last = max(sorted(held), key=lambda device: derive_seed(seed, "held", update.round, device))
-    return Held({device: each for device, each in held.items() if device != last}, left_out + 1, update.round)
+    return CollectedUpdates(
+        {device: each for device, each in held.items() if device != last}, left_out + 1, update.round
+    )
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
@@ -117,52 +123,56 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 
 
 @with_update_schema(fedavg.full_model_schema)
-def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
+def fold(state: State, so_far: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
     """Collect an update, for up to `most` devices in a round."""
     return collect_update(so_far, update, "model", state.model, state.params["most"], state.seed)
 
 
-def step(state: State, total: Held | None) -> State:
+def step(state: State, total: CollectedUpdates | None) -> State:
     """Replace the model by the rule's aggregate, or keep it if the updates are too few for the rule."""
     if total is None:
         return state
     devices, rule, size = sorted(total.sent), state.params["rule"], state.params["bucket"]
     f = assumed_attackers(state.params["attackers"], len(devices))
     told = total.left_out_note("updates")
-    if not robust.tolerates_attackers(rule, len(devices), f, size):
+    if not robust_aggregates.tolerates_attackers(rule, len(devices), f, size):
         few = f"{len(devices)} updates are too few for {rule} with {f} attackers: the round changed nothing"
         return replace(state, told=(*told, few))
     if rule in ASSUMING and state.params["attackers"] and not f:
         told.append(f"{len(devices)} updates are too few for an attacker among them: {rule} left none out")
     groups = None
     if size > 1:
-        groups = robust.draw_buckets(len(devices), size, tensors.seeded_rng(state.seed, "buckets", total.round))
+        groups = robust_aggregates.draw_buckets(
+            len(devices), size, tensors.seeded_rng(state.seed, "buckets", total.round)
+        )
     updates = [total.sent[device] for device in devices]
-    rows, learned = robust.Rows(updates, groups), fedavg.trained_names(state)
+    rows, learned = robust_aggregates.UpdateRows(updates, groups), fedavg.trained_names(state)
     called = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
     merged, sentence = _apply_rule(state, rows, learned, f, called)
     others = [name for name in state.model if name not in merged]
-    model = {**merged, **robust.median(robust.Rows(updates), others)}
+    model = {**merged, **robust_aggregates.median(robust_aggregates.UpdateRows(updates), others)}
     return replace(state, model={name: model[name] for name in state.model}, told=(*told, *sentence))
 
 
 def _apply_rule(
-    state: State, rows: robust.Rows, names: list[str], f: int, called: list[str]
+    state: State, rows: robust_aggregates.UpdateRows, names: list[str], f: int, called: list[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
     rule, radius = state.params["rule"], state.params["radius"]
     if rule == "trimmed_mean":
-        return robust.trimmed_mean(rows, names, f), []
+        return robust_aggregates.trimmed_mean(rows, names, f), []
     if rule == "median":
-        return robust.median(rows, names), []
+        return robust_aggregates.median(rows, names), []
     if rule == "clipped":
-        lengths = robust.difference_norms(rows, names, state.model)
+        lengths = robust_aggregates.difference_norms(rows, names, state.model)
         radius = radius or float(np.median(lengths))
         cut = int((lengths > radius).sum())
         sentence = f"{cut} of {len(rows)} changes were shortened to {radius:.3g}, the longest from {lengths.max():.3g}"
-        return robust.clipped_mean(rows, names, state.model, lengths, radius), [sentence] * (cut > 0)
+        return robust_aggregates.clipped_mean(rows, names, state.model, lengths, radius), [sentence] * (cut > 0)
     count = 1 if rule == "krum" else len(rows) - f
-    best = sorted(np.argsort(robust.krum_scores(rows, names, f), kind="stable")[:count].tolist())
-    return robust.mean_of_rows(rows, names, best), [f"{rule} took {', '.join(called[index] for index in best)}"]
+    best = sorted(np.argsort(robust_aggregates.krum_scores(rows, names, f), kind="stable")[:count].tolist())
+    return robust_aggregates.mean_of_rows(rows, names, best), [
+        f"{rule} took {', '.join(called[index] for index in best)}"
+    ]
 
 
 METHOD = replace(

@@ -26,16 +26,16 @@ from typing import Annotated, Final
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import exact, tensors
+from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
-    Answer,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     Hooks,
-    Order,
-    Site,
     Task,
+    TaskSpec,
     UpdateError,
     with_common_task,
     with_mergeable_accumulators,
@@ -72,10 +72,10 @@ class State(fedavg.State):
 
 
 @dataclass(frozen=True)
-class Sum(fedavg.Sum):
+class ScaffoldSums(fedavg.FedAvgSums):
     """Sums of a round: models, and sum_i (x - y_i) / (K_i eta_l) with the number of devices."""
 
-    slopes: dict[str, exact.Total] = field(default_factory=dict)
+    slopes: dict[str, exact_sums.ExactSum] = field(default_factory=dict)
     new: int = 0  # devices that answered for the first time
 
 
@@ -87,12 +87,12 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 @with_common_task
-def send(state: State, device: DeviceView) -> Order:
+def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train with the server's control variate and one more copy in memory."""
     return fedavg.training_task_spec(state, {"model": state.model, "control": state.control}, anchors=2)
 
 
-def work(task: Task, site: Site) -> Answer:
+def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with each gradient corrected by c - c_i. The new c_i stays on the device (option II)."""
     received, control = site.load("model"), site.load("control")
     own = site.local or {name: np.zeros_like(array) for name, array in control.items()}
@@ -105,19 +105,19 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
 
 
-def validate_site_sums(state: State, total: Sum, weight: float) -> None:
+def validate_site_sums(state: State, total: ScaffoldSums, weight: float) -> None:
     """Validate the sums of a site before they are merged.
 
     Raises:
         UpdateError: If the sums are invalid as in FedAvg, or if there are more new devices than devices.
     """
     fedavg.validate_site_sums(state, total, weight)
-    exact.require_valid_sums(total.slopes, state.control, weight)
+    exact_sums.require_valid_sums(total.slopes, state.control, weight)
     if not 0 <= total.new <= weight:
         raise UpdateError(f"{total.new} of {weight:g} devices are said to take part for the first time")
 
 
-def validate_update(state: State, update: Contribution) -> None:
+def validate_update(state: State, update: DeviceUpdate) -> None:
     """Validate an update as in FedAvg, its steps, and whether the device is new.
 
     Raises:
@@ -131,10 +131,10 @@ def validate_update(state: State, update: Contribution) -> None:
     fedavg.validate_update(state, update)
 
 
-@with_mergeable_accumulators(Sum, validate_site_sums)
+@with_mergeable_accumulators(ScaffoldSums, validate_site_sums)
 @with_update_schema(fedavg.full_model_schema)
 @with_update_check(validate_update)
-def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+def fold(state: State, so_far: ScaffoldSums | None, update: DeviceUpdate) -> ScaffoldSums:
     """Add an update's model to the sums in place, with its mean gradient (x - y) / (K eta_l).
 
     Raises:
@@ -142,16 +142,18 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """
     validate_update(state, update)
     path = fedavg.reported_steps(update) * fedavg.learning_rate(state.params, update.round)
-    so_far = so_far or Sum()
+    so_far = so_far or ScaffoldSums()
     total, slopes = dict(so_far.total), dict(so_far.slopes)
     for name, given in update.bundles["model"].items():  # one at a time: a large update is on the disk
-        total[name] = exact.add_to_sum(total.get(name), given)
+        total[name] = exact_sums.add_to_sum(total.get(name), given)
         if name in state.control:
-            slopes[name] = exact.add_to_sum(slopes.get(name), (state.model[name].astype(np.float64) - given) / path)
-    return Sum(total, so_far.weights.add_numbers(1.0), slopes, so_far.new + int(update.metrics["new"]))
+            slopes[name] = exact_sums.add_to_sum(
+                slopes.get(name), (state.model[name].astype(np.float64) - given) / path
+            )
+    return ScaffoldSums(total, so_far.weights.add_numbers(1.0), slopes, so_far.new + int(update.metrics["new"]))
 
 
-def step(state: State, total: Sum | None) -> State:
+def step(state: State, total: ScaffoldSums | None) -> State:
     """Average the models and update the server's control variate c (Algorithm 1)."""
     if total is None:
         return state

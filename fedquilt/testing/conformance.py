@@ -20,29 +20,32 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedquilt import exact, methods, metrics, progress, tensor_files, tensors
+from fedquilt import methods, metrics
+from fedquilt.arrays import exact_sums, safetensors_files, tensors
+from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.console import progress
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import (
-    Answer,
     Bundle,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     FedquiltError,
     JobError,
     Method,
     ModelError,
-    Site,
     UpdateError,
     mergeable_type,
     shorten_error,
 )
-from fedquilt.on_disk import Scratch
-from fedquilt.testing.scenes import (
+from fedquilt.testing.corrupt_updates import corrupted_updates, require_identical
+from fedquilt.testing.scenarios import (
     MIXED,
     NETWORKS,
+    CheckSkipped,
     Folded,
-    Skipped,
     as_images,
     depends_on_memory,
     make_scene,
@@ -53,9 +56,8 @@ from fedquilt.testing.scenes import (
     training_params,
     with_targets,
 )
-from fedquilt.testing.spoiled import corrupted_updates, require_identical
-from fedquilt.testing.toys import image_members, point_members
-from fedquilt.testing.toys import run_method as run_of
+from fedquilt.testing.toy_networks import image_members, point_members
+from fedquilt.testing.toy_networks import run_method as run_of
 
 # -- the same again -------------------------------------------------------------------------------
 
@@ -115,7 +117,7 @@ def run_works_on_network(name: str, network: str, unfit: bool | None = None) -> 
     """
     method, engine = methods.load(name), make_torch_engine()
     if "onnx" in method.engines:
-        raise Skipped("this method stitches donors and trains no network")
+        raise CheckSkipped("this method stitches donors and trains no network")
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "home") as store:
         _require_run_on_network(
             name, method, engine, prepare_bundle(NETWORKS[network], Path(folder)), store, unfit, NETWORKS[network]
@@ -192,7 +194,7 @@ def updates_work_in_16_bits(name: str) -> None:
         return
     seen: Folded = {}
 
-    def fold(state: Any, so_far: Any, update: Contribution) -> Any:
+    def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         seen[update.round, update.device] = (state, update)
         return here.method.fold(state, so_far, update)
 
@@ -250,7 +252,7 @@ def accumulators_merge_in_any_order(name: str) -> None:
     here, _, folded, _ = record_run(name)
     fold, added = here.method.fold, 0
 
-    def total(updates: Sequence[Contribution]) -> Any:
+    def total(updates: Sequence[DeviceUpdate]) -> Any:
         return reduce(lambda so_far, update: fold(state, so_far, update), updates, None)
 
     for number in sorted({update.round for _, update in folded}):
@@ -264,10 +266,10 @@ def accumulators_merge_in_any_order(name: str) -> None:
         one, *others = (tensors.pack_state(total(some)) for some in (updates[1::2], updates[::2]) if some)
         merged: Any = tensors.unpack_state(one, kind)
         for other in others:
-            merged = exact.merge_accumulators(merged, tensors.unpack_state(other, kind))
+            merged = exact_sums.merge_accumulators(merged, tensors.unpack_state(other, kind))
         assert tensors.pack_state(here.method.step(state, merged)) == wanted, "other groups, other bits"
     if not added:
-        raise Skipped("its sums are made in sorted order of devices, and are not merged")
+        raise CheckSkipped("its sums are made in sorted order of devices, and are not merged")
 
 
 def state_on_disk_gives_same_result(name: str) -> None:
@@ -278,10 +280,12 @@ def state_on_disk_gives_same_result(name: str) -> None:
         for number in sorted({update.round for _, update in folded}):
             state = next(state for state, update in folded if update.round == number)
             updates = [update for _, update in folded if update.round == number]
-            tensor_files.write_safetensors(path, *tensors.split_state(state))
-            apart = tensor_files.read_state(path, type(state), lazy_bytes=1)
+            safetensors_files.write_safetensors(path, *tensors.split_state(state))
+            apart = safetensors_files.read_state(path, type(state), lazy_bytes=1)
             here.method.send(apart, DeviceView("a", None))
-            with exact.sums_on_disk(Scratch(folder, least=1) if mergeable_type(here.method.fold, apart) else None):
+            with exact_sums.sums_on_disk(
+                ScratchFile(folder, least=1) if mergeable_type(here.method.fold, apart) else None
+            ):
                 total = reduce(lambda so_far, update: here.method.fold(apart, so_far, update), updates, None)
                 found = here.method.step(apart, total)
             wanted = reduce(lambda so_far, update: here.method.fold(state, so_far, update), updates, None)
@@ -300,7 +304,7 @@ def accumulator_does_not_grow(name: str, each_bytes: int = 0) -> None:
     """
     here = make_scene(name)
     if here.method.keeps and not each_bytes:
-        raise Skipped(f"by its own account a round keeps {here.method.keeps}")
+        raise CheckSkipped(f"by its own account a round keeps {here.method.keeps}")
     arrays, beside = [], []
     for count in (3, 12):
         devices = (image_members if "onnx" in here.method.engines else point_members)(count)
@@ -338,7 +342,7 @@ def client_half_keeps_inputs(name: str) -> None:
     """Assert that `work` does not modify the private state or the examples of a device."""
     here = make_scene(name)
 
-    def work(task: Any, site: Site) -> Answer:
+    def work(task: Any, site: ClientContext) -> ClientResult:
         before = tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()
         answer = here.method.work(task, site)
         assert (tensors.encode_tensors(site.local), site.train.x.tobytes(), site.train.y.tobytes()) == before
@@ -383,7 +387,7 @@ def run_checks(name: str) -> Iterator[tuple[str, str, str]]:
         progress.LINE.set_part(f"{name}: {words}", number, len(todo))
         try:
             check()
-        except Skipped as reason:
+        except CheckSkipped as reason:
             yield words, "skipped", str(reason)
         except AssertionError as error:
             yield words, "failed", _describe_assertion(error)

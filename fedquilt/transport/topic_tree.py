@@ -13,28 +13,28 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class _Node(Generic[T]):
+class _TopicNode(Generic[T]):
     """One level of the tree: the items held here, and the levels below by name."""
 
     __slots__ = ("below", "held")
 
     def __init__(self) -> None:
         self.held: dict[T, None] = {}
-        self.below: dict[str, _Node[T]] = {}
+        self.below: dict[str, _TopicNode[T]] = {}
 
 
 class TopicTree(Generic[T]):
     """Items by topic or topic filter. An item may be stored under several."""
 
     def __init__(self) -> None:
-        self._root: _Node[T] = _Node()
+        self._root: _TopicNode[T] = _TopicNode()
 
     def add(self, path: str, item: T) -> None:
         node = self._root
         for level in path.split("/"):
             found = node.below.get(level)
             if found is None:
-                found = node.below[level] = _Node()
+                found = node.below[level] = _TopicNode()
             node = found
         node.held[item] = None
 
@@ -87,7 +87,7 @@ class TopicTree(Generic[T]):
         return [item for node in nodes for item in node.held]
 
 
-def _iterate_items(node: _Node[T]) -> Iterator[T]:
+def _iterate_items(node: _TopicNode[T]) -> Iterator[T]:
     yield from node.held
     for below in node.below.values():
         yield from _iterate_items(below)

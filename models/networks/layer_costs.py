@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fedquilt.layer_costs import Layer
+from fedquilt.costs.layer_costs import Layer
 
 
 def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
@@ -18,7 +18,7 @@ def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
     In evaluation mode, as `calls.trace`, but with gradients: without them torch runs a transformer's layers by kernels
     of their own, which training does not use.
     """
-    counter = _Counter(model)
+    counter = _OperationCounter(model)
     was_training = model.training
     place = next((value.device for value in model.parameters()), torch.device("cpu"))
     try:
@@ -31,7 +31,7 @@ def trace_layer_costs(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
     return [Layer(path, *numbers) for path, numbers in counter.found.items()]
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[misc]
+class _OperationCounter(TorchDispatchMode):  # type: ignore[misc]
     """Sums over operations, by the innermost module that runs."""
 
     def __init__(self, model: nn.Module) -> None:

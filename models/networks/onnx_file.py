@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.models.networks import registry, tensor_register
+from fedquilt.models.networks import register_trace, registry
 
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
@@ -64,7 +64,7 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
     Args:
         network: Table of the network.
         weights: All tensors of the network.
-        reading: Settings by which files became examples (`fedquilt.data.reading`), or None.
+        reading: Settings by which files became examples (`fedquilt.data.reading_settings`), or None.
 
     Raises:
         ModelError: If tensors are missing or unknown, or if ONNX lacks an operation.
@@ -85,7 +85,7 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
 
 
 def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
-    """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx_fill` adds.
+    """Return the network as ONNX without the values of its tensors, which `fedquilt.onnx.weights` adds.
 
     Args:
         network: Table of the network.
@@ -97,7 +97,7 @@ def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any
     model = registry.load_network(network, seed=0)
     held = {
         name: value.detach()
-        for name, value in tensor_register.state_without_aliases(model).items()
+        for name, value in register_trace.state_without_aliases(model).items()
         if value.is_floating_point()
     }
     draws = torch.Generator().manual_seed(0)

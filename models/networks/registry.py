@@ -1,10 +1,10 @@
 """Construction of networks by name, with their weights and costs. torch is imported on demand.
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
-functions of `fedquilt.models.networks.small`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
+functions of `fedquilt.models.networks.small_networks`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
 `torchvision/<architecture>`, `exits` around another network's table (`models.networks.stages`, what DepthFL ends
 with), an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). A key "input"
-(see `fedquilt.data.inputs`) says what it expects, "register" what its tensors are (`fedquilt.tensor_register`),
+(see `fedquilt.data.inputs`) says what it expects, "register" what its tensors are (`fedquilt.formats.tensor_register`),
 "task" what it predicts (`fedquilt.metrics`): with "regression" and "labels" its `classes` count its outputs. Building
 looks at none of the three.
 """
@@ -30,7 +30,7 @@ CIFAR_DEPTHS = (20, 32, 44, 56)
 OURS = (*SMALL, "exits", *(f"resnet{depth}-cifar" for depth in CIFAR_DEPTHS), "torchvision/<architecture>")
 
 
-class Cost(NamedTuple):
+class NetworkCost(NamedTuple):
     """Cost of one example's forward pass. A multiply-add is 2 FLOPs."""
 
     flops: float
@@ -102,7 +102,7 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
     return model.eval()
 
 
-def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> Cost:
+def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> NetworkCost:
     """Count the FLOPs of one example of `shape` (without batch), and the parameters."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -113,7 +113,7 @@ def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> Cost:
     with without_fused_attention(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), _without_gradients(model), counter:
         model.eval()(torch.zeros(1, *shape))
     model.train(was_training)
-    return Cost(float(counter.get_total_flops()), sum(p.numel() for p in model.parameters()))
+    return NetworkCost(float(counter.get_total_flops()), sum(p.numel() for p in model.parameters()))
 
 
 @contextlib.contextmanager
@@ -203,14 +203,14 @@ def _find_factory(name: str) -> Callable[..., nn.Module]:
     own = _convert_job_error(lambda: plugins.load_plugin("network", name, OURS))
     if own is not None:
         return _plugin_factory(name, own)
-    from fedquilt.models.networks import sequence, small, stages, vit
+    from fedquilt.models.networks import sequence, small_networks, stages, vit
 
     if name == "exits":
         return lambda of, looks, classes: stages.build_exits_network(build(of), looks, classes)
     if name in SMALL:
-        return getattr(vit if name == "vit" else sequence if name in SEQUENCE else small, name)
+        return getattr(vit if name == "vit" else sequence if name in SEQUENCE else small_networks, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
-    return lambda classes=10: small.CifarResNet(cifar[name], classes)
+    return lambda classes=10: small_networks.CifarResNet(cifar[name], classes)
 
 
 def require_callable(name: str, factory: Any) -> None:
@@ -236,7 +236,7 @@ def _plugin_factory(name: str, factory: Any) -> Callable[..., nn.Module]:
 
 
 def _torchvision_factory(name: str) -> Callable[..., nn.Module]:
-    from fedquilt.torchvision_compat import import_torchvision
+    from fedquilt.host.torchvision_compat import import_torchvision
 
     architecture = name.removeprefix("torchvision/")
     try:
@@ -292,7 +292,7 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _download_model(name: str, network: Mapping[str, Any], weights: str) -> nn.Module:
-    from fedquilt.torchvision_compat import import_torchvision
+    from fedquilt.host.torchvision_compat import import_torchvision
 
     _torchvision_factory(name)
     architecture = name.removeprefix("torchvision/")

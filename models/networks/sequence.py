@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fedquilt.models.networks.vit import Block
+from fedquilt.models.networks.vit import TransformerBlock
 
 
 class Conv1d(nn.Module):  # type: ignore[misc]
@@ -64,7 +64,7 @@ class Transformer(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.place = nn.Parameter(0.02 * torch.randn(1, length, width))
-        self.blocks = nn.Sequential(*(Block(width, heads, 2 * width) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, 2 * width) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
 

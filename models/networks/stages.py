@@ -46,7 +46,7 @@ def keep_first_stages(
     kept = {path for path, each in inner.items() if any(id(value) in held for value in _own_tensors(each))}
     for index, stage in enumerate(looks):
         last = index == len(looks) - 1 and not whole
-        inner[stage.entrance].register_forward_pre_hook(_Look(heard, index, stage, last))
+        inner[stage.entrance].register_forward_pre_hook(_StageHook(heard, index, stage, last))
     for path, each in inner.items():
         if not path or not _own_tensors(each):
             continue
@@ -67,7 +67,7 @@ def keep_first_stages(
         heard.clear()
         called.clear()
         scores = None
-        with contextlib.suppress(_Reached):
+        with contextlib.suppress(_StageReached):
             scores = plain(x)
         told = [heard[index] for index in range(len(looks)) if index in heard]
         result = answer(told, scores) if len(told) == len(looks) else None
@@ -118,11 +118,11 @@ def _current_forward(module: Any) -> Callable[[Any], Any]:
     return nn.Sequential(*module) if type(module) is nn.Sequential else module.forward
 
 
-class _Reached(Exception):
+class _StageReached(Exception):
     """Ends a forward pass early."""
 
 
-class _Look:
+class _StageHook:
     """A hook before a stage's first layer."""
 
     def __init__(self, heard: dict[int, Any], index: int, stage: Stage, last: bool) -> None:
@@ -137,7 +137,7 @@ class _Look:
             )
         self._heard[self._index] = pooled
         if self._last:
-            raise _Reached
+            raise _StageReached
 
 
 def _pool_positions(layer: Any, x: Any) -> Any:

@@ -72,7 +72,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         return self.out_proj(mixed.transpose(1, 2).reshape(n, patches, width)), None
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class TransformerBlock(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
@@ -93,7 +93,7 @@ class ViT(nn.Module):  # type: ignore[misc]
             raise ValueError(f"size {size} is not a multiple of patch {patch}")
         self.embed = nn.Conv2d(channels, width, patch, stride=patch)
         self.place = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2, width))
-        self.blocks = nn.Sequential(*(Block(width, heads, hidden) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, hidden) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedquilt.core import ModelError, Tensors
+from fedquilt.formats.tensor_register import TensorRegister
 from fedquilt.models.networks.stages import Stage
-from fedquilt.tensor_register import Register
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Layer -> the shape of its weight, of two axes or more."""
 
 
 @dataclass(frozen=True)
-class Body:
+class StagedNetwork:
     stages: tuple[Stage, ...]
     head: str
     head_names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Body:
     classes: int
 
 
-def split_stages(model: Tensors, count: int, register: Register) -> Body:
+def split_stages(model: Tensors, count: int, register: TensorRegister) -> StagedNetwork:
     """Split the network into `count` stages, or as many as it has blocks.
 
     A block is given by the first number in its layers' names ("layer1.0"), or is a layer without a number ("conv1"). A
@@ -61,10 +61,10 @@ def split_stages(model: Tensors, count: int, register: Register) -> Body:
     if len(stages) > 1:
         _require_separate_tensors(register, [*members, [head]])
     classes, features = weights[head]
-    return Body(stages, head, _tensors_of_layers(register, [head]), int(features), int(classes))
+    return StagedNetwork(stages, head, _tensors_of_layers(register, [head]), int(features), int(classes))
 
 
-def _called_module(register: Register, layer: str) -> str:
+def _called_module(register: TensorRegister, layer: str) -> str:
     """Return the layer, or the nearest module around it that is called."""
     path = layer
     while path and path not in register.calls:
@@ -91,7 +91,7 @@ def _merge_blocks(weights: Shapes, blocks: Sequence[list[str]]) -> list[list[str
     return found
 
 
-def _entrance_layer(register: Register, some: Sequence[str]) -> str:
+def _entrance_layer(register: TensorRegister, some: Sequence[str]) -> str:
     """Return the first called layer of a torch.nn type, where a stage's input can be read."""
     types = {entry.module: entry.type for entry in register.tensors}
     return next((layer for layer in some if layer in register.calls and "." not in types.get(layer, ".")), some[0])
@@ -103,12 +103,12 @@ def _input_channels(weights: Shapes, some: Sequence[str]) -> int:
     return int(shape[1] if len(shape) == 2 or shape[1] > 1 else shape[0])
 
 
-def _tensors_of_layers(register: Register, some: Sequence[str]) -> tuple[str, ...]:
+def _tensors_of_layers(register: TensorRegister, some: Sequence[str]) -> tuple[str, ...]:
     """Return the names of all tensors of these layers."""
     return tuple(sorted(entry.name for entry in register.tensors if entry.layer in some))
 
 
-def _require_separate_tensors(register: Register, members: Sequence[Sequence[str]]) -> None:
+def _require_separate_tensors(register: TensorRegister, members: Sequence[Sequence[str]]) -> None:
     """Raise ModelError if two stages use one tensor: each trains and sends its own."""
     stage = {_block_name(layer): number for number, some in enumerate(members) for layer in some}
     for entry in register.tensors:

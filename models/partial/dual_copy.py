@@ -26,8 +26,8 @@ from torch import fx, nn
 
 from fedquilt.core import ModelError
 from fedquilt.models.networks import registry
-from fedquilt.models.partial import gate_cache
-from fedquilt.models.partial.dual_trace import (
+from fedquilt.models.partial import output_cache
+from fedquilt.models.partial.gate_trace import (
     gate_function,
     is_max_pool,
     is_trained,
@@ -122,16 +122,18 @@ class DualCopy:
 
     def build_pair(self, model: nn.Module) -> nn.Module:
         """Return both copies as a module from examples to scores."""
-        return Pair(Part(self._look, copy.deepcopy(model)), Part(self._tail, model), self._keep_statistics)
+        return CopyPair(
+            NetworkPart(self._look, copy.deepcopy(model)), NetworkPart(self._tail, model), self._keep_statistics
+        )
 
-    def build_tail(self, model: nn.Module, layout: gate_cache.Layout) -> nn.Module:
+    def build_tail(self, model: nn.Module, layout: output_cache.RowLayout) -> nn.Module:
         """Return the quantitative copy as a module from cached rows to scores."""
-        return Tail(layout, Part(self._tail, model), self._keep_statistics)
+        return TrainedTail(layout, NetworkPart(self._tail, model), self._keep_statistics)
 
-    def build_observer(self, model: nn.Module, sink: Callable[[gate_cache.Seen], None]) -> nn.Module:
+    def build_observer(self, model: nn.Module, sink: Callable[[output_cache.BatchOutputs], None]) -> nn.Module:
         """Return the frozen network, which passes the inputs of the trained part to `sink`."""
         counts = len(self._entries), len(self._pools)
-        return Looker(Part(self._look_scores, model), counts, sink)
+        return GateObserver(NetworkPart(self._look_scores, model), counts, sink)
 
     def _boundary_nodes(self) -> list[fx.Node]:
         used = {source for node in self._late for source in node.all_input_nodes}
@@ -203,7 +205,7 @@ def _build_cached(settings: str) -> DualCopy:
     return DualCopy(network, trained, **options)
 
 
-class Part(nn.Module):  # type: ignore[misc]
+class NetworkPart(nn.Module):  # type: ignore[misc]
     """Operations of a network on its own modules, under their own names.
 
     torch keeps the source of every new GraphModule, so that a long-lived process would grow.
@@ -238,7 +240,7 @@ class Part(nn.Module):  # type: ignore[misc]
             setattr(at, name, value)
 
 
-class _Trained(nn.Module):  # type: ignore[misc]
+class _TrainedCopy(nn.Module):  # type: ignore[misc]
     def __init__(self, qk: nn.Module, keep_statistics: bool) -> None:
         super().__init__()
         self.qk, self._keep = qk, keep_statistics
@@ -251,7 +253,7 @@ class _Trained(nn.Module):  # type: ignore[misc]
         return self
 
 
-class Pair(_Trained):
+class CopyPair(_TrainedCopy):
     def __init__(self, frozen: nn.Module, qk: nn.Module, keep_statistics: bool) -> None:
         super().__init__(qk, keep_statistics)
         self.frozen = frozen.requires_grad_(False)
@@ -267,23 +269,25 @@ class Pair(_Trained):
         return self.qk(*seen)
 
 
-class Tail(_Trained):
-    def __init__(self, layout: gate_cache.Layout, qk: nn.Module, keep_statistics: bool) -> None:
+class TrainedTail(_TrainedCopy):
+    def __init__(self, layout: output_cache.RowLayout, qk: nn.Module, keep_statistics: bool) -> None:
         super().__init__(qk, keep_statistics)
         self._layout = layout
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        seen = gate_cache.unpack_rows(rows, self._layout)
+        seen = output_cache.unpack_rows(rows, self._layout)
         if any(weight.ndim == 4 and weight.stride(3) > 1 for weight in self.qk.parameters()):
             # a gate whose layout is not that of what it gates is applied number by number
             seen = [each.contiguous(memory_format=torch.channels_last) if each.ndim == 4 else each for each in seen]
         return self.qk(*seen)
 
 
-class Looker(nn.Module):  # type: ignore[misc]
+class GateObserver(nn.Module):  # type: ignore[misc]
     """Structural copy that passes features and gates to a sink in evaluation mode."""
 
-    def __init__(self, frozen: nn.Module, counts: tuple[int, int], sink: Callable[[gate_cache.Seen], None]) -> None:
+    def __init__(
+        self, frozen: nn.Module, counts: tuple[int, int], sink: Callable[[output_cache.BatchOutputs], None]
+    ) -> None:
         super().__init__()
         self.frozen, self._counts, self._sink = frozen, counts, sink
 
@@ -291,7 +295,7 @@ class Looker(nn.Module):  # type: ignore[misc]
         *seen, scores = self.frozen(x)
         if not self.training:
             values, pools = self._counts
-            self._sink(gate_cache.Seen(seen[:values], seen[values : values + pools], seen[values + pools :]))
+            self._sink(output_cache.BatchOutputs(seen[:values], seen[values : values + pools], seen[values + pools :]))
         return scores
 
 

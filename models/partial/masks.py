@@ -5,7 +5,7 @@ or that a normalisation or a depthwise convolution passes on, form one group wit
 covered if the neurons of its output and of its input are, an entry of a bias or a normalisation if its neuron is.
 Inputs and scores are never masked.
 
-Requires numpy only. `fedquilt.models.partial.trace` makes the plan of a network in `fedquilt prepare`, and
+Requires numpy only. `fedquilt.models.partial.dependency_trace` makes the plan of a network in `fedquilt prepare`, and
 `fedquilt.models.partial.torch_masks` masks the forward pass.
 """
 
@@ -21,7 +21,7 @@ from fedquilt.core import UNDECODABLE, Bundle, ModelError, Tensors, UpdateError
 
 
 @dataclass(frozen=True)
-class Follow:
+class TensorGroups:
     """Groups of neurons along the first and second axis of a tensor, () if not masked."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Follow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MaskPlan:
     """Groups of a network's neurons, in order, and the tensors that depend on the groups.
 
     A mask of the network is one array of `neurons` entries, one group after another.
@@ -39,7 +39,7 @@ class Plan:
 
     widths: dict[str, int]  # of each group that may be masked
     pinned: dict[str, int]  # of each that may not, though it stands beside one that may
-    follows: dict[str, Follow]  # by tensor; others are always covered
+    follows: dict[str, TensorGroups]  # by tensor; others are always covered
     whole: dict[str, str] = field(default_factory=dict)  # layer whose neurons none may leave out -> what reads them
 
     @property
@@ -47,26 +47,26 @@ class Plan:
         return sum(self.widths.values())
 
 
-def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> Plan:
+def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
     """Return the plan of a chain of fully connected layers.
 
     Args:
         layers: Size (outputs, inputs) of each layer by its path, first to last. The last outputs are the scores.
     """
     hidden = {path: out for path, (out, _) in list(layers.items())[:-1]}
-    follows: dict[str, Follow] = {}
+    follows: dict[str, TensorGroups] = {}
     before: tuple[str, ...] = ()
     for path, (out, into) in layers.items():
         own = (path,) if path in hidden else ()
         if own or before:
-            follows[f"{path}.weight"] = Follow((out, into), own, before)
+            follows[f"{path}.weight"] = TensorGroups((out, into), own, before)
         if own:
-            follows[f"{path}.bias"] = Follow((out,), own)
+            follows[f"{path}.bias"] = TensorGroups((out,), own)
         before = own
-    return Plan(hidden, {}, follows)
+    return MaskPlan(hidden, {}, follows)
 
 
-def describe_whole_layers(plan: Plan) -> str:
+def describe_whole_layers(plan: MaskPlan) -> str:
     some = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
     if not some:
         return ""
@@ -74,7 +74,7 @@ def describe_whole_layers(plan: Plan) -> str:
     return f"layers that stay whole, each with what reads it and is not followed: {', '.join(some[:4])}{more}"
 
 
-def validate_plan(plan: Plan, model: Tensors) -> None:
+def validate_plan(plan: MaskPlan, model: Tensors) -> None:
     """Raise ModelError unless the plan is consistent and matches the model's tensors."""
     known = {**plan.pinned, **plan.widths}
     for name, follow in plan.follows.items():
@@ -89,7 +89,7 @@ def validate_plan(plan: Plan, model: Tensors) -> None:
             )
 
 
-def plan_from_bundle(bundle: Bundle, model: Tensors) -> Plan:
+def plan_from_bundle(bundle: Bundle, model: Tensors) -> MaskPlan:
     """Return the plan that `fedquilt prepare` stored.
 
     Raises:
@@ -108,23 +108,23 @@ def plan_from_bundle(bundle: Bundle, model: Tensors) -> Plan:
     return plan
 
 
-def plan_to_array(plan: Plan) -> np.ndarray:
+def plan_to_array(plan: MaskPlan) -> np.ndarray:
     return np.frombuffer(msgspec.json.encode(plan), np.uint8)
 
 
-def plan_from_array(given: np.ndarray) -> Plan:
+def plan_from_array(given: np.ndarray) -> MaskPlan:
     """Decode a plan.
 
     Raises:
         ModelError: If the bytes are not a plan.
     """
     try:
-        return msgspec.json.decode(given.tobytes(), type=Plan)
+        return msgspec.json.decode(given.tobytes(), type=MaskPlan)
     except UNDECODABLE as error:
         raise ModelError(f"what was sent as a plan of masks is none: {error}") from None
 
 
-def part_mask(plan: Plan, index: int, parts: int) -> np.ndarray:
+def part_mask(plan: MaskPlan, index: int, parts: int) -> np.ndarray:
     """Return the mask (h,) of part `index` if every group is split into `parts` equal parts."""
     marks = []
     for width in plan.widths.values():
@@ -134,7 +134,7 @@ def part_mask(plan: Plan, index: int, parts: int) -> np.ndarray:
     return np.concatenate(marks) if marks else np.zeros(0, bool)
 
 
-def split_by_group(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
+def split_by_group(plan: MaskPlan, neurons: np.ndarray) -> dict[str, np.ndarray]:
     """Split a mask (h,) by group. Groups that cannot be masked are fully covered."""
     found, first = {name: np.ones(width, bool) for name, width in plan.pinned.items()}, 0
     for name, width in plan.widths.items():
@@ -143,7 +143,7 @@ def split_by_group(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
     return found
 
 
-def covered_entries(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
+def covered_entries(plan: MaskPlan, neurons: np.ndarray) -> dict[str, np.ndarray]:
     """Return the entries covered by a mask (h,), as booleans in the shape of each tensor."""
     by_group = split_by_group(plan, neurons)
     found = {}

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from fedquilt.core import ModelError, Step
-from fedquilt.models.networks import tensor_register
-from fedquilt.models.partial.masks import Follow, Plan
+from fedquilt.models.networks import register_trace
+from fedquilt.models.partial.masks import MaskPlan, TensorGroups
 
 SCORES = "mask_scores"
 """Of the network, once prepared: s (h,), what the probabilities that neurons are used are the sigmoid of."""
 
 
-class Gates:
+class MaskHooks:
     """Hooks that train mask scores and weights in turn (FedPeWS, Procedures I and II).
 
     Args:
@@ -30,7 +30,7 @@ class Gates:
         mu: Weight of the proximal term on covered entries.
     """
 
-    def __init__(self, plan: Plan, others: torch.Tensor | None, diversity: float, mu: float) -> None:
+    def __init__(self, plan: MaskPlan, others: torch.Tensor | None, diversity: float, mu: float) -> None:
         self._plan, self._others, self._diversity, self._mu = plan, others, diversity, mu
         self._draws = torch.zeros(plan.neurons)  # uniform, (h,): neuron l is used where its draw is below theta_l
         self._masks: dict[str, torch.Tensor] = {}
@@ -60,7 +60,7 @@ class Gates:
                 continue
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
-            for each in {each for _, each in tensor_register.modules_sharing_weight(module, path)}:
+            for each in {each for _, each in register_trace.modules_sharing_weight(module, path)}:
                 each.register_forward_pre_hook(self._mask_hook(follow))
         module.register_forward_pre_hook(self._sample_mask)
         return module
@@ -83,7 +83,7 @@ class Gates:
         self._masks = dict(zip(self._plan.widths, parts, strict=True))
         self._masks |= {name: mask.new_ones(width) for name, width in self._plan.pinned.items()}
 
-    def _mask_hook(self, follow: Follow) -> Any:
+    def _mask_hook(self, follow: TensorGroups) -> Any:
         def apply_mask(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             mask, heard = self._mask_along(follow.into, follow.repeat), inputs[0]
             if heard.ndim > 2 and not isinstance(layer, nn.Linear):

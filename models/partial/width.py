@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt import exact, tensors, tiers
+from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import ModelError, Profile, Tensors, UpdateError
-from fedquilt.models.partial.masks import Plan
+from fedquilt.costs import tiers
+from fedquilt.models.partial.masks import MaskPlan
 
 Places = Mapping[str, tuple[np.ndarray | None, np.ndarray | None]]
 """Tensor -> indices along its first and its second axis; None: the whole axis. A tensor not in it is left out."""
@@ -30,12 +31,12 @@ def select_by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
 # -- by width -------------------------------------------------------------------------------------
 
 
-def leading_units(plan: Plan, rate: float) -> dict[str, np.ndarray]:
+def leading_units(plan: MaskPlan, rate: float) -> dict[str, np.ndarray]:
     """Return the first ceil(rate * width) units of each group."""
     return {name: np.arange(unit_count(width, rate)) for name, width in plan.widths.items()}
 
 
-def strongest_units(plan: Plan, model: Tensors, rate: float) -> dict[str, np.ndarray]:
+def strongest_units(plan: MaskPlan, model: Tensors, rate: float) -> dict[str, np.ndarray]:
     """Return the ceil(rate * width) units of each group with the largest L1 norm, in order."""
     found = {}
     for group, width in plan.widths.items():
@@ -52,7 +53,7 @@ def unit_count(width: int, rate: float) -> int:
     return max(1, math.ceil(round(rate * width, 9)))
 
 
-def unit_places(plan: Plan, model: Tensors, kept: Mapping[str, np.ndarray]) -> Places:
+def unit_places(plan: MaskPlan, model: Tensors, kept: Mapping[str, np.ndarray]) -> Places:
     """Return the indices of the kept units' entries in every tensor of the model."""
     widths = {**plan.pinned, **plan.widths}
 
@@ -84,35 +85,37 @@ def cut_tensors(model: Tensors, at: Places) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Counted:
+class WeightedEntrySums:
     """Sums of every entry over the devices that sent the entry: sum_k n_k x_k and sum_k n_k."""
 
-    total: dict[str, exact.Total] = field(default_factory=dict)  # counters: the largest
-    weight: dict[str, exact.Total] = field(default_factory=dict)
+    total: dict[str, exact_sums.ExactSum] = field(default_factory=dict)  # counters: the largest
+    weight: dict[str, exact_sums.ExactSum] = field(default_factory=dict)
 
 
-def add_entries(model: Tensors, so_far: Counted | None, sent: Tensors, at: Places, weight: float) -> Counted:
+def add_entries(
+    model: Tensors, so_far: WeightedEntrySums | None, sent: Tensors, at: Places, weight: float
+) -> WeightedEntrySums:
     """Add a device's sub-network to a round's sums, in place.
 
     Raises:
         UpdateError: If the tensors differ from those of `cut_tensors(model, at)` in name, shape or type, or overflow.
     """
     tensors.require_addable(sent, cut_shapes(model, at))
-    so_far = so_far or Counted()
+    so_far = so_far or WeightedEntrySums()
     total, weights = dict(so_far.total), dict(so_far.weight)
     for name, place in at.items():
         share, many = np.zeros_like(model[name]), np.zeros(model[name].shape)
         share[_axes_index(place)], many[_axes_index(place)] = sent[name], weight
-        total[name] = exact.add_to_sum(total.get(name), share, weight)
-        weights[name] = exact.add_to_sum(weights.get(name), many)
-    return Counted(total, weights)
+        total[name] = exact_sums.add_to_sum(total.get(name), share, weight)
+        weights[name] = exact_sums.add_to_sum(weights.get(name), many)
+    return WeightedEntrySums(total, weights)
 
 
-def cut_shapes(model: Tensors, at: Places) -> dict[str, tensors.Shaped]:
-    return {name: tensors.Shaped(_cut_shape(model[name], place), model[name].dtype) for name, place in at.items()}
+def cut_shapes(model: Tensors, at: Places) -> dict[str, tensors.TensorSpec]:
+    return {name: tensors.TensorSpec(_cut_shape(model[name], place), model[name].dtype) for name, place in at.items()}
 
 
-def average_entries(model: Tensors, counted: Counted | None) -> dict[str, np.ndarray]:
+def average_entries(model: Tensors, counted: WeightedEntrySums | None) -> dict[str, np.ndarray]:
     """Return the mean of every entry over its senders. Entries without senders stay."""
     found = dict(model)
     for name, total in counted.total.items() if counted else ():
@@ -183,7 +186,7 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
             setattr(each, leaf, made.setdefault(id(own[leaf]), fresh))
         depthwise = _resize_layer(each, path)
         if scaled and not depthwise and weight is not None and weight.ndim > 1 and len(each.weight) < len(weight):
-            each.register_forward_hook(_Scaler(len(weight) / len(each.weight)))
+            each.register_forward_hook(_OutputScaler(len(weight) / len(each.weight)))
     return module
 
 
@@ -218,7 +221,7 @@ def mask_classes(module: Any, held: np.ndarray) -> Any:
     return module
 
 
-class Moments:
+class BatchNormMoments:
     """Batch norm statistics over all examples that pass through a network in evaluation mode.
 
     Each mini-batch is normalised by its own statistics. The variance is that of all examples together, not the mean of
@@ -278,7 +281,7 @@ def batch_norm_layers(module: Any) -> dict[str, Any]:
     return {path: each for path, each in inner if isinstance(each, _BatchNorm) and each.running_mean is not None}
 
 
-class _Scaler:
+class _OutputScaler:
     """A forward hook that multiplies what a layer says."""
 
     def __init__(self, factor: float) -> None:

@@ -25,9 +25,9 @@ from typing import Literal
 
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import Tensors, UpdateError
-from fedquilt.models.stitching.stitched import Block
+from fedquilt.models.stitching.stitched_network import Block
 
 Theta = float | Literal["median"]
 

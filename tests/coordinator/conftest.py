@@ -15,9 +15,9 @@ from rolled import Ground
 from side_by_side import LONG, Staged, TwoJobs, begin_two_jobs
 from stored_runs import DEVICES, Run, of
 
-from fedquilt.coordinator.facts import Answered, Asked, Started, Surveyed
-from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded, JobStarted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def staged(tmp_path: Path) -> Iterator[Staged]:
     """Makes stages whose coordinators serve all jobs, each in a folder of its own; all are closed at the end."""
     made: list[Stage] = []
 
-    def make(limits: Limits = Limits(), **table: Any) -> Stage:
+    def make(limits: CoordinatorLimits = CoordinatorLimits(), **table: Any) -> Stage:
         made.append(Stage(tmp_path / str(len(made)), limits, **table))
         return made[-1]
 
@@ -73,10 +73,10 @@ def often(tmp_path: Path) -> Iterator[Callable[[], Store]]:
 def run(often: Callable[[], Store]) -> Run:
     """A run of three rounds, with a snapshot after the third and two facts behind it."""
     made = Run(often())
-    made.record(Started(BLOB), Surveyed(0, DEVICES))
+    made.record(JobStarted(BLOB), EligibilityRecorded(0, DEVICES))
     for number in range(3):
         made.round(number, *DEVICES)
-    made.record(Asked(3, 0, DEVICES), Answered(3, of(made.id, "a", 3)))
+    made.record(CohortSelected(3, 0, DEVICES), UpdateAccepted(3, of(made.id, "a", 3)))
     return made
 
 
@@ -84,7 +84,7 @@ def run(often: Callable[[], Store]) -> Run:
 def home(tmp_path: Path) -> Path:
     """A home in the middle of a round's answers."""
     federation = Federation(tmp_path / "run", "fedavg").make()
-    federation.run(lambda fact: isinstance(fact, Answered) and fact.round == 1)
+    federation.run(lambda fact: isinstance(fact, UpdateAccepted) and fact.round == 1)
     return federation.folder / "coordinator"
 
 

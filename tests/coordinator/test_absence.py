@@ -8,10 +8,10 @@ import pytest
 from by_hand import Hand, Stage, ones
 from rolled import Ground
 
-from fedquilt.coordinator.absence import Absence
-from fedquilt.coordinator.facts import Answered, Closed, Ended, Reopened
-from fedquilt.coordinator.rollouts import Offered, Passed
-from fedquilt.transport.connect import FIRST_S, LONGEST_S
+from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
+from fedquilt.coordinator.rounds.events import JobEnded, RoundClosed, RoundRetried, UpdateAccepted
+from fedquilt.coordinator.rounds.rollout import PhasePassed, ReleaseOffered
+from fedquilt.transport.mqtt.connection import FIRST_S, LONGEST_S
 
 
 def _away(stage: Stage, seconds: float) -> None:
@@ -33,12 +33,12 @@ def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path: Path) -> Non
     stage, hands = _begun(tmp_path)
     _away(stage, 2 * 3600.0)
     stage.play(LONGEST_S + 15.0)  # of the 30 s, 20 were left
-    assert stage.told(Reopened) == []
+    assert stage.told(RoundRetried) == []
     for hand in hands:
         hand.answer(ones())
     stage.play()
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b", "c"]
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     stage.store.close()
 
 
@@ -49,9 +49,9 @@ def test_a_round_ends_at_its_later_deadline(tmp_path: Path) -> None:
     for hand in hands[:2]:
         hand.answer(ones())
     stage.play(24.5)
-    assert stage.told(Closed) == []
+    assert stage.told(RoundClosed) == []
     stage.play(1.5)
-    assert len(stage.told(Closed)) == 1
+    assert len(stage.told(RoundClosed)) == 1
     stage.store.close()
 
 
@@ -62,7 +62,7 @@ def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_awa
     for hand in hands:
         hand.answer(ones())
     stage.play(1.0)
-    assert len(stage.told(Closed)) == 1
+    assert len(stage.told(RoundClosed)) == 1
     stage.store.close()
 
 
@@ -71,9 +71,9 @@ def test_an_attempt_that_begins_after_an_absence_has_its_own_deadline(tmp_path: 
     stage, _ = _begun(tmp_path)
     _away(stage, 10.0)
     stage.play(41.0)  # 20 were left, 20 are lost
-    assert [fact.attempt for fact in stage.told(Reopened)] == [1]
+    assert [fact.attempt for fact in stage.told(RoundRetried)] == [1]
     stage.play(31.0)
-    assert [fact.attempt for fact in stage.told(Reopened)] == [1, 2]
+    assert [fact.attempt for fact in stage.told(RoundRetried)] == [1, 2]
     stage.store.close()
 
 
@@ -83,13 +83,13 @@ def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_pa
     stage.restart()
     stage.link.connected = False
     stage.play(500.0)
-    assert stage.told(Reopened) == []
+    assert stage.told(RoundRetried) == []
     stage.link.connected = True
     stage.play(1.0)
     for hand in hands:
         hand.answer(ones())
     stage.play()
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     stage.store.close()
 
 
@@ -103,11 +103,11 @@ def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_b
     stage.restart()
     _away(stage, 1.0)
     stage.play(30.0 + LONGEST_S - 2.0)
-    assert stage.told(Reopened) == stage.told(Ended) == []
+    assert stage.told(RoundRetried) == stage.told(JobEnded) == []
     for hand in hands:
         hand.answer(ones())
     stage.play()
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     stage.store.close()
 
 
@@ -118,7 +118,7 @@ def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_i
         stage.play(1.0)
         _away(stage, 3600.0)
         stage.play(LONGEST_S)
-        assert stage.told(Ended) == []
+        assert stage.told(JobEnded) == []
         if comes:
             stage.hand("a")
         stage.play(25.0)
@@ -131,7 +131,7 @@ def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start
     took_s: float, lost_s: float
 ) -> None:
     """No longer back-off follows a connection that takes its moment; an absence after that is as long as it is."""
-    absence = Absence()
+    absence = BrokerOutage()
     absence.record_connection(False, 5.0)
     absence.record_connection(True, 5.0 + took_s)
     assert absence.lost_s == pytest.approx(lost_s)
@@ -143,7 +143,7 @@ def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start
 @pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + LONGEST_S)])
 def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_s: float) -> None:
     """Noted as often as one likes."""
-    absence = Absence()
+    absence = BrokerOutage()
     for at_s, reached in ((0.0, True), (1.0, False), (1.5, False), (1.0 + gone_s, True), (9999.0, True)):
         absence.record_connection(reached, at_s)
         assert absence.is_disconnected is not reached
@@ -167,7 +167,9 @@ def test_a_rollout_goes_no_further_while_the_broker_is_away(ground: Ground) -> N
     ground.link.connected = True
     ground.link.session += 1
     ground.play(30.0)
-    assert [type(fact) for _, fact in ground.facts if isinstance(fact, Offered | Passed)] == [Offered]
+    assert [type(fact) for _, fact in ground.facts if isinstance(fact, ReleaseOffered | PhasePassed)] == [
+        ReleaseOffered
+    ]
     lost.come()
     ground.play(20.0)
     assert (ground.state(id).status, len(ground.having())) == ("done", 4)

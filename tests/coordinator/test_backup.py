@@ -21,11 +21,19 @@ from ordinary import User
 from saved_homes import contents, saved
 from waiting import until
 
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.cli import main
-from fedquilt.coordinator import backup, limits
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Ended
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator import limits
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    RoundClosed,
+    RoundCommitted,
+    UpdateAccepted,
+)
+from fedquilt.coordinator.storage import backup
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError, StoreError
 
 
@@ -37,24 +45,24 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return federation.states()
 
 
-@pytest.mark.parametrize("moment", [Asked, Answered, Committed])
+@pytest.mark.parametrize("moment", [CohortSelected, UpdateAccepted, RoundCommitted])
 def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_result(
-    tmp_path: Path, calm: list[str], moment: type[AnyFact]
+    tmp_path: Path, calm: list[str], moment: type[AnyEvent]
 ) -> None:
     """The backup is made by another store while the coordinator is between two of its facts, in round 3 of 6."""
     federation = Federation(tmp_path).make()
     home, file = federation.folder / "coordinator", tmp_path / "backup.tar"
 
-    def at(fact: AnyFact) -> bool:
+    def at(fact: AnyEvent) -> bool:
         if isinstance(fact, moment) and fact.round == 3 and not file.exists():
             saved(home, file)
-        return isinstance(fact, Committed) and fact.round == 3
+        return isinstance(fact, RoundCommitted) and fact.round == 3
 
     federation.run(at)
     home.rename(tmp_path / "lost")
     backup.restore_backup(file, home)
     federation.run()
-    assert isinstance(federation.facts()[-1], Ended)
+    assert isinstance(federation.facts()[-1], JobEnded)
     assert federation.states() == calm
     assert federation.notes() == []
 
@@ -62,8 +70,8 @@ def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_re
 def runs_beside(home: Path, backups: Path) -> None:
     """Go on with a job, and wait for one more backup after each of its rounds."""
 
-    def at(fact: AnyFact) -> bool:
-        if isinstance(fact, Committed):
+    def at(fact: AnyEvent) -> bool:
+        if isinstance(fact, RoundCommitted):
             before = len(list(backups.glob("*.tar")))
             until(lambda: len(list(backups.glob("*.tar"))) > before, "one more backup")
         return False
@@ -84,7 +92,7 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
     while child.is_alive():
         files.append(saved(federation.folder / "coordinator", tmp_path / f"{len(files)}.tar"))
     states, last = federation.states(), federation.facts()[-1]
-    assert isinstance(last, Ended)
+    assert isinstance(last, JobEnded)
     assert last.status == "done"
     rounds = set()
     for file in [*files[: -1 : max(1, len(files) // 5)], files[-1]]:
@@ -99,7 +107,7 @@ def test_backups_made_all_the_time_while_another_process_runs_the_job_all_go_on_
 def test_a_backup_writes_nothing_into_the_home(tmp_path: Path) -> None:
     """Small blobs that share a file get none of their own: the disk of the home may be full, or another user's."""
     federation = Federation(tmp_path / "run", "fedavg").make()
-    federation.run(lambda fact: isinstance(fact, Closed) and fact.round == 1)
+    federation.run(lambda fact: isinstance(fact, RoundClosed) and fact.round == 1)
     home = federation.folder / "coordinator"
     before = contents(home / "blobs")
     with tarfile.open(saved(home, tmp_path / "backup.tar")) as archive:
@@ -150,7 +158,7 @@ def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(
     with Store(tmp_path / "again") as store:
         assert all(store.depot.blob_path(sha256) for sha256 in store.referenced_blobs())
         assert any(
-            isinstance(fact, Committed) and fact.round == 2
+            isinstance(fact, RoundCommitted) and fact.round == 2
             for _, _, fact in store.read_events(store.readable_jobs()[0].id)
         )
 
@@ -172,7 +180,7 @@ def test_a_blob_that_is_damaged_after_it_was_looked_at_is_not_saved(
     with Store(home) as store:
         state = min(store.latest_state_hashes())
     (home / "blobs" / state).write_bytes(b"x")
-    monkeypatch.setattr(Depot, "blob_path", lambda depot, sha256: depot.folder / sha256)
+    monkeypatch.setattr(BlobStore, "blob_path", lambda depot, sha256: depot.folder / sha256)
     with pytest.raises(StoreError, match=f"{state} is damaged: it is not what its name says"):
         saved(home, tmp_path / "backup.tar")
     assert [each.name for each in tmp_path.iterdir()] == ["run"]

@@ -11,7 +11,7 @@ import pytest
 from saved_homes import contents, saved
 
 from fedquilt.cli import main
-from fedquilt.coordinator import backup
+from fedquilt.coordinator.storage import backup
 from fedquilt.core import StoreError
 
 

@@ -16,14 +16,14 @@ from streamed import Pair
 from two_sides import noise
 from waiting import until
 
-from fedquilt.blobs import over_http
-from fedquilt.blobs.intake import ClosedError, Intake
-from fedquilt.blobs.store import Depot
-from fedquilt.coordinator import blob_server, places
-from fedquilt.coordinator.blob_server import BlobServer
-from fedquilt.coordinator.places import Where
-from fedquilt.core import JobError, Source
-from fedquilt.transport.handshake import Identity
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer import http_client
+from fedquilt.blobs.transfer.blob_writer import BlobWriter, WriterClosedError
+from fedquilt.coordinator.delivery.blobs import locations, server
+from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+from fedquilt.coordinator.delivery.blobs.server import BlobServer
+from fedquilt.core import BlobLocation, JobError
+from fedquilt.security.handshake import LinkIdentity
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_blob_whose_task_was_withdrawn_is_not_given_any_more(site: Site) -> No
 
 def test_a_blob_goes_over_the_wire_a_few_times_for_one_token(site: Site) -> None:
     found = [site.get()[0] for _ in range(6)]
-    assert found == [200] * blob_server.AGAIN_MOST + [429] * 2
+    assert found == [200] * server.AGAIN_MOST + [429] * 2
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_an_upload_is_taken_and_gone_on_with_from_where_it_stands(site: Site) ->
     assert [(each.key, each.error) for each in site.ended] == [(("a", ref.sha256), None)]
 
 
-def put_by_relay(site: Site, intake: Intake, token: str, relay: Relay, folder: Path, payload: bytes) -> list[int]:
+def put_by_relay(site: Site, intake: BlobWriter, token: str, relay: Relay, folder: Path, payload: bytes) -> list[int]:
     """Put a blob as a board does; returns the bytes of the pieces that have gone."""
-    board, moved = Depot(folder / "board"), list[int]()
+    board, moved = BlobStore(folder / "board"), list[int]()
     ref = board.store_bytes(payload)
-    source = Source(url=f"http://127.0.0.1:{relay.port}/blobs/{ref.sha256}", token=token)
+    source = BlobLocation(url=f"http://127.0.0.1:{relay.port}/blobs/{ref.sha256}", token=token)
     file = board.open_blob_file(ref.sha256)
     try:
-        assert over_http.upload_blob(over_http.Reach(), (source,), file, ref, moved.append) == 0
+        assert http_client.upload_blob(http_client.ConnectionPool(), (source,), file, ref, moved.append) == 0
     finally:
         os.close(file)
         relay.close()
@@ -202,8 +202,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Certified:
     return Certified(tmp_path_factory.mktemp("fleet"))
 
 
-def identity(site: Certified, name: str, kind: str = "device") -> Identity:
-    return Identity(site.broker(name, kind))
+def identity(site: Certified, name: str, kind: str = "device") -> LinkIdentity:
+    return LinkIdentity(site.broker(name, kind))
 
 
 def test_an_upload_stands_where_its_board_was_told_that_it_stands(site: Site) -> None:
@@ -212,7 +212,7 @@ def test_an_upload_stands_where_its_board_was_told_that_it_stands(site: Site) ->
     turn = intake.replace_writer()
     head = f"HEAD /blobs/{intake.ref.sha256} HTTP/1.1\nHost: x\nAuthorization: Bearer {token}"
     assert site.ask(head)[1]["Upload-Offset"] == "0"
-    with pytest.raises(ClosedError):
+    with pytest.raises(WriterClosedError):
         intake.write(memoryview(b"late"), turn)
 
 
@@ -288,15 +288,17 @@ def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path: Path, 
 )
 def test_an_address_that_boards_could_not_use_is_refused(given: dict[str, str], said: str) -> None:
     with pytest.raises(JobError) as refused:
-        Where(**given)
+        BlobLocationSettings(**given)
     assert said in str(refused.value)
 
 
 def test_an_address_with_tls_needs_a_certificate_and_one_without_none(tmp_path: Path, fleet: Certified) -> None:
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     for url, own in (("https://c.site", None), ("http://c.site", identity(fleet, "coordinator", "coordinator"))):
         with pytest.raises(JobError, match="certificate"):
-            places.Places(Where("127.0.0.1:0", url), depot, lambda device, sha256: True, own)
+            locations.BlobLocationProvider(
+                BlobLocationSettings("127.0.0.1:0", url), depot, lambda device, sha256: True, own
+            )
 
 
 def test_a_port_that_is_taken_is_named(site: Site) -> None:

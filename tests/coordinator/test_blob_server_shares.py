@@ -13,8 +13,8 @@ from blob_site import PAYLOAD, Site, answer_of
 from two_sides import noise
 from waiting import until
 
-from fedquilt.connections import Connections, Limits
-from fedquilt.coordinator.blob_server import PER_BOARD
+from fedquilt.coordinator.delivery.blobs.server import PER_BOARD
+from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_board_that_holds_all_its_connections_leaves_the_others_theirs(site: S
 
 def test_boards_of_one_address_that_move_blobs_leave_places_for_other_addresses(tmp_path: Path) -> None:
     """The address has no place for a fourth connection, and no transfer of its boards is ended for another one."""
-    site = Site(tmp_path, Connections(Limits(per_address=3)))
+    site = Site(tmp_path, ConnectionLimiter(ConnectionLimits(per_address=3)))
     ref = site.depot.store_bytes(noise(16_000_000, 1))
     with ExitStack() as stack:
         stack.callback(site.server.close)

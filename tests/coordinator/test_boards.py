@@ -11,11 +11,11 @@ import plain
 import pytest
 
 from fedquilt import wire
-from fedquilt.coordinator import boards, boards_store
-from fedquilt.coordinator.admission import Flooded, Returned, Silent
-from fedquilt.coordinator.boards import Board, Doing, Reading
-from fedquilt.coordinator.boards_link import DOUBT_S, LATER_S, SOON_S, TIDY_S, Boards
-from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.coordinator.delivery.monitoring_executor import DOUBT_S, LATER_S, SOON_S, TIDY_S, DeviceStatusTracker
+from fedquilt.coordinator.fleet import device_status, telemetry_store
+from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.rounds.message_handler import DeviceReturned, DeviceSilent, RateLimitExceeded
 from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.wire import Telemetry
 
@@ -44,7 +44,7 @@ class Watched:
         self.start()
 
     def start(self) -> None:
-        self.noted = Boards(self.home, lambda: self.now)
+        self.noted = DeviceStatusTracker(self.home, lambda: self.now)
         self.noted.step(self.now_s)
 
     def say(self, device: str, *messages: object, retained: bool = False) -> None:
@@ -61,8 +61,8 @@ class Watched:
             self.now, self.now_s = self.now + due_s - self.now_s, due_s
         self.now, self.now_s = self.now + end_s - self.now_s, end_s
 
-    def stored(self, device: str = "a") -> Board:
-        with BoardStore(self.home) as store:
+    def stored(self, device: str = "a") -> DeviceStatus:
+        with TelemetryStore(self.home) as store:
             return next(each for each in store.load_statuses() if each.device == device)
 
 
@@ -82,12 +82,12 @@ def test_a_board_is_known_soon_by_what_it_says(watched: Watched) -> None:
     watched.noted.record_task("a", TASK)
     asked = watched.now
     watched.wait(SOON_S)
-    assert watched.stored().doing == Doing("j", 3, "asked", asked)
+    assert watched.stored().doing == CurrentTask("j", 3, "asked", asked)
     watched.say("a", CLAIM, wire.Progress(job="j", round=3, attempt=0, fraction=0.25))
     watched.say("a", Telemetry(mode="25W", clock_s=watched.now - 7.0))
     claimed = watched.now
     watched.wait(LATER_S)
-    assert watched.stored().doing == Doing("j", 3, "working", claimed, 0.25)
+    assert watched.stored().doing == CurrentTask("j", 3, "working", claimed, 0.25)
     assert (watched.stored().mode, watched.stored().skew_s) == ("25W", -7.0)
     watched.say("a", update())
     watched.wait(SOON_S)
@@ -110,14 +110,14 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched:
     watched.say("a", wire.Claim(job="j", round=3, attempt=0, accepted=False, code="cleared"))
     watched.wait(SOON_S)
     found = watched.stored()
-    assert found.refusal == boards.Refusal(began, "memory", "12 MB short", "j", 3)
+    assert found.refusal == device_status.LatestDecline(began, "memory", "12 MB short", "j", 3)
     assert found.doing is None
     watched.noted.record_ack("a", wire.Ack(job="j", round=4, attempt=0, accepted=False, reason="not finite"))
     watched.wait(SOON_S)
     found = watched.stored()
     assert found.refusal is not None
     assert (found.refusal.code, found.refusal.reason, found.refusal.round) == ("update", "not finite", 4)
-    watched.noted.record_message(Flooded("a"), watched.now_s)
+    watched.noted.record_message(RateLimitExceeded("a"), watched.now_s)
     watched.wait(SOON_S)
     assert watched.stored().refusal is not None
     assert watched.stored().refusal.code == "flooding"  # type: ignore[union-attr]
@@ -130,7 +130,7 @@ def test_a_late_message_makes_no_clock_slow(watched: Watched) -> None:
     watched.say("a", Telemetry(clock_s=watched.now - 20.0))
     watched.wait(LATER_S)
     assert watched.stored().skew_s == 0.0
-    watched.wait(boards.SKEW_KEPT_S)
+    watched.wait(device_status.SKEW_KEPT_S)
     watched.say("a", Telemetry(clock_s=watched.now - 20.0))
     watched.wait(LATER_S)
     assert watched.stored().skew_s == -20.0
@@ -173,7 +173,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: 
     quiet = watched.stored()
     assert (quiet.online, quiet.quiet, quiet.silent, quiet.seen) == (True, True, False, heard)
     watched.wait(15.0)
-    watched.noted.record_message(Silent("a"), watched.now_s)
+    watched.noted.record_message(DeviceSilent("a"), watched.now_s)
     watched.wait(SOON_S)
     lost = watched.stored()
     assert (lost.online, lost.quiet, lost.silent, lost.since, lost.seen) == (False, False, True, heard, heard)
@@ -181,7 +181,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: 
     watched.wait(SOON_S)
     assert watched.stored() == lost
     watched.noted.record_contact("a")
-    watched.noted.record_message(Returned("a"), watched.now_s)
+    watched.noted.record_message(DeviceReturned("a"), watched.now_s)
     watched.say("a", Telemetry(mode="25W"))
     back = watched.now
     watched.wait(LATER_S)
@@ -192,7 +192,7 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: 
 def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does_not_answer(watched: Watched) -> None:
     """Its message to the new coordinator says that it is back."""
     watched.say("a", wire.Presence(online=True, boot="1"))
-    watched.noted.record_message(Silent("a"), watched.now_s)
+    watched.noted.record_message(DeviceSilent("a"), watched.now_s)
     watched.noted.close()
     watched.start()
     watched.say("a", wire.Presence(online=True, boot="1"), retained=True)
@@ -205,11 +205,11 @@ def test_a_board_is_removed_by_request_until_its_next_message(watched: Watched) 
     """With its readings; the request is taken once."""
     watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
     watched.wait(LATER_S)
-    with BoardStore(watched.home, writes=True) as store:
+    with TelemetryStore(watched.home, writes=True) as store:
         store.request_removal(["a"])
     watched.wait(1.0)
     assert (watched.noted.take_removed_devices(), watched.noted.take_removed_devices()) == (["a"], [])
-    with BoardStore(watched.home) as store:
+    with TelemetryStore(watched.home) as store:
         assert store.load_statuses() == []
         assert store.load_readings("a", watched.now - 100, watched.now) == []
     watched.say("a", wire.Presence(online=True, boot="1"))
@@ -226,7 +226,7 @@ def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
             watched.say("a", Telemetry(power_w=power_w, temperature_c=temperature_c, available_bytes=free))
             watched.wait(10.0)
         watched.wait(40.0)
-    with BoardStore(watched.home) as store:
+    with TelemetryStore(watched.home) as store:
         fine = store.load_readings("a", watched.now - 600, watched.now)
         assert fine[0].power_w == 15.0
         assert (fine[0].power_most_w, fine[0].available_bytes) == (20.0, 80)
@@ -234,7 +234,7 @@ def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
         assert [each.at - began for each in coarse[:3]] == [0, 300, 600]
         assert (coarse[0].power_w, coarse[0].temperature_c) == (15.0, 60.4)
         assert [each.at for each in store.load_readings("a", began, began + 20 * 86400)] == [began, began + 3600]
-    rows = sqlite3.connect(watched.home / boards_store.NAME)
+    rows = sqlite3.connect(watched.home / telemetry_store.NAME)
     finest = rows.execute("select min(at), count(*) from readings where step = 30").fetchone()
     rows.close()
     assert finest[0] >= watched.now - 7200 - TIDY_S
@@ -243,13 +243,20 @@ def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
 
 def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path) -> None:
     """Means of watts and battery, the most, the hottest, the least free memory; and so it stays as finer ones go."""
-    with BoardStore(tmp_path, writes=True) as store:
-        store.write_telemetry([Board("a")], [])
+    with TelemetryStore(tmp_path, writes=True) as store:
+        store.write_telemetry([DeviceStatus("a")], [])
         for tenth in range(5 * 3600 // 30):
             i = tenth % 10
             store.write_telemetry(
                 [],
-                [("a", Reading(30 * tenth, float(i), 1.0 + i, float(i), 100 - i, i, i / 10, i, i / 10, (i + 1) / 10))],
+                [
+                    (
+                        "a",
+                        TelemetrySample(
+                            30 * tenth, float(i), 1.0 + i, float(i), 100 - i, i, i / 10, i, i / 10, (i + 1) / 10
+                        ),
+                    )
+                ],
             )
             if tenth % 7 == 0:
                 store.downsample_readings(30.0 * tenth)
@@ -263,12 +270,14 @@ def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path)
 
 def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path: Path) -> None:
     """Its readings go with it: a board that comes later may get its number."""
-    with BoardStore(tmp_path, writes=True) as store:
-        store.write_telemetry([Board("a"), Board("b")], [("a", Reading(30, 1.0)), ("b", Reading(30, 2.0))])
+    with TelemetryStore(tmp_path, writes=True) as store:
+        store.write_telemetry(
+            [DeviceStatus("a"), DeviceStatus("b")], [("a", TelemetrySample(30, 1.0)), ("b", TelemetrySample(30, 2.0))]
+        )
         store.delete_devices({"b"})
-        store.write_telemetry([Board("c")], [])
+        store.write_telemetry([DeviceStatus("c")], [])
         assert store.load_readings("c", 0, 60) == []
-        assert store.load_readings("a", 0, 60) == [Reading(30, 1.0)]
+        assert store.load_readings("a", 0, 60) == [TelemetrySample(30, 1.0)]
 
 
 def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None:
@@ -278,23 +287,23 @@ def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None
     watched.wait(LATER_S)
     watched.say("a", wire.Presence(online=False, boot="1"))
     watched.wait(SOON_S)
-    watched.now += boards_store.FORGOTTEN_S + 1
+    watched.now += telemetry_store.FORGOTTEN_S + 1
     watched.wait(TIDY_S)
-    with BoardStore(watched.home) as store:
+    with TelemetryStore(watched.home) as store:
         assert [each.device for each in store.load_statuses()] == ["b"]
         assert store.load_readings("a", 0, 1) == []
 
 
 def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path: Path) -> None:
     """One that a version before this one has left."""
-    with BoardStore(tmp_path) as store:
+    with TelemetryStore(tmp_path) as store:
         assert (store.load_statuses(), store.latest_readings(0.0), store.load_readings("a", 0, 100)) == ([], {}, [])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_database_of_version_1_is_read_as_it_is_and_written_with_what_it_lacks(tmp_path: Path) -> None:
     """Readings of the earlier version have no drift; a process that only reads does not alter the tables."""
-    db = sqlite3.connect(tmp_path / boards_store.NAME)
+    db = sqlite3.connect(tmp_path / telemetry_store.NAME)
     db.executescript(
         """create table boards (id integer primary key, device text unique not null, body blob not null);
         create table readings (
@@ -305,19 +314,19 @@ def test_a_database_of_version_1_is_read_as_it_is_and_written_with_what_it_lacks
         pragma user_version = 1;"""
     )
     db.close()
-    old = Reading(30, 7.5, 8.0, battery=0.5)
-    with BoardStore(tmp_path) as store:
+    old = TelemetrySample(30, 7.5, 8.0, battery=0.5)
+    with TelemetryStore(tmp_path) as store:
         assert store.load_readings("a", 0, 60) == [old]
         assert store.latest_readings(60.0) == {"a": old}
-    new = Reading(60, 7.0, served=12, drift=0.25, accuracy=0.875)
-    with BoardStore(tmp_path, writes=True) as store:
+    new = TelemetrySample(60, 7.0, served=12, drift=0.25, accuracy=0.875)
+    with TelemetryStore(tmp_path, writes=True) as store:
         store.write_telemetry([], [("a", new)])
         assert store.load_readings("a", 0, 60) == [old, new]
         store.downsample_readings(1000.0)
-        assert store.load_readings("a", -90000, 600)[0] == Reading(
+        assert store.load_readings("a", -90000, 600)[0] == TelemetrySample(
             0, 7.25, 8.0, battery=0.5, served=12, drift=0.25, accuracy=0.875
         )
-    assert boards.add_sample(new, 2, Telemetry(served=13, drift=0.1, accuracy=0.9), 60) == Reading(
+    assert device_status.add_sample(new, 2, Telemetry(served=13, drift=0.1, accuracy=0.9), 60) == TelemetrySample(
         60, 7.0, served=13, drift=0.25, accuracy=0.875
     )
 
@@ -326,16 +335,16 @@ def test_a_database_of_a_later_version_is_refused_and_one_that_is_damaged_put_as
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither keeps a coordinator from its rounds."""
-    (tmp_path / boards_store.NAME).write_bytes(b"no database" * 1000)
+    (tmp_path / telemetry_store.NAME).write_bytes(b"no database" * 1000)
     with pytest.raises(StoreError, match="no run depends on it"):
-        BoardStore(tmp_path)
+        TelemetryStore(tmp_path)
     watched = Watched(tmp_path)
     watched.say("a", PROFILE)
     watched.wait(SOON_S)
     assert watched.stored().board == "Orin"
     assert (tmp_path / "boards.db.damaged").exists()
     watched.noted.close()
-    db = sqlite3.connect(tmp_path / boards_store.NAME)
+    db = sqlite3.connect(tmp_path / telemetry_store.NAME)
     db.execute("pragma user_version = 99")
     db.close()
     later = Watched(tmp_path)
@@ -353,7 +362,7 @@ def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(
         raise StoreError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(BoardStore, "write_telemetry", full)
+        patched.setattr(TelemetryStore, "write_telemetry", full)
         for minute in range(10):
             watched.say("a", Telemetry(power_w=float(minute)), wire.Presence(online=minute % 2 == 0, boot="1"))
             watched.wait(60.0)
@@ -367,8 +376,8 @@ def test_it_is_read_while_it_is_written(watched: Watched) -> None:
     """By another connection, in the middle of a change."""
     watched.say("a", PROFILE)
     watched.wait(SOON_S)
-    with BoardStore(watched.home) as reader:
-        writer = sqlite3.connect(watched.home / boards_store.NAME, isolation_level=None)
+    with TelemetryStore(watched.home) as reader:
+        writer = sqlite3.connect(watched.home / telemetry_store.NAME, isolation_level=None)
         writer.execute("begin immediate")
         writer.execute("delete from boards")
         assert [each.device for each in reader.load_statuses()] == ["a"]
@@ -382,17 +391,17 @@ def test_a_row_that_cannot_be_read_hides_no_other(watched: Watched) -> None:
     watched.say("a", PROFILE)
     watched.say("b", msgspec.structs.replace(PROFILE, device="b"))
     watched.wait(SOON_S)
-    db = sqlite3.connect(watched.home / boards_store.NAME)
+    db = sqlite3.connect(watched.home / telemetry_store.NAME)
     db.execute("update boards set body = '{\"device\": 3}' where device = 'a'")
     db.commit()
     db.close()
-    with BoardStore(watched.home) as store:
+    with TelemetryStore(watched.home) as store:
         assert [each.device for each in store.load_statuses()] == ["b"]
 
 
 def test_a_reading_of_one_message_is_that_message() -> None:
     """And a value that is not told is none."""
-    assert boards.add_sample(None, 1, Telemetry(power_w=3.0), 30) == Reading(30, 3.0, 3.0)
+    assert device_status.add_sample(None, 1, Telemetry(power_w=3.0), 30) == TelemetrySample(30, 3.0, 3.0)
 
 
 def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path: Path) -> None:
@@ -403,6 +412,6 @@ def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path: 
                 db.execute(word)
             db.commit()
         (tmp_path / "boards.db").touch()
-        with BoardStore(tmp_path) as store:
+        with TelemetryStore(tmp_path) as store:
             assert store.load_statuses() == []
             assert store.latest_readings(0.0) == {}

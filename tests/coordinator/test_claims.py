@@ -10,10 +10,22 @@ import plain
 import pytest
 from evaluations import of_classes, of_numbers, total
 
-from fedquilt import evaluation, profiles, wire
-from fedquilt.coordinator import claims, passed
-from fedquilt.coordinator.deadline import Ask
-from fedquilt.core import BlobRef, EvaluationSums, OperatingPoint, Profile, SiteRight, Update, UpdateError, Usage, Work
+from fedquilt import profiles, wire
+from fedquilt.coordinator.rounds import claim_bounds
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload
+from fedquilt.coordinator.updates import site_updates
+from fedquilt.core import (
+    BlobRef,
+    EvaluationSums,
+    OperatingPoint,
+    Profile,
+    SiteRight,
+    Update,
+    UpdateError,
+    Usage,
+    WorkEstimate,
+    evaluation,
+)
 
 PROFILE = plain.profile(engines=("numpy",))
 
@@ -49,25 +61,25 @@ def update(**usage: float) -> Update:
 )
 def test_a_board_takes_no_more_than_three_times_what_its_profile_says(profile: Profile | None, watts: float) -> None:
     """At least 100 W are believed, and never more than 3000."""
-    assert claims.highest_power_w(profile) == watts
+    assert claim_bounds.highest_power_w(profile) == watts
 
 
 def test_what_an_honest_board_claims_stays_as_it_is() -> None:
     """Each claim just within its bound; the same object comes back."""
-    ask, limit_s = Ask(Work(), of(60.0), 1000), claims.longest_work_s(10.0, 30.0, 1)
+    ask, limit_s = DeviceWorkload(WorkEstimate(), of(60.0), 1000), claim_bounds.longest_work_s(10.0, 30.0, 1)
     assert limit_s == 120.0
-    assert claims.longest_work_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
-    assert claims.longest_work_s(200.0, 30.0, 3) == 460.0
+    assert claim_bounds.longest_work_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
+    assert claim_bounds.longest_work_s(200.0, 30.0, 3) == 460.0
     given = update(wall_s=120.0, energy_j=180.0 * 120, idle_j=600.0, down_bytes=2000 + (1 << 20), up_bytes=50)
-    assert claims.limit_claims(given, claims.Bounds(ask, limit_s)) == (given, "")
-    assert claims.limit_claims(given, claims.Bounds(ask, limit_s))[0] is given
+    assert claim_bounds.limit_claims(given, claim_bounds.ClaimBounds(ask, limit_s)) == (given, "")
+    assert claim_bounds.limit_claims(given, claim_bounds.ClaimBounds(ask, limit_s))[0] is given
 
 
 def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
     """Joules that are wrong say nothing; bytes and seconds are bounded."""
-    found, odd = claims.limit_claims(
+    found, odd = claim_bounds.limit_claims(
         update(wall_s=1e9, energy_j=1e24, idle_j=1.0, energy_error_j=1.0, down_bytes=10**9, up_bytes=51),
-        claims.Bounds(limit_s=120.0),
+        claim_bounds.ClaimBounds(limit_s=120.0),
     )
     usage = found.usage
     assert (usage.wall_s, usage.energy_j, usage.idle_j, usage.energy_error_j) == (120.0, None, None, None)
@@ -78,7 +90,7 @@ def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
 @pytest.mark.parametrize("name", ["energy_j", "idle_j", "energy_error_j"])
 def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name: str) -> None:
     """Each is held to the same bound by itself."""
-    found, odd = claims.limit_claims(update(**{name: 1e24}), claims.Bounds(limit_s=120.0))
+    found, odd = claim_bounds.limit_claims(update(**{name: 1e24}), claim_bounds.ClaimBounds(limit_s=120.0))
     assert (found.usage.energy_j, found.usage.idle_j, found.usage.energy_error_j) == (None, None, None)
     assert "1e+24 J" in odd
 
@@ -86,17 +98,19 @@ def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name: str)
 def test_a_board_is_taken_for_some_speed_whatever_its_profile_says() -> None:
     """A number so small that no example would fit is no board's: a million FLOPs a second at the least."""
     slow = msgspec.structs.replace(PROFILE, points=(OperatingPoint(name="p", flops_per_s=1e-320),))
-    bounds = claims.Bounds(Ask(Work(flops_per_example=1e6), slow), 120.0)
-    claims.require_plausible(msgspec.structs.replace(update(), weight=1200.0), bounds, work=True)
+    bounds = claim_bounds.ClaimBounds(DeviceWorkload(WorkEstimate(flops_per_example=1e6), slow), 120.0)
+    claim_bounds.require_plausible(msgspec.structs.replace(update(), weight=1200.0), bounds, work=True)
     with pytest.raises(UpdateError, match="at 1e\\+06 FLOP/s it can have worked through 120 in 120 s"):
-        claims.require_plausible(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
+        claim_bounds.require_plausible(msgspec.structs.replace(update(), weight=1201.0), bounds, work=True)
 
 
 @pytest.mark.parametrize("name", ["accuracy", "macro_f1"])
 @pytest.mark.parametrize("value", [1e6, 1.01, -0.5])
 def test_a_share_beyond_0_to_1_does_not_count(name: str, value: float) -> None:
     with pytest.raises(UpdateError, match="a share is from 0 to 1"):
-        claims.require_plausible(msgspec.structs.replace(update(), metrics={name: value}), claims.Bounds(), work=False)
+        claim_bounds.require_plausible(
+            msgspec.structs.replace(update(), metrics={name: value}), claim_bounds.ClaimBounds(), work=False
+        )
 
 
 @pytest.mark.parametrize("name", profiles.board_names())
@@ -104,7 +118,7 @@ def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
     """A task that takes all of the longest time at the highest watts of the board's own table."""
     watts = [point.busy_w.value for point in profiles.load_board_profile(name).points if point.busy_w is not None]
     if watts:
-        assert max(watts) <= claims.highest_power_w(of(*watts))
+        assert max(watts) <= claim_bounds.highest_power_w(of(*watts))
 
 
 # -- sites and weights ----------------------------------------------------------------------------
@@ -124,32 +138,32 @@ RIGHT = SiteRight(("cam-*", "door-7"), 2)
     ],
 )
 def test_a_site_speaks_within_its_right(names: tuple[str, ...], weights: tuple[float, ...], said: str) -> None:
-    parts = [passed.Part(name, weight) for name, weight in zip(names, weights, strict=True)]
+    parts = [site_updates.SiteUpdatePart(name, weight) for name, weight in zip(names, weights, strict=True)]
     given = msgspec.structs.replace(update(), device="site", weight=sum(weights) or 202.0)
-    bounds = claims.Bounds(examples=100.0, right=RIGHT)
+    bounds = claim_bounds.ClaimBounds(examples=100.0, right=RIGHT)
     if not said:
-        return claims.require_site_right(given, parts, bounds)
+        return claim_bounds.require_site_right(given, parts, bounds)
     with pytest.raises(UpdateError, match=said):
-        claims.require_site_right(given, parts, bounds)
+        claim_bounds.require_site_right(given, parts, bounds)
 
 
 def test_a_device_without_a_right_is_no_site_whatever_its_profile_says() -> None:
     said = msgspec.structs.replace(PROFILE, boards=5)
-    assert claims.limit_profile(said, None).boards == 0
-    assert claims.limit_profile(said, RIGHT).boards == 2
+    assert claim_bounds.limit_profile(said, None).boards == 0
+    assert claim_bounds.limit_profile(said, RIGHT).boards == 2
     with pytest.raises(UpdateError, match="a has no right to speak for other devices"):
-        claims.require_site_right(update(), [], claims.Bounds())
+        claim_bounds.require_site_right(update(), [], claim_bounds.ClaimBounds())
 
 
 def test_a_site_that_answers_for_itself_counts_as_one_device() -> None:
     """Its right makes no update of its own heavier."""
     heavy = msgspec.structs.replace(update(), weight=101.0)
     with pytest.raises(UpdateError, match="101 examples, and 100 are the most"):
-        claims.require_plausible(heavy, claims.Bounds(examples=100.0, right=RIGHT), work=True)
+        claim_bounds.require_plausible(heavy, claim_bounds.ClaimBounds(examples=100.0, right=RIGHT), work=True)
 
 
-def weighed(**weights: float) -> claims.DeviceNumbers:
-    found = claims.DeviceNumbers()
+def weighed(**weights: float) -> claim_bounds.DeviceWeights:
+    found = claim_bounds.DeviceWeights()
     for device, weight in weights.items():
         found.set_number(device, weight)
     return found
@@ -157,11 +171,11 @@ def weighed(**weights: float) -> claims.DeviceNumbers:
 
 def test_a_device_counts_as_a_hundred_others_at_most() -> None:
     """Of the median of at least three others; its own weights raise nothing."""
-    assert weighed(a=10.0, b=20.0).largest_allowed("z", None) == claims.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0).largest_allowed("z", None) == claim_bounds.MOST_EXAMPLES
     assert weighed(a=10.0, b=20.0, c=3000.0).largest_allowed("z", None) == 2000.0
     assert weighed(a=10.0, b=20.0, c=30.0, z=1e6).largest_allowed("z", None) == 2000.0
     assert weighed(a=10.0, b=20.0, c=30.0, z=1.0).largest_allowed("z", None) == 2000.0
-    assert weighed(a=10.0, b=20.0, z=1.0).largest_allowed("z", None) == claims.MOST_EXAMPLES
+    assert weighed(a=10.0, b=20.0, z=1.0).largest_allowed("z", None) == claim_bounds.MOST_EXAMPLES
     assert weighed(a=10.0, b=20.0, c=30.0).largest_allowed("z", 7) == 7
     again = weighed(a=10.0, b=20.0, c=30.0)
     again.set_number("a", 50.0)
@@ -171,12 +185,12 @@ def test_a_device_counts_as_a_hundred_others_at_most() -> None:
 def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_the_same() -> None:
     """SCAFFOLD and pFedMe give every device the weight 1, which says nothing about how many examples it has."""
     honest = msgspec.structs.replace(update(examples=1200), evaluation=of_classes(0.5, 300))
-    bounds = claims.Bounds(examples=100.0, reported=120_000.0)
-    claims.require_plausible(honest, bounds, work=True)
-    assert claims.limit_claims(honest, bounds) == (honest, "")
-    assert "120001 examples, and 120000 are the most" in claims.limit_claims(update(examples=120_001), bounds)[1]
+    bounds = claim_bounds.ClaimBounds(examples=100.0, reported=120_000.0)
+    claim_bounds.require_plausible(honest, bounds, work=True)
+    assert claim_bounds.limit_claims(honest, bounds) == (honest, "")
+    assert "120001 examples, and 120000 are the most" in claim_bounds.limit_claims(update(examples=120_001), bounds)[1]
     with pytest.raises(UpdateError, match="an evaluation on 300 examples, and 299 are the most"):
-        claims.require_plausible(honest, claims.Bounds(reported=299.0), work=False)
+        claim_bounds.require_plausible(honest, claim_bounds.ClaimBounds(reported=299.0), work=False)
 
 
 # -- metrics and evaluations ----------------------------------------------------------------------
@@ -195,9 +209,13 @@ def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_th
 def test_metrics_have_few_and_plain_names(metrics: dict[str, float], said: str) -> None:
     """Those of a device, and those of a board within the blob of its site."""
     with pytest.raises(UpdateError, match=said):
-        claims.require_plausible(msgspec.structs.replace(update(), metrics=metrics), claims.Bounds(), work=False)
+        claim_bounds.require_plausible(
+            msgspec.structs.replace(update(), metrics=metrics), claim_bounds.ClaimBounds(), work=False
+        )
     with pytest.raises(UpdateError, match=said):
-        claims.require_site_right(update(), [passed.Part("cam-1", 1.0, metrics)], claims.Bounds(right=RIGHT))
+        claim_bounds.require_site_right(
+            update(), [site_updates.SiteUpdatePart("cam-1", 1.0, metrics)], claim_bounds.ClaimBounds(right=RIGHT)
+        )
 
 
 def of_twelve_classes() -> EvaluationSums:
@@ -242,16 +260,16 @@ def test_an_evaluation_is_of_the_jobs_network_and_of_devices_within_a_right(
     sums: EvaluationSums, right: SiteRight | None, said: str
 ) -> None:
     given = msgspec.structs.replace(update(), evaluation=sums)
-    bounds = claims.Bounds(right=right, outputs=2)
+    bounds = claim_bounds.ClaimBounds(right=right, outputs=2)
     if not said:
-        return claims.require_plausible(given, bounds, work=False)
+        return claim_bounds.require_plausible(given, bounds, work=False)
     with pytest.raises(UpdateError, match=said):
-        claims.require_plausible(given, bounds, work=False)
+        claim_bounds.require_plausible(given, bounds, work=False)
 
 
 def test_an_evaluation_that_nobody_asked_for_does_not_count() -> None:
     given = msgspec.structs.replace(update(), evaluation=of_classes(1.0))
-    found, odd = claims.limit_claims(given, claims.Bounds(checks=False))
+    found, odd = claim_bounds.limit_claims(given, claim_bounds.ClaimBounds(checks=False))
     assert (found.evaluation, odd) == (None, "an evaluation that it was not asked for")
 
 
@@ -266,5 +284,5 @@ def test_the_documented_table_has_each_field_that_a_device_sends() -> None:
     documented = [(kind, name) for kind, names, *_ in rows[2:] for name in names.split(", ")]
     assert sorted(documented) == sorted((kind.__name__, name) for kind, name in hostile_fields.fields())
     assert {status for _, _, status, *_ in rows[2:]} == {"verified", "bounded", "informational"}
-    sent = {*wire.UP.values(), wire.Get, *(kind for leaf, kind in wire.BLOB.items() if leaf != "place")}
+    sent = {*wire.UP.values(), wire.ChunkRequest, *(kind for leaf, kind in wire.BLOB.items() if leaf != "place")}
     assert sent == set(hostile_fields.MESSAGES)  # "place" is the coordinator's

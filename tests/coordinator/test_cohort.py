@@ -3,7 +3,7 @@
 import msgspec
 import plain
 
-from fedquilt.coordinator.cohort import draw_numbers, joules_per_flop, rank_devices, select_cohort
+from fedquilt.coordinator.rounds.cohort_selection import draw_numbers, joules_per_flop, rank_devices, select_cohort
 from fedquilt.core import OperatingPoint, derive_seed, derive_seeds
 
 FLEET = [f"dev-{i}" for i in range(20)]

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from fedquilt.coordinator.contributed import NEVER, Contributed
+from fedquilt.coordinator.rounds.round_bitmap import NEVER, RoundBitmap
 
 
-def contributed(*rounds: int) -> Contributed:
+def contributed(*rounds: int) -> RoundBitmap:
     found = NEVER
     for round in rounds:
         found = found.with_round(round)
@@ -38,7 +38,7 @@ def test_it_comes_back_from_its_bytes() -> None:
     """10,000 rounds of which a device took part in every tenth take 1,250 bytes."""
     roll = random.Random(1)
     found = contributed(9999, *roll.sample(range(10_000), 1000))
-    assert Contributed.from_bytes(found.to_bytes()) == found
-    assert hash(Contributed.from_bytes(found.to_bytes())) == hash(found)
+    assert RoundBitmap.from_bytes(found.to_bytes()) == found
+    assert hash(RoundBitmap.from_bytes(found.to_bytes())) == hash(found)
     assert len(found.to_bytes()) == 1250
-    assert Contributed.from_bytes(NEVER.to_bytes()) == NEVER
+    assert RoundBitmap.from_bytes(NEVER.to_bytes()) == NEVER

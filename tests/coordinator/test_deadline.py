@@ -8,27 +8,36 @@ import msgspec
 import plain
 import pytest
 
-from fedquilt.coordinator import deadline
-from fedquilt.coordinator.deadline import Ask, Fleet, Took, add_duration, predict_duration_s, work_amount
-from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import OperatingPoint, Work
+from fedquilt.coordinator.rounds import deadline
+from fedquilt.coordinator.rounds.deadline import (
+    DeviceWorkload,
+    FleetDurations,
+    TaskDuration,
+    add_duration,
+    predict_duration_s,
+    work_amount,
+)
+from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.core import OperatingPoint, WorkEstimate
 
 
-def cohort(policy: str = "predicted", **changes: float) -> Cohort:
-    return msgspec.convert({"deadline": policy, "slack": 0.5, **changes}, Cohort)
+def cohort(policy: str = "predicted", **changes: float) -> CohortSettings:
+    return msgspec.convert({"deadline": policy, "slack": 0.5, **changes}, CohortSettings)
 
 
-def allowed_s(cohort: Cohort, known: deadline.Known, asked: deadline.Asks) -> float | None:
+def allowed_s(cohort: CohortSettings, known: deadline.Known, asked: deadline.Asks) -> float | None:
     """Seconds that the cohort's rule allows."""
     return deadline.decide_deadline(cohort, known, asked).seconds
 
 
-def asks(amounts: dict[str, float]) -> dict[str, Ask]:
+def asks(amounts: dict[str, float]) -> dict[str, DeviceWorkload]:
     """So much work of devices that have no profile."""
-    return {device: Ask(Work(flops=flops)) for device, flops in amounts.items()}
+    return {device: DeviceWorkload(WorkEstimate(flops=flops)) for device, flops in amounts.items()}
 
 
-ONE = {"a": (Took(0, 20.0, 2.0), Took(1, 40.0, 2.0), Took(2, 30.0, 2.0))}  # 10, 20 and 15 s for a unit
+ONE = {
+    "a": (TaskDuration(0, 20.0, 2.0), TaskDuration(1, 40.0, 2.0), TaskDuration(2, 30.0, 2.0))
+}  # 10, 20 and 15 s for a unit
 
 
 def test_a_devices_pace_is_its_slowest_of_late() -> None:
@@ -40,22 +49,22 @@ def test_what_is_long_past_is_forgotten() -> None:
     """A first round that brought all the blocks counts for five rounds."""
     known: deadline.Known = {}
     for round, seconds in enumerate([500.0, 20.0, 20.0, 20.0, 20.0]):
-        known = add_duration(known, "a", Took(round, seconds, 1.0))
+        known = add_duration(known, "a", TaskDuration(round, seconds, 1.0))
     assert allowed_s(cohort(), known, asks({"a": 1.0})) == 600.0
-    known = add_duration(known, "a", Took(5, 20.0, 1.0))
+    known = add_duration(known, "a", TaskDuration(5, 20.0, 1.0))
     assert allowed_s(cohort(), known, asks({"a": 1.0})) == pytest.approx(30.0)
 
 
 def test_a_device_never_seen_is_as_slow_as_the_slowest() -> None:
     """b takes 50 s for a unit; so does c, for all that is known."""
-    known = {**ONE, "b": (Took(0, 50.0, 1.0),)}
+    known = {**ONE, "b": (TaskDuration(0, 50.0, 1.0),)}
     assert allowed_s(cohort(), known, asks({"a": 1.0, "c": 1.0})) == pytest.approx(75.0)
     assert allowed_s(cohort(), known, asks({"a": 1.0})) == pytest.approx(30.0)
 
 
 def test_one_device_in_ten_may_be_late_unless_the_quorum_needs_it() -> None:
     """Nine take 20 s, one 200 s: 30 s suffice for a quorum of 0.8, and all are waited for where all are needed."""
-    known = {f"d{i}": (Took(0, 200.0 if i == 9 else 20.0, 1.0),) for i in range(10)}
+    known = {f"d{i}": (TaskDuration(0, 200.0 if i == 9 else 20.0, 1.0),) for i in range(10)}
     asked = asks(dict.fromkeys(known, 1.0))
     assert allowed_s(cohort(quorum=0.8), known, asked) == pytest.approx(30.0)
     assert allowed_s(cohort(quorum=1.0), known, asked) == pytest.approx(300.0)
@@ -88,43 +97,45 @@ SURE = {"slack": 0.0}
 
 def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest() -> None:
     """100 operations: 50 s at 2 a second, 100 s at 1, between them where both were held; else nothing."""
-    work = Work(flops=100.0)
+    work = WorkEstimate(flops=100.0)
     assert predict_duration_s(work, FAST) == 50.0
     assert predict_duration_s(work, FAST, "slow") == 100.0
     assert predict_duration_s(work, FAST, "slow, then fast") == 75.0
     assert predict_duration_s(work, FAST, "slow, then gone since") is None
     assert predict_duration_s(work, FAST, "unknown") is None
-    assert predict_duration_s(Work(), FAST) is None
+    assert predict_duration_s(WorkEstimate(), FAST) is None
     assert predict_duration_s(work, None) is None
 
 
 def test_before_anybody_has_answered_the_profile_speaks_for_itself_with_a_wide_margin() -> None:
     """50 s at the fastest point, times exp(1.2816 * 0.5) = 1.898, and 20 s to fetch 20 MB."""
-    ask = Ask(Work(flops=100.0), FAST, 20_000_000)
+    ask = DeviceWorkload(WorkEstimate(flops=100.0), FAST, 20_000_000)
     assert allowed_s(cohort(**SURE), {}, {"a": ask}) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)
 
 
 def test_work_that_grows_with_a_devices_own_examples_is_not_guessed_from_a_profile_alone() -> None:
     """Nobody but the device knows how many it has, until one has answered."""
-    ask = Ask(Work(flops_per_example=100.0), FAST)
+    ask = DeviceWorkload(WorkEstimate(flops_per_example=100.0), FAST)
     assert allowed_s(cohort(**SURE), {}, {"a": ask}) is None
-    known = {"b": (Took(0, 500.0, 100.0, 500.0, 50.0),)}  # 10 examples
+    known = {"b": (TaskDuration(0, 500.0, 100.0, 500.0, 50.0),)}  # 10 examples
     assert allowed_s(cohort(**SURE), known, {"a": ask}) is not None
 
 
 def test_a_board_that_is_slower_than_its_profile_is_given_so_much_longer() -> None:
     """Twice as long four times over: exp(1.2816 * sd), sd^2 = 2 * 0.2^2 / 5 * 5 / 4 = 0.02, is 1.1987 on top."""
-    known = {"a": tuple(Took(n, 43.0, 40.0, 40.0, 20.0) for n in range(4))}
-    ask = Ask(Work(flops=100.0), FAST)
+    known = {"a": tuple(TaskDuration(n, 43.0, 40.0, 40.0, 20.0) for n in range(4))}
+    ask = DeviceWorkload(WorkEstimate(flops=100.0), FAST)
     assert allowed_s(cohort(**SURE), known, {"a": ask}) == pytest.approx(3.0 + 2 * 50.0 * 1.1987, rel=1e-3)
 
 
 def test_a_board_whose_times_scatter_is_given_longer_than_one_that_is_steady() -> None:
     """The same middle; 90 % of the time it should be in time."""
-    ask = {"a": Ask(Work(flops=100.0), FAST)}
+    ask = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST)}
 
     def after(*ratios: float) -> float | None:
-        return allowed_s(cohort(**SURE), {"a": tuple(Took(0, 20.0 * r, 40.0, 20.0 * r, 20.0) for r in ratios)}, ask)
+        return allowed_s(
+            cohort(**SURE), {"a": tuple(TaskDuration(0, 20.0 * r, 40.0, 20.0 * r, 20.0) for r in ratios)}, ask
+        )
 
     assert after(0.7, 0.8, 1.0, 1.3, 1.4) > after(1.0, 1.0, 1.0, 1.0, 1.0)
 
@@ -132,12 +143,12 @@ def test_a_board_whose_times_scatter_is_given_longer_than_one_that_is_steady() -
 def test_a_new_board_is_taken_for_the_middle_of_the_fleet() -> None:
     """Of 1, 2 and 30 times the profile 2, with the spread between boards; the longest transfer seen is added."""
     known = {
-        name: (Took(0, 20.0 * ratio + rest, 40.0, 20.0 * ratio, 20.0),)
+        name: (TaskDuration(0, 20.0 * ratio + rest, 40.0, 20.0 * ratio, 20.0),)
         for name, ratio, rest in (("x", 1.0, 1.0), ("y", 2.0, 7.0), ("z", 30.0, 2.0))
     }
-    fleet = Fleet.from_durations(known)
+    fleet = FleetDurations.from_durations(known)
     assert fleet.logs == pytest.approx((0.0, 0.6931, 3.4012), abs=1e-4)
-    given = allowed_s(cohort(**SURE), known, {"a": Ask(Work(flops=20.0), FAST)})
+    given = allowed_s(cohort(**SURE), known, {"a": DeviceWorkload(WorkEstimate(flops=20.0), FAST)})
     # sd^2 = (0.6931^2 + 2.7081^2 + 2 * 0.5^2) / 4 * 4 / 3 = 2.771
     assert given == pytest.approx(7.0 + 2 * 10.0 * math.exp(1.28155 * math.sqrt(2.771)), rel=1e-3)
 
@@ -145,11 +156,11 @@ def test_a_new_board_is_taken_for_the_middle_of_the_fleet() -> None:
 def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next() -> None:
     """Held at the slow point they took what it says: the next deadline is that of the fast point, round after round."""
     known: deadline.Known = {}
-    ask = {"a": Ask(Work(flops=100.0), FAST)}
-    slow_s = predict_duration_s(Work(flops=100.0), FAST, "slow")
+    ask = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST)}
+    slow_s = predict_duration_s(WorkEstimate(flops=100.0), FAST, "slow")
     given = []
     for round in range(6):
-        known = add_duration(known, "a", Took(round, 100.0, 100.0, 100.0, slow_s))
+        known = add_duration(known, "a", TaskDuration(round, 100.0, 100.0, 100.0, slow_s))
         given.append(allowed_s(cohort(**SURE), known, ask))
     assert given == sorted(given, reverse=True)
     assert given[-1] < 65.0
@@ -157,40 +168,40 @@ def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next() -> 
 
 def test_a_device_whose_profile_says_nothing_is_told_by_its_pace_among_others_with_profiles() -> None:
     """Its own 30 s for 2 units; one that is unseen besides is as slow as the slowest."""
-    known = {"a": (Took(0, 40.0, 2.0, 40.0, 20.0),), "b": (Took(0, 30.0, 2.0),)}
+    known = {"a": (TaskDuration(0, 40.0, 2.0, 40.0, 20.0),), "b": (TaskDuration(0, 30.0, 2.0),)}
     assert allowed_s(cohort(**SURE), known, asks({"b": 2.0})) == pytest.approx(30.0)
     assert allowed_s(cohort(**SURE), known, asks({"c": 2.0})) == pytest.approx(40.0)
 
 
 def test_the_papers_deadline_is_the_slowest_of_the_last_round_scaled_by_the_work() -> None:
     """Round 2 took a 30 s and b 50 s for 2 units; 3 units are to be done: 75 s. What b did before does not count."""
-    known = {**ONE, "b": (Took(1, 500.0, 2.0), Took(2, 50.0, 2.0)), "c": (Took(0, 900.0, 2.0),)}
+    known = {**ONE, "b": (TaskDuration(1, 500.0, 2.0), TaskDuration(2, 50.0, 2.0)), "c": (TaskDuration(0, 900.0, 2.0),)}
     assert allowed_s(cohort("paper"), known, asks({"a": 3.0, "b": 1.0})) == pytest.approx(75.0)
 
 
 def test_the_papers_deadline_never_falls_once_devices_just_meet_it() -> None:
     """Whoever slows down to 60 s is given 60 s for ever; this is why it is not the default."""
-    known: deadline.Known = {"a": (Took(0, 60.0, 1.0),)}
+    known: deadline.Known = {"a": (TaskDuration(0, 60.0, 1.0),)}
     for round in range(1, 4):
         given = allowed_s(cohort("paper"), known, asks({"a": 1.0}))
         assert given == 60.0
-        known = add_duration(known, "a", Took(round, given, 1.0))
+        known = add_duration(known, "a", TaskDuration(round, given, 1.0))
 
 
 def test_work_is_one_number_also_where_only_the_device_knows_its_examples() -> None:
     """5 operations, and 3 for each example: as for one."""
-    assert work_amount(Work(flops=5.0, flops_per_example=3.0)) == 8.0
-    assert work_amount(Work()) == 0.0
-    assert work_amount(Work(flops=5.0, flops_per_example=3.0, examples=4)) == 17.0  # it uses no more than four
+    assert work_amount(WorkEstimate(flops=5.0, flops_per_example=3.0)) == 8.0
+    assert work_amount(WorkEstimate()) == 0.0
+    assert work_amount(WorkEstimate(flops=5.0, flops_per_example=3.0, examples=4)) == 17.0  # it uses no more than four
 
 
 def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_uses() -> None:
     """With 40 at most it can take no longer than 40 do; one for all of a device's examples cannot be predicted."""
-    whole = Ask(Work(flops=400.0), FAST)
-    assert allowed_s(cohort(**SURE), {}, {"a": Ask(Work(flops_per_example=10.0, examples=40), FAST)}) == allowed_s(
-        cohort(**SURE), {}, {"a": whole}
-    )
-    assert allowed_s(cohort(**SURE), {}, {"a": Ask(Work(flops_per_example=10.0), FAST)}) is None
+    whole = DeviceWorkload(WorkEstimate(flops=400.0), FAST)
+    assert allowed_s(
+        cohort(**SURE), {}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0, examples=40), FAST)}
+    ) == allowed_s(cohort(**SURE), {}, {"a": whole})
+    assert allowed_s(cohort(**SURE), {}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=10.0), FAST)}) is None
 
 
 def test_every_policy_that_a_job_may_name_exists() -> None:
@@ -207,11 +218,13 @@ def test_a_profile_predicts_with_the_examples_that_a_device_has_told() -> None:
     profile = msgspec.structs.replace(FAST, points=(point,))
     speed = point.flops_per_s
     assert speed is not None
-    ask = Ask(Work(flops_per_example=speed), profile)
-    took = Took(0, 110.0, 1.0, 110.0, ask.predict_duration_s(100), 100)
+    ask = DeviceWorkload(WorkEstimate(flops_per_example=speed), profile)
+    took = TaskDuration(0, 110.0, 1.0, 110.0, ask.predict_duration_s(100), 100)
     assert ask.predict_duration_s(100) == 110.0
     found = allowed_s(cohort(**SURE), {"a": (took,)}, {"a": ask})
-    twice = allowed_s(cohort(**SURE), {"a": (took,)}, {"a": Ask(Work(flops_per_example=2 * speed), profile)})
+    twice = allowed_s(
+        cohort(**SURE), {"a": (took,)}, {"a": DeviceWorkload(WorkEstimate(flops_per_example=2 * speed), profile)}
+    )
     assert found is not None
     assert twice is not None
     assert twice / found == pytest.approx(210 / 110)
@@ -220,11 +233,11 @@ def test_a_profile_predicts_with_the_examples_that_a_device_has_told() -> None:
 def test_a_new_boards_transfers_are_predicted_by_what_those_of_others_took() -> None:
     """2 s for a task, and 1 s for 5 MB: 20 MB take 6 s, not the 20 s of an assumed link; the task is 50 s * 1.898."""
     known = {
-        name: (Took(0, 10.0 + 2.0 + size / 5e6, 20.0, 10.0, 10.0, 1, size),)
+        name: (TaskDuration(0, 10.0 + 2.0 + size / 5e6, 20.0, 10.0, 10.0, 1, size),)
         for name, size in (("x", 1_000_000), ("y", 2_000_000), ("z", 4_000_000))
     }
-    ask = {"a": Ask(Work(flops=100.0), FAST, 20_000_000)}
-    without = {"a": Ask(Work(flops=100.0), FAST)}
+    ask = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST, 20_000_000)}
+    without = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST)}
     more_s = (allowed_s(cohort(**SURE), known, ask) or 0.0) - (allowed_s(cohort(**SURE), known, without) or 0.0)
     assert more_s == pytest.approx(6.0 - 2.8)  # the longest of the others is what any board is given
     assert allowed_s(cohort(**SURE), {}, ask) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)

@@ -8,33 +8,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedquilt.coordinator import eligibility
-from fedquilt.coordinator.eligibility import REASONS, Seen, Wants, ineligibility_reasons, reason_key, reason_text
-from fedquilt.coordinator.fleet import FRESH_S, GRACE_S, KINDS_MOST, Registry
-from fedquilt.coordinator.settings import Cohort
+from fedquilt.coordinator.fleet.registry import FRESH_S, GRACE_S, KINDS_MOST, DeviceRegistry
+from fedquilt.coordinator.rounds import eligibility
+from fedquilt.coordinator.rounds.eligibility import (
+    REASONS,
+    DeviceSnapshot,
+    JobRequirements,
+    ineligibility_reasons,
+    reason_key,
+    reason_text,
+)
+from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import OperatingPoint
 from fedquilt.wire import Presence, Telemetry
 
 PROFILE = plain.profile(engines=("torch",))
-WANTS = Wants(("numpy", "torch"), Cohort(min_battery=0.2, max_temperature_c=70.0))
+WANTS = JobRequirements(("numpy", "torch"), CohortSettings(min_battery=0.2, max_temperature_c=70.0))
 
 
 @pytest.mark.parametrize(
     ("seen", "code"),
     [
-        (Seen(True, PROFILE), None),
-        (Seen(False, PROFILE), "offline"),
-        (Seen(True), "profile"),
-        (Seen(True, PROFILE, Telemetry(battery=0.19)), "battery"),
-        (Seen(True, PROFILE, Telemetry(battery=0.19, charging=False)), "battery"),
-        (Seen(True, PROFILE, Telemetry(battery=0.19, charging=True)), None),
-        (Seen(True, PROFILE, Telemetry(battery=0.2)), None),
-        (Seen(True, PROFILE, Telemetry(temperature_c=70.1)), "hot"),
-        (Seen(True, PROFILE, Telemetry(temperature_c=70.0)), None),
-        (Seen(True, PROFILE, Telemetry(power_w=3.0)), None),
+        (DeviceSnapshot(True, PROFILE), None),
+        (DeviceSnapshot(False, PROFILE), "offline"),
+        (DeviceSnapshot(True), "profile"),
+        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19)), "battery"),
+        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19, charging=False)), "battery"),
+        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.19, charging=True)), None),
+        (DeviceSnapshot(True, PROFILE, Telemetry(battery=0.2)), None),
+        (DeviceSnapshot(True, PROFILE, Telemetry(temperature_c=70.1)), "hot"),
+        (DeviceSnapshot(True, PROFILE, Telemetry(temperature_c=70.0)), None),
+        (DeviceSnapshot(True, PROFILE, Telemetry(power_w=3.0)), None),
     ],
 )
-def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(seen: Seen, code: str | None) -> None:
+def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(
+    seen: DeviceSnapshot, code: str | None
+) -> None:
     """At the limits too; a board that charges may be empty."""
     assert ineligibility_reasons({"a": seen}, WANTS) == ({} if code is None else {"a": code})
     assert code is None or code in REASONS
@@ -42,44 +51,59 @@ def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(se
 
 def test_a_device_without_an_engine_of_the_method_is_passed_over() -> None:
     """It has torch, and onnx is needed."""
-    assert ineligibility_reasons({"a": Seen(True, PROFILE)}, Wants(("onnx",), Cohort())) == {"a": "engine"}
+    assert ineligibility_reasons(
+        {"a": DeviceSnapshot(True, PROFILE)}, JobRequirements(("onnx",), CohortSettings())
+    ) == {"a": "engine"}
 
 
 def test_boards_are_selected_by_their_labels_and_one_of_a_version_without_any_has_none() -> None:
     """The reason names the table that a job's author can mend."""
-    fleet = {"a": Seen(True, PROFILE), "b": Seen(True, msgspec.structs.replace(PROFILE, labels=("site=lab",)))}
-    assert ineligibility_reasons(fleet, Wants(("torch",), Cohort(select=("site=lab",)))) == {"a": "labels"}
-    assert ineligibility_reasons(fleet, Wants(("torch",), Cohort(select=("!site=lab",)))) == {"b": "labels"}
+    fleet = {
+        "a": DeviceSnapshot(True, PROFILE),
+        "b": DeviceSnapshot(True, msgspec.structs.replace(PROFILE, labels=("site=lab",))),
+    }
+    assert ineligibility_reasons(fleet, JobRequirements(("torch",), CohortSettings(select=("site=lab",)))) == {
+        "a": "labels"
+    }
+    assert ineligibility_reasons(fleet, JobRequirements(("torch",), CohortSettings(select=("!site=lab",)))) == {
+        "b": "labels"
+    }
     assert "[cohort] select" in reason_text("labels")
 
 
 def test_a_device_that_does_not_know_the_jobs_codec_is_passed_over_and_says_so() -> None:
     """A profile that tells of no codecs is of a version that had none but raw."""
-    fleet = {"a": Seen(True, PROFILE), "b": Seen(True, msgspec.structs.replace(PROFILE, codecs=("raw", "int8")))}
-    assert ineligibility_reasons(fleet, Wants(("torch",), Cohort(), "int8")) == {"a": "codec"}
-    assert ineligibility_reasons(fleet, Wants(("torch",), Cohort())) == {}
+    fleet = {
+        "a": DeviceSnapshot(True, PROFILE),
+        "b": DeviceSnapshot(True, msgspec.structs.replace(PROFILE, codecs=("raw", "int8"))),
+    }
+    assert ineligibility_reasons(fleet, JobRequirements(("torch",), CohortSettings(), "int8")) == {"a": "codec"}
+    assert ineligibility_reasons(fleet, JobRequirements(("torch",), CohortSettings())) == {}
     assert "[wire]" in REASONS["codec"]
 
 
 def test_by_default_battery_and_heat_exclude_nobody() -> None:
     """A job has to say what it cares for."""
     told = Telemetry(battery=0.0, temperature_c=120.0)
-    assert ineligibility_reasons({"a": Seen(True, PROFILE, told)}, Wants(("torch",), Cohort())) == {}
+    assert (
+        ineligibility_reasons({"a": DeviceSnapshot(True, PROFILE, told)}, JobRequirements(("torch",), CohortSettings()))
+        == {}
+    )
 
 
 def test_another_check_can_be_added() -> None:
     """The first that holds gives the reason."""
     checks = (lambda seen, wants: None, lambda seen, wants: "tier")
-    assert ineligibility_reasons({"a": Seen(True, PROFILE)}, WANTS, checks) == {"a": "tier"}
+    assert ineligibility_reasons({"a": DeviceSnapshot(True, PROFILE)}, WANTS, checks) == {"a": "tier"}
 
 
 def test_what_sensors_said_long_ago_says_nothing_of_now() -> None:
     """And a device that drops out is gone after its grace."""
-    registry = Registry()
+    registry = DeviceRegistry()
     registry.update_presence("a", Presence(online=True, boot="1"), 0.0)
     registry.update_telemetry("a", Telemetry(battery=0.1), 5.0)
-    assert registry.device_views(5.0 + FRESH_S - 1) == {"a": Seen(True, None, Telemetry(battery=0.1))}
-    assert registry.device_views(5.0 + FRESH_S) == {"a": Seen(True, None, None)}
+    assert registry.device_views(5.0 + FRESH_S - 1) == {"a": DeviceSnapshot(True, None, Telemetry(battery=0.1))}
+    assert registry.device_views(5.0 + FRESH_S) == {"a": DeviceSnapshot(True, None, None)}
     registry.update_presence("a", Presence(online=False, boot="1"), 1000.0)
     assert registry.device_views(1000.0 + GRACE_S - 1)["a"].online
     assert not registry.device_views(1000.0 + GRACE_S)["a"].online
@@ -88,7 +112,7 @@ def test_what_sensors_said_long_ago_says_nothing_of_now() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["on", "off", "profile", "cold", "hot", "wait"]))))
 def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(heard: list[tuple[str, str]]) -> None:
     """Whatever comes, and whatever only time changes."""
-    kept, now_s = Registry(), 0.0
+    kept, now_s = DeviceRegistry(), 0.0
     for place, (device, what) in enumerate(heard):
         now_s += {"wait": GRACE_S - 1, "hot": FRESH_S / 2}.get(what, 1.0)
         match what:
@@ -100,7 +124,7 @@ def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(
                 )
             case "cold" | "hot":
                 kept.update_telemetry(device, Telemetry(temperature_c=90.0 if what == "hot" else 20.0), now_s)
-        anew = Registry()
+        anew = DeviceRegistry()
         anew.devices.update(kept.devices)
         anew._stale.update(kept.devices)
         assert kept.device_views(now_s) == anew.device_views(now_s)
@@ -112,7 +136,7 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch: pytest.Mo
     """Not what there is: a coordinator decides after each answer of thousands."""
     looked: list[int] = []
     monkeypatch.setattr(eligibility, "CHECKS", (lambda seen, wants: looked.append(1),))
-    registry = Registry()
+    registry = DeviceRegistry()
     for number in range(50):
         registry.update_presence(f"d-{number}", Presence(online=True, boot="1"), 0.0)
         registry.update_profile(f"d-{number}", PROFILE)
@@ -149,8 +173,8 @@ def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(
 ) -> None:
     """The code goes into the log; its sentence has package, versions and the beginnings of both contents' digests."""
     board = plain.profile(engines=("numpy",), versions=versions, codecs=("raw",))
-    wants = Wants(("numpy",), Cohort(), plugins=(("mine", f"mine-fl 1.0 {'a' * 64}"),))
-    code = ineligibility_reasons({"a": Seen(True, board)}, wants).get("a")
+    wants = JobRequirements(("numpy",), CohortSettings(), plugins=(("mine", f"mine-fl 1.0 {'a' * 64}"),))
+    code = ineligibility_reasons({"a": DeviceSnapshot(True, board)}, wants).get("a")
     if said is None:
         assert code is None
         return
@@ -161,7 +185,7 @@ def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(
 
 def test_boards_of_a_kind_share_their_operating_points() -> None:
     """200 points are 80 kB in memory, and a fleet has thousands of boards; kinds of long ago are forgotten."""
-    registry = Registry()
+    registry = DeviceRegistry()
 
     def said(device: str, hertz: float) -> object:
         points = (OperatingPoint(name="MAXN", cpu_hz=hertz),)

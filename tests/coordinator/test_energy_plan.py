@@ -9,10 +9,17 @@ from collections.abc import Mapping
 
 import pytest
 
-from fedquilt.coordinator.energy_plan import Board, Choice, Plan, pareto_front, plan_least_energy, plan_least_time
+from fedquilt.coordinator.rounds.energy_scheduling import (
+    DeviceForecast,
+    EnergyPlan,
+    EpochChoice,
+    pareto_front,
+    plan_least_energy,
+    plan_least_time,
+)
 
 
-def tried(boards: Mapping[str, Board], passes: int) -> list[tuple[float, float]]:
+def tried(boards: Mapping[str, DeviceForecast], passes: int) -> list[tuple[float, float]]:
     """Seconds and joules of every combination of choices that does the work, by the definition alone."""
     found = []
     for combination in itertools.product(*(board.choices for board in boards.values())):
@@ -24,7 +31,7 @@ def tried(boards: Mapping[str, Board], passes: int) -> list[tuple[float, float]]
     return found
 
 
-def drawn(seed: int) -> tuple[dict[str, Board], int]:
+def drawn(seed: int) -> tuple[dict[str, DeviceForecast], int]:
     """Three to five boards of unlike speeds, powers and numbers of examples, and the work of two epochs of each."""
     roll = random.Random(seed)
     boards = {}
@@ -32,15 +39,15 @@ def drawn(seed: int) -> tuple[dict[str, Board], int]:
         examples = roll.choice((10, 25, 40, 57))
         points = [(roll.uniform(0.05, 0.6), roll.uniform(1.0, 20.0)) for _ in range(roll.randint(1, 3))]
         choices = [
-            Choice(roll.uniform(0, 2) + epochs * examples * pace, watts * epochs * examples * pace, epochs)
+            EpochChoice(roll.uniform(0, 2) + epochs * examples * pace, watts * epochs * examples * pace, epochs)
             for epochs in (1, 2, 3)
             for pace, watts in points
         ]
-        boards[f"b{index}"] = Board(tuple(choices), examples, roll.choice((0.0, 0.9, 2.2, 6.7)))
+        boards[f"b{index}"] = DeviceForecast(tuple(choices), examples, roll.choice((0.0, 0.9, 2.2, 6.7)))
     return boards, sum(2 * board.examples for board in boards.values())
 
 
-def near(plan: Plan | None, seconds: float, joules: float) -> bool:
+def near(plan: EnergyPlan | None, seconds: float, joules: float) -> bool:
     """Whether a plan has these figures."""
     return plan is not None and (plan.seconds, plan.joules) == pytest.approx((seconds, joules))
 
@@ -108,16 +115,16 @@ def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed: int)
 
 def test_waiting_is_paid_for() -> None:
     """Slow is 20 J cheaper for one board, and keeps another one waiting for 10 s: that costs 10 J or 30 J."""
-    worker = Board((Choice(10.0, 100.0), Choice(20.0, 80.0)))
+    worker = DeviceForecast((EpochChoice(10.0, 100.0), EpochChoice(20.0, 80.0)))
     for idle_w, seconds, joules in ((1.0, 20.0, 80.0 + 20.0 + 5.0), (3.0, 10.0, 100.0 + 30.0 + 5.0)):
-        waiting = Board((Choice(1.0, 5.0),), idle_w=idle_w)
+        waiting = DeviceForecast((EpochChoice(1.0, 5.0),), idle_w=idle_w)
         assert near(plan_least_energy({"a": worker, "b": waiting}, 2), seconds, joules)
 
 
 def test_energy_adds() -> None:
     """Two cohorts that last as long cost together what each costs, and twice the cohort twice as much."""
-    one = {"a": Board((Choice(10.0, 50.0),), idle_w=1.0)}
-    other = {"b": Board((Choice(10.0, 30.0),), idle_w=2.0)}
+    one = {"a": DeviceForecast((EpochChoice(10.0, 50.0),), idle_w=1.0)}
+    other = {"b": DeviceForecast((EpochChoice(10.0, 30.0),), idle_w=2.0)}
     plans = [plan_least_energy(boards, len(boards)) for boards in (one, other, {**one, **other})]
     joules = [plan.joules for plan in plans if plan]
     assert joules == [60.0, 50.0, 110.0]
@@ -125,19 +132,19 @@ def test_energy_adds() -> None:
 
 def test_work_moves_to_the_board_that_needs_less_for_it() -> None:
     """Three epochs of one and one of the other cost 3 * 5 + 50 J, and not 2 * 5 + 2 * 50 J; nobody trains for none."""
-    cheap = Board(tuple(Choice(1.0 * n, 5.0 * n, n) for n in (1, 2, 3)), 10)
-    dear = Board(tuple(Choice(4.0 * n, 50.0 * n, n) for n in (1, 2, 3)), 10)
+    cheap = DeviceForecast(tuple(EpochChoice(1.0 * n, 5.0 * n, n) for n in (1, 2, 3)), 10)
+    dear = DeviceForecast(tuple(EpochChoice(4.0 * n, 50.0 * n, n) for n in (1, 2, 3)), 10)
     plan = plan_least_energy({"cheap": cheap, "dear": dear}, 40)
-    assert plan == Plan(4.0, 65.0, {"cheap": 3, "dear": 1})
+    assert plan == EnergyPlan(4.0, 65.0, {"cheap": 3, "dear": 1})
 
 
 def test_bounds_that_cannot_be_kept_give_the_nearest_plan() -> None:
     """No time within 1 s: the shortest one; none within 1 J: the cheapest one; no work possible: none."""
-    boards = {"a": Board((Choice(5.0, 50.0), Choice(9.0, 20.0)))}
+    boards = {"a": DeviceForecast((EpochChoice(5.0, 50.0), EpochChoice(9.0, 20.0)))}
     assert near(plan_least_energy(boards, 1, 1.0), 5.0, 50.0)
     assert near(plan_least_time(boards, 1, 1.0), 9.0, 20.0)
     assert plan_least_energy(boards, 2) is None
-    assert plan_least_time({"a": Board(())}, 1, 9.0) is None
+    assert plan_least_time({"a": DeviceForecast(())}, 1, 9.0) is None
     assert pareto_front({}, 1) == []
 
 
@@ -148,7 +155,7 @@ def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> N
     for index in range(200):
         pace, watts, examples = roll.uniform(0.01, 0.1), roll.uniform(2, 20), roll.randint(100, 999)
         times = [(n, n * examples * pace) for n in range(1, 9)]
-        boards[f"b{index:03d}"] = Board(tuple(Choice(s, watts * s, n) for n, s in times), examples)
+        boards[f"b{index:03d}"] = DeviceForecast(tuple(EpochChoice(s, watts * s, n) for n, s in times), examples)
     passes = sum(4 * board.examples for board in boards.values())
     plan = plan_least_energy(boards, passes)
     assert plan is not None
@@ -162,7 +169,7 @@ def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> N
 
 def test_a_limit_may_be_reached_to_the_second() -> None:
     """A choice that takes exactly as long as is allowed is within it."""
-    board = Board((Choice(1.0, 3.0), Choice(2.0, 1.0)))
+    board = DeviceForecast((EpochChoice(1.0, 3.0), EpochChoice(2.0, 1.0)))
     found = plan_least_energy({"a": board}, 1, limit_s=2.0)
     assert found is not None
     assert found.seconds == 2.0

@@ -9,19 +9,30 @@ import numpy as np
 import pytest
 from opened import opened
 
-from fedquilt import bundle, tensors
-from fedquilt.coordinator import deadline, rounds, settings, tasks
-from fedquilt.coordinator.deadline import Ask, Took, decide_deadline
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Rounds, Started, apply_event
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.settings import Cohort
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import log
-from fedquilt.core import BlobRef, JobError, OperatingPoint, Order, Profile, Update, Usage, Work
+from fedquilt.arrays import tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import deadline, next_event
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload, TaskDuration, decide_deadline
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    JobConstants,
+    JobStarted,
+    JobState,
+    RoundClosed,
+    RoundCommitted,
+    UpdateAccepted,
+    apply_event,
+)
+from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import tasks
+from fedquilt.coordinator.views import event_messages
+from fedquilt.core import BlobRef, JobError, OperatingPoint, Profile, TaskSpec, Update, Usage, WorkEstimate
+from fedquilt.formats import job_bundle
 
 
-def cohort(**keys: float) -> Cohort:
-    return msgspec.convert({"deadline": "energy", **keys}, Cohort)
+def cohort(**keys: float) -> CohortSettings:
+    return msgspec.convert({"deadline": "energy", **keys}, CohortSettings)
 
 
 def profile(name: str, *points: tuple[str, float, float | None], idle_w: float | None = 1.0) -> Profile:
@@ -41,17 +52,17 @@ def profile(name: str, *points: tuple[str, float, float | None], idle_w: float |
 
 DEAR = profile("dear", ("fast", 1.0, 11.0), ("calm", 0.5, 5.0))  # 10 J above idle for a unit, or 8
 CHEAP = profile("cheap", ("fast", 4.0, 9.0))  # 2 J for a unit
-EPOCH = Work(flops_per_example=1.0)
+EPOCH = WorkEstimate(flops_per_example=1.0)
 
 
-def training(board: Profile, epochs: int = 2) -> Ask:
+def training(board: Profile, epochs: int = 2) -> DeviceWorkload:
     """Two epochs of 1 operation for each example, whose number may be another."""
-    return Ask(Work(flops_per_example=float(epochs)), board, 0, epochs, EPOCH)
+    return DeviceWorkload(WorkEstimate(flops_per_example=float(epochs)), board, 0, epochs, EPOCH)
 
 
-def steady(seconds: float, expected_s: float, examples: int = 10) -> tuple[Took, ...]:
+def steady(seconds: float, expected_s: float, examples: int = 10) -> tuple[TaskDuration, ...]:
     """Five rounds that took what the profile predicts for them."""
-    return tuple(Took(n, seconds, 2.0, seconds, expected_s, examples) for n in range(5))
+    return tuple(TaskDuration(n, seconds, 2.0, seconds, expected_s, examples) for n in range(5))
 
 
 KNOWN = {"dear": steady(20.0, 20.0), "cheap": steady(5.0, 5.0)}
@@ -113,7 +124,7 @@ def test_a_new_board_keeps_its_epochs_until_it_has_told_its_examples() -> None:
 
 def test_another_number_of_epochs_is_so_many_times_their_work_and_nothing_else() -> None:
     """An evaluation and what a task costs besides stay as they are."""
-    order = Order({"epochs": 2}, {}, Work(flops=4.0, flops_per_example=6.0, launches_per_batch=2.0, batch=5))
+    order = TaskSpec({"epochs": 2}, {}, WorkEstimate(flops=4.0, flops_per_example=6.0, launches_per_batch=2.0, batch=5))
     ask = tasks.predict_workload(order, ("work",), "numpy", 0.2, uneven=True)
     assert (ask.epochs, ask.with_epochs(2)) == (2, ask)
     assert ask.with_epochs(3).work == tasks.predict_work(tasks.with_epochs(order, 3), ("work",), "numpy")
@@ -128,19 +139,19 @@ def test_another_number_of_epochs_is_so_many_times_their_work_and_nothing_else()
 def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without() -> None:
     """The amounts of work are those of the planned epochs; times of later rounds are compared with them."""
     blob = BlobRef(sha256="a" * 64, size=1)
-    plan = Plan(0, 5, cohort(), 0)
-    state = msgspec.structs.replace(apply_event(Rounds(plan), Started(blob), 0.0), took=KNOWN)
-    asked = rounds.decide_event(state, 0.0, BOTH.keys(), BOTH.__getitem__)
-    assert isinstance(asked, Asked)
+    plan = JobConstants(0, 5, cohort(), 0)
+    state = msgspec.structs.replace(apply_event(JobState(plan), JobStarted(blob), 0.0), took=KNOWN)
+    asked = next_event.decide_event(state, 0.0, BOTH.keys(), BOTH.__getitem__)
+    assert isinstance(asked, CohortSelected)
     assert asked.epochs == {"dear": 1, "cheap": 3}
     assert asked.work == {"dear": 1.0, "cheap": 3.0}
     state = apply_event(state, asked, 0.0)
     assert state.epochs == asked.epochs
     for device in BOTH:
         update = Update(job="j", round=0, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
-        state = apply_event(state, Answered(0, update, 5.0, 5.0), 5.0)
+        state = apply_event(state, UpdateAccepted(0, update, 5.0, 5.0), 5.0)
     assert [state.took[device][-1].work for device in ("dear", "cheap")] == [1.0, 3.0]
-    state = apply_event(apply_event(state, Closed(0), 5.0), Committed(0, blob, False, {}), 5.0)
+    state = apply_event(apply_event(state, RoundClosed(0), 5.0), RoundCommitted(0, blob, False, {}), 5.0)
     assert state.epochs == {}
 
 
@@ -149,14 +160,16 @@ def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path: Path, meth
     """The log says them. Methods that count all epochs alike are not asked for other ones."""
     network = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
     model = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
-    bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(model)})
+    job_bundle.write_bundle(
+        tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(model)}
+    )
     table = {"name": "j", "method": method, "params": {"epochs": 4}, "cohort": {"deadline": "energy"}}
     with Store(tmp_path / "home") as store:
         id = store.add_job(settings.parse_job(table), tmp_path / "bundle")
         job = opened(store, id)
         before = job.device_workload("a", CHEAP)
         assert before.epochs == (4 if uneven else 0)
-        job.record_event(Asked(0, 0, ("a", "b"), epochs={"a": 7} if uneven else {}), 0.0)
+        job.record_event(CohortSelected(0, 0, ("a", "b"), epochs={"a": 7} if uneven else {}), 0.0)
         for running in (job, opened(store, id)):
             sent = {device: running.build_task(device, "numpy", CHEAP, 0.0) for device in "ab"}
             told = {device: task.params["epochs"] for device, task in sent.items() if task}
@@ -169,7 +182,7 @@ def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path: Path, meth
 
 def test_the_log_tells_the_planned_epochs() -> None:
     """The sentence of a round's cohort has each board's epochs."""
-    told = log._describe_event(Asked(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
+    told = event_messages._describe_event(CohortSelected(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
     assert told == [
         "round 3: cohort a, b; deadline 42 s, chosen for it",
         "round 3: epochs, as planned for energy: a 1, b 8",

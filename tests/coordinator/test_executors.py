@@ -10,24 +10,24 @@ from typing import cast
 import pytest
 
 from fedquilt import wire
-from fedquilt.blobs import chunks, sending
-from fedquilt.blobs.store import Depot
-from fedquilt.blobs.transfer import Transfers
-from fedquilt.coordinator.admission import Arrived
-from fedquilt.coordinator.executors import Heard, OverLink
-from fedquilt.coordinator.facts import Rounds
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.settings import Cohort
+from fedquilt.blobs import chunks
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer import chunk_sender
+from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.events import JobConstants, JobState
+from fedquilt.coordinator.rounds.message_handler import UpdateReceived
+from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.core import BlobRef
-from fedquilt.transport.around import Around
-from fedquilt.transport.link import MemoryBroker, Message
+from fedquilt.transport.link import LinkWrapper, Message
+from fedquilt.transport.memory_link import MemoryBroker
 
 FIRST, SECOND = bytes(range(256)) * 40, bytes(reversed(range(256))) * 40  # of several chunks each
 PACKET_BYTES = 2048
 
 
-class Returning(Around):
+class Returning(LinkWrapper):
     """A link whose session can be lost and comes back, as a real one does."""
 
     def __init__(self, broker: MemoryBroker) -> None:
@@ -51,8 +51,8 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.broker = MemoryBroker(max_payload=PACKET_BYTES)
         self.link, topics = Returning(self.broker), wire.Topics("f")
-        self.depot, self.theirs = Depot(folder / "here"), Depot(folder / "there")
-        self.executor = OverLink(self.link, "f", self.depot, 1)
+        self.depot, self.theirs = BlobStore(folder / "here"), BlobStore(folder / "there")
+        self.executor = LinkExecutor(self.link, "f", self.depot, 1)
         self.given: set[str] = set()  # what the device may send
         self._own = self.broker.connect()
         self._own.subscribe(topics.device_filters("a"))
@@ -75,7 +75,7 @@ class Site:
         for message in self._own.receive():
             route = wire.parse_topic(message.topic)
             if route.leaf == "get":
-                self.asked.append(wire.decode(message.payload, wire.Get).sha256)
+                self.asked.append(wire.decode(message.payload, wire.ChunkRequest).sha256)
             self._sends.handle_message(route, message.payload, self.broker.now_s)
         self._sends.step(self.broker.now_s)
 
@@ -112,7 +112,7 @@ def test_an_update_has_arrived_when_its_last_blob_has(site: Site) -> None:
     """Once, and not with the first; each blob is what the device had."""
     both = [site.has(FIRST), site.has(SECOND)]
     site.executor.fetch_blobs("a", both)
-    assert site.play() == [Arrived("a")]
+    assert site.play() == [UpdateReceived("a")]
     assert all(site.depot.has_blob(ref) for ref in both)
     assert site.play() == []
 
@@ -121,7 +121,7 @@ def test_an_update_whose_blobs_are_all_here_has_arrived_without_asking(site: Sit
     """A board that has started anew offers what it had offered before; two bundles may have the same content."""
     ref = site.depot.store_bytes(FIRST)
     site.executor.fetch_blobs("a", [ref, ref])
-    assert site.play() == [Arrived("a")]
+    assert site.play() == [UpdateReceived("a")]
     assert not site.asked
 
 
@@ -141,13 +141,13 @@ def test_one_blob_of_two_that_fails_ends_the_fetch_with_its_error_and_the_next_o
     site.given.remove(bad.sha256)
     site.executor.fetch_blobs("a", [good, bad])
     (told,) = site.play()
-    assert isinstance(told, Arrived)
+    assert isinstance(told, UpdateReceived)
     assert told.error is not None
     assert "not offered" in told.error
     assert site.play() == []
     site.given.add(bad.sha256)
     site.executor.fetch_blobs("a", [good, bad])
-    assert site.play() == [Arrived("a")]
+    assert site.play() == [UpdateReceived("a")]
 
 
 def test_an_update_of_which_nothing_can_be_had_fails_once(site: Site) -> None:
@@ -156,7 +156,7 @@ def test_an_update_of_which_nothing_can_be_had_fails_once(site: Site) -> None:
     site.given.clear()
     site.executor.fetch_blobs("a", both)
     (told,) = site.play()
-    assert isinstance(told, Arrived)
+    assert isinstance(told, UpdateReceived)
     assert told.error is not None
 
 
@@ -165,7 +165,7 @@ def test_what_had_come_for_an_update_that_is_wanted_no_more_is_not_taken_for_the
     here, other = site.depot.store_bytes(FIRST), site.has(SECOND)
     site.executor.fetch_blobs("a", [here])
     site.executor.fetch_blobs("a", [other])
-    assert site.play() == [Arrived("a")]
+    assert site.play() == [UpdateReceived("a")]
     assert site.depot.has_blob(other)
 
 
@@ -175,11 +175,11 @@ def test_the_same_update_offered_twice_while_it_is_fetched_arrives_once(site: Si
     site.executor.fetch_blobs("a", both)
     site.until_begun(both[0])
     site.executor.fetch_blobs("a", both)
-    assert site.play() == [Arrived("a")]
+    assert site.play() == [UpdateReceived("a")]
     most_bytes = sum(ref.size for ref in both) + PACKET_BYTES
     assert site.executor._transfers.traffic_bytes("a", "up") <= most_bytes
     site.executor.fetch_blobs("a", both)
-    assert site.play() == [Arrived("a")]
+    assert site.play() == [UpdateReceived("a")]
 
 
 def test_another_update_of_the_device_takes_the_place_of_the_one_that_is_fetched(site: Site) -> None:
@@ -189,7 +189,7 @@ def test_another_update_of_the_device_takes_the_place_of_the_one_that_is_fetched
     site.executor.fetch_blobs("a", [first, shared])
     site.step()
     site.executor.fetch_blobs("a", [shared, second])
-    assert site.play() == [Arrived("a")]
+    assert site.play() == [UpdateReceived("a")]
 
 
 def test_a_session_that_is_lost_while_fetching_is_told_and_the_fetch_goes_on(site: Site) -> None:
@@ -200,7 +200,7 @@ def test_a_session_that_is_lost_while_fetching_is_told_and_the_fetch_goes_on(sit
     site.link.lose()
     assert site.play(2.0) == []
     site.link.comes_back()
-    assert site.play() == [None, Arrived("a")]
+    assert site.play() == [None, UpdateReceived("a")]
     assert site.depot.has_blob(ref)
     again_bytes = site.executor._transfers.traffic_bytes("a", "up") - ref.size
     assert again_bytes < ref.size / 2
@@ -213,7 +213,7 @@ def test_a_task_that_is_taken_back_while_its_update_is_fetched_is_not_heard_of_a
     site.until_begun(ref)
     site.executor.cancel_task("a")
     site.executor.fetch_blobs("b", [site.depot.store_bytes(SECOND)])
-    assert site.play() == [Arrived("b")]
+    assert site.play() == [UpdateReceived("b")]
 
 
 def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
@@ -223,17 +223,17 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
     cut = []
     ref = site.depot.store_bytes(bytes(range(256)) * 200)
 
-    class Counted(chunks.Cutting):
+    class Counted(chunks.ManifestBuilder):
         def __init__(self, ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> None:
             super().__init__(ref, chunk, read)
             cut.append(chunk)
 
-    monkeypatch.setattr(sending, "Cutting", Counted)
+    monkeypatch.setattr(chunk_sender, "ManifestBuilder", Counted)
     monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
     site.link._link.max_payload = 1 << 18
     for device in ("a", "b"):
         for size in range(1024, 40_000, 390):
-            get = wire.Get(sha256=ref.sha256, chunk=size)
+            get = wire.ChunkRequest(sha256=ref.sha256, chunk=size)
             site._own.publish(wire.Topics("f").device_topic(device, "up", "blob/get"), wire.encode(get))
     site.play(1.0)
     assert 3 <= len(cut) <= 8
@@ -245,7 +245,7 @@ def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhi
     site: Site, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     """Whoever has asked for it is answered at the end, also where it turns out to be damaged."""
-    monkeypatch.setattr(sending, "CUT_BYTES", 1)  # one chunk
+    monkeypatch.setattr(chunk_sender, "CUT_BYTES", 1)  # one chunk
     site.link._link.max_payload = 1 << 18
     monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
     topics, large = wire.Topics("f"), site.depot.store_bytes(bytes(range(250)) * 200)
@@ -258,7 +258,7 @@ def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhi
     asker.subscribe([f"{topics.root}/dev/{name}/dn/blob/#" for name in "ab"])
     for device, ref in (("a", large), ("b", large), ("b", small)):
         asker.publish(
-            topics.device_topic(device, "up", "blob/get"), wire.encode(wire.Get(sha256=ref.sha256, chunk=4096))
+            topics.device_topic(device, "up", "blob/get"), wire.encode(wire.ChunkRequest(sha256=ref.sha256, chunk=4096))
         )
     heard = []
     for _ in range(40):
@@ -280,7 +280,9 @@ def test_what_is_hashed_for_a_device_to_no_use_is_taken_off_what_is_read_of_it(
     """The strain that its transfers have counted, after a message about a blob."""
     topics = wire.Topics("f")
     monkeypatch.setattr(site.executor._transfers, "take_charges", lambda: {"a": hashed_s})
-    site._own.publish(topics.device_topic("a", "up", "blob/get"), wire.encode(wire.Get(sha256="0" * 64, chunk=1024)))
+    site._own.publish(
+        topics.device_topic("a", "up", "blob/get"), wire.encode(wire.ChunkRequest(sha256="0" * 64, chunk=1024))
+    )
     site.play(0.2)
     said = wire.Progress(job="j", round=0, attempt=0, fraction=0.5)
     site._own.publish(topics.device_topic("a", "up", "progress"), wire.encode(said))
@@ -295,8 +297,8 @@ def test_a_broker_keeps_nothing_of_a_run_that_has_ended(site: Site, end: str) ->
     plan = SimpleNamespace(method="fedavg", rounds=3)
     seen = []
     for phase in ("open", end):
-        rounds = Rounds(Plan(0, 3, Cohort(), 0), phase=phase)  # type: ignore[arg-type]
-        site.executor.publish_state(cast("Running", SimpleNamespace(id="digits-1", job=plan, rounds=rounds)))
+        rounds = JobState(JobConstants(0, 3, CohortSettings(), 0), phase=phase)  # type: ignore[arg-type]
+        site.executor.publish_state(cast("RunningJob", SimpleNamespace(id="digits-1", job=plan, rounds=rounds)))
         site.broker.now_s += 1.0
         site.broker.deliver_due()
         late = site.broker.connect()

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from fedquilt import open_metrics
-from fedquilt.coordinator import exposed
-from fedquilt.coordinator.boards import Board, Doing, Reading
-from fedquilt.coordinator.exposed import Exposed
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Declined, Ended
+from fedquilt.coordinator import metrics_exporter
+from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, TelemetrySample
+from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted
 from fedquilt.core import BlobRef, JobError, Update, Usage
-from fedquilt.open_metrics import Family
+from fedquilt.open_metrics import MetricFamily
 
 NOW = 1_800_000_000.0
 OPEN = "application/openmetrics-text; version=1.0.0"
 
 
-def values(found: Iterable[Family]) -> dict[tuple[str, ...], float]:
+def values(found: Iterable[MetricFamily]) -> dict[tuple[str, ...], float]:
     """Every sample by the metric's name and its labels' values."""
     return {(each.name, *labels): value for each in found for labels, value in each.samples}
 
@@ -30,12 +30,16 @@ def job(name: str) -> Any:
     return SimpleNamespace(job=SimpleNamespace(name=name, rounds=10))
 
 
-def play(counts: Exposed, name: str = "digits") -> None:
+def play(counts: CoordinatorMetrics, name: str = "digits") -> None:
     """Half a round of a job."""
     usage = Usage(down_bytes=100, up_bytes=40, energy_j=2.5)
     ref = BlobRef(sha256="0" * 64, size=1)
     update = Update(job="j", round=3, attempt=0, device="a", weight=1.0, bundles={"m": ref}, metrics={}, usage=usage)
-    for fact in (Asked(3, 0, ("a", "b")), Answered(3, update), Declined(3, "b", "memory", "12 MB short")):
+    for fact in (
+        CohortSelected(3, 0, ("a", "b")),
+        UpdateAccepted(3, update),
+        TaskDeclined(3, "b", "memory", "12 MB short"),
+    ):
         counts.record_event(job(name), fact)
 
 
@@ -43,14 +47,14 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
     """What a board does not measure has no sample, nor what it measured long ago."""
     known = [
         (
-            Board("a", online=True, budget_bytes=8, doing=Doing("j", 3, "working", NOW, 0.5)),
-            Reading(int(NOW), 7.5, served=9, drift=0.4),
+            DeviceStatus("a", online=True, budget_bytes=8, doing=CurrentTask("j", 3, "working", NOW, 0.5)),
+            TelemetrySample(int(NOW), 7.5, served=9, drift=0.4),
         ),
-        (Board("b", skew_s=-3.0), Reading(int(NOW) - 3600, 9.0)),
-        (Board("c", online=True), None),
-        (Board("d", silent=True, since=NOW - 60.0, seen=NOW - 60.0), None),
+        (DeviceStatus("b", skew_s=-3.0), TelemetrySample(int(NOW) - 3600, 9.0)),
+        (DeviceStatus("c", online=True), None),
+        (DeviceStatus("d", silent=True, since=NOW - 60.0, seen=NOW - 60.0), None),
     ]
-    counts = Exposed(lambda: known, lambda: NOW)
+    counts = CoordinatorMetrics(lambda: known, lambda: NOW)
     play(counts)
     found = values(counts.metric_families())
     wanted = {
@@ -79,8 +83,8 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
     assert ("fedquilt_board_power_watts", "b") not in found
     assert ("fedquilt_board_heard_timestamp_seconds", "b") not in found
     assert ("fedquilt_board_accuracy_ratio", "a") not in found
-    counts.record_event(job("digits"), Committed(3, BlobRef(sha256="0" * 64, size=1), False, {}))
-    counts.record_event(job("digits"), Ended("done", ""))
+    counts.record_event(job("digits"), RoundCommitted(3, BlobRef(sha256="0" * 64, size=1), False, {}))
+    counts.record_event(job("digits"), JobEnded("done", ""))
     found = values(counts.metric_families())
     assert (found["fedquilt_rounds", "digits"], found["fedquilt_jobs_ended", "done"]) == (1, 1)
     assert ("fedquilt_round", "digits") not in found
@@ -88,15 +92,18 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
 
 def test_labels_are_bounded() -> None:
     """However many boards and jobs there are."""
-    known = [(Board(f"{index:05d}", online=True), None) for index in range(exposed.MOST_BOARDS + 7)]
-    counts = Exposed(lambda: known, lambda: NOW)
-    for index in range(exposed.MOST_JOBS + 20):
+    known = [(DeviceStatus(f"{index:05d}", online=True), None) for index in range(metrics_exporter.MOST_BOARDS + 7)]
+    counts = CoordinatorMetrics(lambda: known, lambda: NOW)
+    for index in range(metrics_exporter.MOST_JOBS + 20):
         play(counts, f"job-{index}")
     found = values(counts.metric_families())
-    assert sum(key[0] == "fedquilt_board_online" for key in found) == exposed.MOST_BOARDS
-    assert (found["fedquilt_boards", "online"], found[("fedquilt_boards_left_out",)]) == (exposed.MOST_BOARDS + 7, 7)
-    assert sum(key[0] == "fedquilt_updates" for key in found) == exposed.MOST_JOBS + 1
-    assert found["fedquilt_updates", exposed.OTHERS] == 20
+    assert sum(key[0] == "fedquilt_board_online" for key in found) == metrics_exporter.MOST_BOARDS
+    assert (found["fedquilt_boards", "online"], found[("fedquilt_boards_left_out",)]) == (
+        metrics_exporter.MOST_BOARDS + 7,
+        7,
+    )
+    assert sum(key[0] == "fedquilt_updates" for key in found) == metrics_exporter.MOST_JOBS + 1
+    assert found["fedquilt_updates", metrics_exporter.OTHERS] == 20
 
 
 def read(place: str) -> str:
@@ -111,7 +118,7 @@ def test_they_are_served_as_open_metrics_and_every_name_is_one() -> None:
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     from prometheus_client.openmetrics import parser
 
-    counts = Exposed(lambda: [(Board('a"b\nc', online=True, board="x" * 300), None)], lambda: NOW)
+    counts = CoordinatorMetrics(lambda: [(DeviceStatus('a"b\nc', online=True, board="x" * 300), None)], lambda: NOW)
     play(counts)
     with open_metrics.serve_metrics("127.0.0.1:0", counts.metric_families) as place:
         found = {family.name: family for family in parser.text_string_to_metric_families(read(place))}
@@ -125,7 +132,7 @@ def test_an_error_of_metrics_is_theirs_alone(caplog: pytest.LogCaptureFixture) -
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     broken = [True]
 
-    def collect() -> Iterable[Family]:
+    def collect() -> Iterable[MetricFamily]:
         if broken.pop():
             raise ZeroDivisionError
         return []

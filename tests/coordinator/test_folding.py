@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from fedquilt import exact
-from fedquilt.coordinator import folding
-from fedquilt.coordinator.folding import Folding
+from fedquilt.arrays import exact_sums
+from fedquilt.coordinator.updates import partial_aggregate
+from fedquilt.coordinator.updates.partial_aggregate import PartialAggregate
 from fedquilt.core import BlobRef, Update, Usage
 
 
@@ -21,15 +21,15 @@ def update(device: str, weight: float = 1.0) -> Update:
     )
 
 
-def folded(*devices: str, any_order: bool = False) -> Folding:
-    made = Folding(any_order)
+def folded(*devices: str, any_order: bool = False) -> PartialAggregate:
+    made = PartialAggregate(any_order)
     for device in devices:
         assert made.can_fold_in_order(device)
-        made.include_update(device, folding.fold_inputs(update(device)), (*(made.total or ()), device))
+        made.include_update(device, partial_aggregate.fold_inputs(update(device)), (*(made.total or ()), device))
     return made
 
 
-def left(made: Folding, *devices: str, **others: Update) -> tuple[object, list[str]]:
+def left(made: PartialAggregate, *devices: str, **others: Update) -> tuple[object, list[str]]:
     """Devices left to fold, and the sum that they are added to."""
     found = made.remaining_devices({name: update(name) for name in devices} | others)
     return made.total, found
@@ -73,15 +73,15 @@ def test_an_update_is_folded_at_once_if_nobody_before_it_is_awaited_or_the_order
     assert not folded("b", any_order=True).can_fold_now("b", answered, {"b"})
 
 
-def apart(*devices: str, of: Folding | None = None) -> Folding:
+def apart(*devices: str, of: PartialAggregate | None = None) -> PartialAggregate:
     """Folding with the sum of these devices, a 1 for each, that somebody else has made."""
-    made = Folding(any_order=True) if of is None else of
-    total = {"w": exact.add_to_sum(None, np.ones(2, np.float32), len(devices))}
-    made.add_pending_sum({device: folding.fold_inputs(update(device)) for device in devices}, lambda: total)
+    made = PartialAggregate(any_order=True) if of is None else of
+    total = {"w": exact_sums.add_to_sum(None, np.ones(2, np.float32), len(devices))}
+    made.add_pending_sum({device: partial_aggregate.fold_inputs(update(device)) for device in devices}, lambda: total)
     return made
 
 
-def gathered(made: Folding, *devices: str, **others: Update) -> tuple[float | None, list[str]]:
+def gathered(made: PartialAggregate, *devices: str, **others: Update) -> tuple[float | None, list[str]]:
     updates = {name: update(name) for name in devices} | others
     made.merge_pending_sums(updates)
     total, found = left(made, *devices, **others)
@@ -92,8 +92,8 @@ def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count() 
     assert gathered(apart("a", "b", of=apart("c")), "a", "b", "c", "d") == (3.0, ["d"])
     assert gathered(apart("a", "b", of=apart("c")), "a", "c") == (1.0, ["a"])
     assert gathered(apart("a", "b"), "b", a=update("a", weight=2.0)) == (None, ["a", "b"])
-    made = Folding(any_order=True)
-    made.add_pending_sum({"a": folding.fold_inputs(update("a"))}, lambda: None)  # who was to make it has not
+    made = PartialAggregate(any_order=True)
+    made.add_pending_sum({"a": partial_aggregate.fold_inputs(update("a"))}, lambda: None)  # who was to make it has not
     assert gathered(made, "a") == (None, ["a"])
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from by_hand import TABLE, Stage, ones
 
-from fedquilt.coordinator import housekeeping, requests, settings
-from fedquilt.coordinator.facts import Answered, Committed, Ended
-from fedquilt.coordinator.garbage import GarbageCollector
-from fedquilt.coordinator.rollout_plan import Plan
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator import control_requests, settings
+from fedquilt.coordinator.jobs import retention
+from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
+from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.rounds.rollout import RolloutPlan
+from fedquilt.coordinator.storage.store import Store
 
 
 def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(t
             return ref
 
         other.depot.store_bytes = overtaken  # type: ignore[method-assign]
-        requests.queue_rollout(other, Plan(kind="model", name="digits-1"), b"a model")
+        control_requests.queue_rollout(other, RolloutPlan(kind="model", name="digits-1"), b"a model")
         collector.add_all_blobs()
         assert collector.collect()
         (rollout,) = served.rollouts.readable_rollouts()
@@ -51,15 +52,15 @@ def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_delete
     a.answer(ones(3.0))
     stage.play()
     with Store(tmp_path / "home") as command:
-        swept = housekeeping.remove_runs(command, [doomed])
+        swept = retention.remove_runs(command, [doomed])
     assert not swept.blobs_left
     stage.restart()
     stage.play()
     b.answer(ones(5.0))
     stage.play()
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "a", "b"]
-    assert [fact.status for fact in stage.told(Ended)] == ["stopped", "done"]
-    (committed,) = stage.told(Committed)
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "a", "b"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
+    (committed,) = stage.told(RoundCommitted)
     assert stage.store.depot.has_blob(committed.state)
     stage.store.close()
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 
 from fedquilt import wire
-from fedquilt.coordinator import gate
-from fedquilt.coordinator.conduct import ASIDE_S, BURST_S, DROPPED_MOST, MESSAGE_S
-from fedquilt.coordinator.gate import LOOK_S, LOOKED_S, Gate
-from fedquilt.transport.link import MemoryBroker, MemoryLink
+from fedquilt.coordinator.delivery import rate_limiter
+from fedquilt.coordinator.delivery.rate_limiter import (
+    ASIDE_S,
+    BURST_S,
+    DROPPED_MOST,
+    LOOK_S,
+    LOOKED_S,
+    MESSAGE_S,
+    RateLimitedLink,
+)
+from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 
 TOPICS = wire.Topics("f")
 FLOOD = round(BURST_S / MESSAGE_S) + DROPPED_MOST + 100
@@ -20,7 +27,7 @@ class Field:
     def __init__(self) -> None:
         self.broker = MemoryBroker()
         self.link = self.broker.connect()
-        self.gate = Gate(self.link, TOPICS)
+        self.gate = RateLimitedLink(self.link, TOPICS)
         self.gate.subscribe(TOPICS.coordinator_filters())
         self.devices: dict[str, MemoryLink] = {}
 
@@ -130,7 +137,7 @@ def test_where_more_devices_come_than_are_subscribed_to_by_name_all_are_heard(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the subscription to all devices; what the flood sends is read and dropped until its time is over."""
-    monkeypatch.setattr(gate, "KNOWN_MOST", 3)
+    monkeypatch.setattr(rate_limiter, "KNOWN_MOST", 3)
     for device in "cdef":
         field.say(device, "presence", retain=True)
     field.heard(LOOK_S)

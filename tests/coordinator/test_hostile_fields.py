@@ -15,10 +15,21 @@ import pytest
 from by_hand import Hand, Stage, ones
 from evaluations import of_classes, total
 
-from fedquilt import evaluation, tensors, wire
-from fedquilt.coordinator import passed
-from fedquilt.coordinator.facts import Answered, Committed, Declined, Ended, Rejected
-from fedquilt.core import Contribution, EvaluationSums, OperatingPoint, Profile, Rates, Update, Usage, WireError
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted, UpdateRejected
+from fedquilt.coordinator.updates import site_updates
+from fedquilt.core import (
+    DeviceUpdate,
+    EvaluationSums,
+    OperatingPoint,
+    Profile,
+    Rates,
+    Update,
+    Usage,
+    WireError,
+    evaluation,
+)
 from fedquilt.methods import fedavg, robust
 
 HONEST = ("a", "b", "c", "d", "e")
@@ -53,24 +64,24 @@ class Liar:
         task = next(task for task in reversed(self.hand.tasks) if task)
         of = {"job": task.job, "round": task.round, "attempt": task.attempt}
         self.say("telemetry", wire.Telemetry(power_w=5.0, temperature_c=40.0))
-        self.say("installed", wire.Installed(rollout="r", kind="model", serial=1, phase="committed"))
+        self.say("installed", wire.ReleaseStatus(rollout="r", kind="model", serial=1, phase="committed"))
         self.say("claim", wire.Claim(**of, accepted=True))
         self.say("progress", wire.Progress(**of, fraction=0.5))
         if speaks:
-            parts = [self.change(passed.Part(name, 10.0, {}, ("model",))) for name in ("a", "b")]
-            given = [Contribution(p.device, task.round, p.weight, p.metrics, {"model": ones(7.0)}) for p in parts]
+            parts = [self.change(site_updates.SiteUpdatePart(name, 10.0, {}, ("model",))) for name in ("a", "b")]
+            given = [DeviceUpdate(p.device, task.round, p.weight, p.metrics, {"model": ones(7.0)}) for p in parts]
             bundles = {
                 name: self.hand.depot.store_bytes(tensors.encode_tensors(each))
-                for name, each in passed.bundle_updates(given)
+                for name, each in site_updates.bundle_updates(given)
             }
         else:
             bundles = {"model": self.hand.depot.store_bytes(tensors.encode_tensors(ones(7.0)))}
         bundles = {name: self.change(ref) for name, ref in bundles.items()}
         sha256 = next(iter(bundles.values())).sha256
-        self.say("manifest", wire.Manifest(sha256=sha256, size=1, chunk=1024, digests=""), sha256)
-        self.say("missing", wire.Missing(sha256="0" * 64), sha256)
-        self.say("placed", wire.Placed(sha256=sha256), sha256)
-        self.say("blob/get", wire.Get(sha256=next(iter(task.bundles.values())).sha256, chunk=1024))
+        self.say("manifest", wire.BlobManifest(sha256=sha256, size=1, chunk=1024, digests=""), sha256)
+        self.say("missing", wire.MissingBlob(sha256="0" * 64), sha256)
+        self.say("placed", wire.UploadProgress(sha256=sha256), sha256)
+        self.say("blob/get", wire.ChunkRequest(sha256=next(iter(task.bundles.values())).sha256, chunk=1024))
         usage = self.change(Usage(wall_s=1.0))
         update = Update(
             **of,
@@ -107,7 +118,7 @@ def play(folder: Path, changes: Sequence[Change], **table: Any) -> Stage:
             liar.lie(speaks=False)
         stage.play(0.3)
         for _ in range(40):
-            if len(stage.told(Committed)) > number:
+            if len(stage.told(RoundCommitted)) > number:
                 break
             stage.play(1.0)
         stage.play(0.5)
@@ -123,16 +134,16 @@ def require_right(stage: Stage, rounds: int, result: Callable[[float], list[floa
         result: gives what the last state may be, by the weight of the liar's update.
         kind: of the state.
     """
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
-    assert [fact.round for fact in stage.told(Committed)] == list(range(rounds))
-    assert not [fact for fact in stage.told(Rejected) if fact.device in HONEST]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+    assert [fact.round for fact in stage.told(RoundCommitted)] == list(range(rounds))
+    assert not [fact for fact in stage.told(UpdateRejected) if fact.device in HONEST]
     for round in range(rounds):
-        updates = {fact.update.device: fact.update for fact in stage.told(Answered) if fact.round == round}
+        updates = {fact.update.device: fact.update for fact in stage.told(UpdateAccepted) if fact.round == round}
         assert updates.keys() - {LIAR} == set(HONEST)
         assert all(update.boards == () for update in updates.values())
         weight = updates[LIAR].weight if LIAR in updates else 0.0
         assert weight <= 1000.0
-    payload = stage.store.depot.load(stage.told(Committed)[-1].state.sha256)
+    payload = stage.store.depot.load(stage.told(RoundCommitted)[-1].state.sha256)
     assert payload is not None
     bias = tensors.unpack_state(payload, kind).model["1.bias"]
     assert any(np.allclose(bias, each) for each in result(weight)), (bias, weight)
@@ -180,11 +191,11 @@ def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_
         with contextlib.suppress(WireError):
             liar.answer(ones(), weight=10.0, evaluation=msgspec.structs.replace(own, **{name: value}))
         for _ in range(40):
-            if len(stage.told(Committed)) > number:
+            if len(stage.told(RoundCommitted)) > number:
                 break
             stage.play(1.0)
         stage.play(0.5)
-    committed = stage.told(Committed)[: len(values)]
+    committed = stage.told(RoundCommitted)[: len(values)]
     assert len(committed) == len(values)
     two, three = total(own, own), total(own, own, own)
     for sums in (fact.evaluation for fact in committed):
@@ -227,8 +238,8 @@ def test_control_characters_of_a_device_reach_no_log(tmp_path: Path) -> None:
     liar.link.publish(liar.topics.device_topic("b", "up", "claim"), wire.encode(claim))
     honest.answer(ones(1.0), weight=10.0, metrics={odd: 1.0, "loss": 0.5})
     stage.play(2.0)
-    (declined,) = stage.told(Declined)
-    (rejected,) = stage.told(Rejected)
+    (declined,) = stage.told(TaskDeclined)
+    (rejected,) = stage.told(UpdateRejected)
     assert declined.reason == "?[2J?]0;title? round 9: done ?2J?"
     assert rejected.reason.startswith(f"metric {declined.reason!r} has a name other than")
     stage.store.close()

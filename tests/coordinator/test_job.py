@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 from opened import opened
 
-from fedquilt import bundle, tensors
-from fedquilt.coordinator import settings, summing
-from fedquilt.coordinator.claims import Bounds
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Lost, Started
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.mending import LostUpdateError
-from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, Contribution, DeviceView, Method, Order, StoreError, Update, Usage, Work
+from fedquilt.arrays import tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.claim_bounds import ClaimBounds
+from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted, RoundClosed, UpdateAccepted, UpdateLost
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import aggregator
+from fedquilt.coordinator.updates.blob_recovery import LostUpdateError
+from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Method, StoreError, TaskSpec, Update, Usage, WorkEstimate
+from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
 
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
@@ -33,7 +35,7 @@ class Round:
     """A job whose devices are played by the test: it hands updates in and closes rounds."""
 
     def __init__(self, folder: Path, table: Mapping[str, Any] = {}, method: Method = fedavg.METHOD) -> None:
-        bundle.write_bundle(
+        job_bundle.write_bundle(
             folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode_tensors(MODEL)}
         )
         self.store = Store(folder / "home")
@@ -41,7 +43,7 @@ class Round:
         self.job = opened(self.store, run, method)
 
     def ask(self, devices: str) -> None:
-        self.job.record_event(Asked(self.job.rounds.round, 0, tuple(devices)), 0.0)
+        self.job.record_event(CohortSelected(self.job.rounds.round, 0, tuple(devices)), 0.0)
 
     def update(self, device: str, value: float) -> Update:
         """Of a device whose model has `value` in every entry; its blob is on the coordinator's disk."""
@@ -61,12 +63,12 @@ class Round:
 
     def take(self, device: str, value: float) -> None:
         """An update is examined and counts."""
-        taken = self.job.build_update_reader(update := self.update(device, value), None, Bounds())(update)
-        self.job.record_event(Answered(self.job.rounds.round, taken), 0.0)
+        taken = self.job.build_update_reader(update := self.update(device, value), None, ClaimBounds())(update)
+        self.job.record_event(UpdateAccepted(self.job.rounds.round, taken), 0.0)
 
     def commit(self) -> float:
         """Close the round; the value that the model's entries have come to."""
-        self.job.record_event(Closed(self.job.rounds.round), 0.0)
+        self.job.record_event(RoundClosed(self.job.rounds.round), 0.0)
         done = self.job.build_commit(0.0)()
         self.job.record_event(done.fact, 0.0)
         self.job.start_next_round(done)
@@ -81,7 +83,7 @@ def stage(tmp_path: Path) -> Iterator[Round]:
     made.store.close()
 
 
-def in_order(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+def in_order(state: fedavg.State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
     """FedAvg's fold, which does not say that it adds up in any order of devices."""
     return fedavg.fold(state, so_far, update)
 
@@ -118,11 +120,11 @@ def test_what_was_folded_before_a_commit_failed_counts_once(stage: Round, monkey
     plain = stage.store.depot.load
     gone = stage.job.rounds.answered["c"].bundles["model"].sha256
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: None if sha256 == gone else plain(sha256))
-    stage.job.record_event(Closed(0), 0.0)
+    stage.job.record_event(RoundClosed(0), 0.0)
     with pytest.raises(LostUpdateError):
         stage.job.build_commit(0.0)()
     monkeypatch.setattr(stage.store.depot, "load", plain)
-    stage.job.record_event(Lost(0, "c", "gone"), 0.0)
+    stage.job.record_event(UpdateLost(0, "c", "gone"), 0.0)
     stage.take("c", 6.0)
     assert stage.commit() == 3.0
 
@@ -154,7 +156,7 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monk
     """
     stage = ordered
     size = stage.update("a", 0.0).bundles["model"].size
-    monkeypatch.setattr(summing, "READ_BYTES", 2 * size + size // 2)
+    monkeypatch.setattr(aggregator, "READ_BYTES", 2 * size + size // 2)
     read: list[str] = []
     plain = stage.store.depot.load
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
@@ -170,9 +172,9 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monk
 def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: Round) -> None:
     """A device has offered two contents for the same round, and the first of them counts."""
     stage.ask("a")
-    counted = stage.job.build_update_reader(update := stage.update("a", 1.0), None, Bounds())(update)
-    stage.job.build_update_reader(update := stage.update("a", 9.0), None, Bounds())(update)
-    stage.job.record_event(Answered(0, counted), 0.0)
+    counted = stage.job.build_update_reader(update := stage.update("a", 1.0), None, ClaimBounds())(update)
+    stage.job.build_update_reader(update := stage.update("a", 9.0), None, ClaimBounds())(update)
+    stage.job.record_event(UpdateAccepted(0, counted), 0.0)
     assert stage.commit() == 1.0
 
 
@@ -181,8 +183,8 @@ def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(
 ) -> None:
     """A method whose work grows with the rounds that a device has taken part in: deadlines rest on it."""
 
-    def send(state: fedavg.State, view: DeviceView) -> Order:
-        return Order({}, {"model": state.model}, Work(flops=1.0 + len(view.rounds)))
+    def send(state: fedavg.State, view: DeviceView) -> TaskSpec:
+        return TaskSpec({}, {"model": state.model}, WorkEstimate(flops=1.0 + len(view.rounds)))
 
     monkeypatch.setattr(stage.job, "method", replace(stage.job.method, send=send))
     asked = []
@@ -201,10 +203,10 @@ def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_ow
     """For the deadline and for the task; cut for it alone, they are not kept until its task is made."""
     made, sent = Round(tmp_path), []
 
-    def send(state: fedavg.State, view: DeviceView) -> Order:
+    def send(state: fedavg.State, view: DeviceView) -> TaskSpec:
         sent.append(view.device)
         model = {name: array.copy() for name, array in state.model.items()} if own else state.model
-        return Order({}, {"model": model}, Work())
+        return TaskSpec({}, {"model": model}, WorkEstimate())
 
     made.job.method = replace(made.job.method, send=send)
     made.ask("abc")
@@ -259,7 +261,7 @@ class Lives:
         self.wall_s += passed_s
         with mock.patch.object(time, "time", side_effect=lambda: self.wall_s):
             row = self.made.store.find_job(self.made.job.id)
-            job = Running(row, self.made.store, 7.0, fedavg.METHOD, by_wall=by_wall)
+            job = RunningJob(row, self.made.store, 7.0, fedavg.METHOD, by_wall=by_wall)
             job.continue_from(job.build_state_loader()(), 7.0)
         assert (job.rounds.began_s, set(job.rounds.asked_s.values())) == (7.0, {7.0})  # other times are this process's
         return job.rounds.remaining_s(7.0)
@@ -306,6 +308,6 @@ def test_the_time_for_devices_to_be_back_is_halved_at_each_restart(tmp_path: Pat
 
 def test_what_is_not_used_is_not_written_so_that_the_version_before_reads_it() -> None:
     """A fact or a table with a field that it does not know is refused there."""
-    started = msgspec.json.encode(Started(BlobRef(sha256="a" * 64, size=1)))
+    started = msgspec.json.encode(JobStarted(BlobRef(sha256="a" * 64, size=1)))
     assert b"begins" not in started
-    assert b"links" not in msgspec.json.encode(settings.Fleet())
+    assert b"links" not in msgspec.json.encode(settings.FleetSettings())

@@ -8,27 +8,34 @@ import pytest
 from job_facts import BLOB
 from stored_runs import Run, blob_of, of, state
 
-from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Folded, Started
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.store_rows import encode_lossless
+from fedquilt.coordinator.rounds.events import (
+    JobEnded,
+    JobStarted,
+    RoundClosed,
+    RoundCommitted,
+    UpdateAccepted,
+    UpdatesAggregated,
+)
+from fedquilt.coordinator.storage.rows import encode_lossless
+from fedquilt.coordinator.storage.store import Store
 
 
 def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run: Run) -> None:
     """The latest state, and the updates that it does not contain; another run's are known beside it."""
     other = Run(run.store)
-    other.record(Started(state(77)))
+    other.record(JobStarted(state(77)))
     assert run.store.referenced_blobs() == {state(2).sha256, *blob_of(run.id, "a", 3), state(77).sha256}
     said: list[str] = []
     run.store._db.set_trace_callback(said.append)
-    run.record(Answered(3, of(run.id, "b", 3)))
+    run.record(UpdateAccepted(3, of(run.id, "b", 3)))
     of_run = {state(2).sha256, *blob_of(run.id, "a", 3), *blob_of(run.id, "b", 3)}
     assert run.store.referenced_blobs() == {*of_run, state(77).sha256}
     assert not [line for line in said if "order by seq" in line]
     with Store(run.store.home) as another:
-        another.append_event(run.id, Answered(3, of(run.id, "c", 3)))
+        another.append_event(run.id, UpdateAccepted(3, of(run.id, "c", 3)))
     assert blob_of(run.id, "c", 3) < run.store.referenced_blobs()
     assert len([line for line in said if "order by seq" in line]) == 1
-    run.record(Closed(3), Committed(3, state(3), False, {}))
+    run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
     assert run.store.referenced_blobs() == {state(3).sha256, state(77).sha256}
 
 
@@ -36,10 +43,10 @@ def test_a_stored_sum_is_needed_in_place_of_the_updates_in_it_until_their_round_
     run: Run, often: Callable[[], Store]
 ) -> None:
     """By the process that writes the facts, and by one that reads them."""
-    run.record(Answered(3, of(run.id, "b", 3)), Folded(3, ("a",), state(88)))
+    run.record(UpdateAccepted(3, of(run.id, "b", 3)), UpdatesAggregated(3, ("a",), state(88)))
     for store in (run.store, often()):
         assert store.referenced_blobs() == {state(2).sha256, state(88).sha256, *blob_of(run.id, "b", 3)}
-    run.record(Closed(3), Committed(3, state(3), False, {}))
+    run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
     for store in (run.store, often()):
         assert store.referenced_blobs() == {state(3).sha256}
 
@@ -49,15 +56,17 @@ def test_what_another_process_has_written_between_two_facts_of_this_one_is_neede
 ) -> None:
     """Else the blobs of an update that counts would be taken for leftovers."""
     before = run.store.referenced_blobs()
-    often().append_event(run.id, Answered(3, of(run.id, "c", 3)))
-    run.store.append_event(run.id, Answered(3, of(run.id, "b", 3)))
+    often().append_event(run.id, UpdateAccepted(3, of(run.id, "c", 3)))
+    run.store.append_event(run.id, UpdateAccepted(3, of(run.id, "b", 3)))
     assert run.store.referenced_blobs() == before | blob_of(run.id, "b", 3) | blob_of(run.id, "c", 3)
 
 
 def append_and_fail(made: Run) -> None:
     """A fact whose transaction is taken back."""
     with made.store._write_transaction():
-        made.store._rows.append_events([(made.id, 1.0, encode_lossless(made.id, Answered(3, of(made.id, "b", 3))))])
+        made.store._rows.append_events(
+            [(made.id, 1.0, encode_lossless(made.id, UpdateAccepted(3, of(made.id, "b", 3))))]
+        )
         raise RuntimeError
 
 
@@ -73,9 +82,9 @@ def test_a_fact_whose_transaction_fails_is_not_taken_for_written(run: Run) -> No
 def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], Store]) -> None:
     """What a start of the coordinator asks of it does not grow with its log."""
     made = Run(often())
-    made.record(Started(BLOB))
+    made.record(JobStarted(BLOB))
     made.round(0, "a")
-    made.record(Ended("done"))
+    made.record(JobEnded("done"))
     later, said = often(), list[str]()
     later._db.set_trace_callback(said.append)
     assert (later.referenced_blobs(), later.find_damaged_ids()) == ({state(0).sha256}, [])

@@ -12,47 +12,48 @@ from typing import Any
 import pytest
 from by_hand import Stage, ones
 
-from fedquilt import compression, tensors, wire
-from fedquilt.coordinator import mending, summing
-from fedquilt.coordinator.facts import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Ended,
-    Folded,
-    Lost,
-    Rejected,
+from fedquilt import compression, wire
+from fedquilt.arrays import tensors
+from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.coordinator.background_worker import SynchronousWorker, ThreadWorker
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    RoundClosed,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateLost,
+    UpdateRejected,
+    UpdatesAggregated,
 )
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.summing import Summing
-from fedquilt.coordinator.worker import Here, Thread
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import aggregator, blob_recovery
+from fedquilt.coordinator.updates.aggregator import Aggregator
 from fedquilt.core import Encoding, StoreError, Update
-from fedquilt.on_disk import Scratch
 
 
 @pytest.fixture(autouse=True)
 def laid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of any size lie on the disk, where the job is large."""
-    monkeypatch.setattr(summing, "Scratch", partial(Scratch, least=1))
-    monkeypatch.setattr(mending, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(summing, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(aggregator, "ScratchFile", partial(ScratchFile, least=1))
+    monkeypatch.setattr(blob_recovery, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(aggregator, "WHOLE_BYTES", 0)
 
 
 VALUES = {"a": 1.0, "b": 0.1, "c": 1e-9}
 COHORT = {"start_devices": 3, "quorum": 1.0, "deadline_s": 1000.0}
 
 
-def eager() -> Here:
+def eager() -> SynchronousWorker:
     """A worker for updates of any size, which stores a sum as soon as there is something in it."""
-    made = Here(large_bytes=0)
+    made = SynchronousWorker(large_bytes=0)
     made.stored_at = 0.0
     return made
 
 
-def played(folder: Path, order: str, worker: Here | None, **table: Any) -> Stage:
+def played(folder: Path, order: str, worker: SynchronousWorker | None, **table: Any) -> Stage:
     """A stage of three devices, some of which have answered in this order."""
     stage = Stage(folder, worker=worker, cohort=COHORT, **table)
     hands = {name: stage.hand(name) for name in "abc"}
@@ -71,13 +72,13 @@ def settle(stage: Stage) -> None:
 
 
 def states(stage: Stage) -> list[str]:
-    return [fact.state.sha256 for fact in stage.told(Committed)]
+    return [fact.state.sha256 for fact in stage.told(RoundCommitted)]
 
 
 def blobs(stage: Stage) -> set[str]:
     """Blobs that are on the coordinator's disk, with or without a file of their own."""
     depot = stage.store.depot
-    refs = [ref for fact in stage.told(Answered) for ref in fact.update.bundles.values()]
+    refs = [ref for fact in stage.told(UpdateAccepted) for ref in fact.update.bundles.values()]
     return {ref.sha256 for ref in refs if depot.has_blob(ref)}
 
 
@@ -89,7 +90,7 @@ def test_a_worker_comes_to_the_bits_of_the_loop_whatever_the_order(tmp_path: Pat
     large = played(tmp_path / "large", order, eager(), method=method)
     assert len(states(calm)) == 1
     assert states(large) == states(calm)
-    assert bool(large.told(Folded)) == (method == "fedavg")
+    assert bool(large.told(UpdatesAggregated)) == (method == "fedavg")
 
 
 def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path: Path) -> None:
         for each in "cab":
             hands[each].answer(compression.encode_bundle(Encoding(codec="fp16"), ones(VALUES[each]), {}, {})[0])
             stage.play()
-        assert not [fact.reason for fact in stage.told(Rejected)]
+        assert not [fact.reason for fact in stage.told(UpdateRejected)]
         found.append(states(stage))
     assert len(found[0]) == 1
     assert found[0] == found[1]
@@ -113,16 +114,16 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
     """Two of three updates are folded when the coordinator is killed: their blobs are gone; nobody is asked again."""
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "ca", eager())
-    assert [fact.devices for fact in stage.told(Folded)] == [("c",), ("a", "c")]
-    assert [stage.store.depot.has_blob(fact.sum) for fact in stage.told(Folded)] == [False, True]
+    assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("c",), ("a", "c")]
+    assert [stage.store.depot.has_blob(fact.sum) for fact in stage.told(UpdatesAggregated)] == [False, True]
     assert blobs(stage) == set()
     stage.restart()
     stage.play()
     stage.hands[1].answer(ones(VALUES["b"]))
     stage.play()
     assert states(stage) == states(calm)
-    assert not stage.told(Lost)
-    sums = {fact.sum.sha256 for fact in stage.told(Folded)}
+    assert not stage.told(UpdateLost)
+    sums = {fact.sum.sha256 for fact in stage.told(UpdatesAggregated)}
     assert not any((stage.store.depot.folder / sha256).exists() for sha256 in sums)
 
 
@@ -137,7 +138,7 @@ def test_a_sum_is_stored_again_once_as_much_has_come_anew(tmp_path: Path) -> Non
     for hand in hands[:4]:
         hand.answer(ones(1.0))
         stage.play()
-    assert [fact.devices for fact in stage.told(Folded)] == [("a", "b"), ("a", "b", "c", "d")]
+    assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a", "b"), ("a", "b", "c", "d")]
 
 
 class Killed(BaseException):
@@ -152,8 +153,8 @@ def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(
     stage = played(tmp_path / "large", "c", None)
     append = Store.append_event
 
-    def dies(store: Store, id: str, fact: AnyFact) -> None:
-        if isinstance(fact, Folded):
+    def dies(store: Store, id: str, fact: AnyEvent) -> None:
+        if isinstance(fact, UpdatesAggregated):
             raise Killed
         append(store, id, fact)
 
@@ -175,7 +176,7 @@ def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(
 def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path: Path) -> None:
     """Nothing else has their updates."""
     stage = played(tmp_path, "ca", eager())
-    path = stage.store.depot.folder / stage.told(Folded)[-1].sum.sha256
+    path = stage.store.depot.folder / stage.told(UpdatesAggregated)[-1].sum.sha256
     payload = bytearray(path.read_bytes())
     payload[-1] ^= 4
     path.write_bytes(payload)
@@ -183,13 +184,13 @@ def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path: 
     stage.play()
     stage.hands[1].answer(ones(VALUES["b"]))
     stage.play()
-    assert sorted(fact.device for fact in stage.told(Lost)) == ["a", "c"]
-    assert "the sum" in stage.told(Lost)[0].reason
+    assert sorted(fact.device for fact in stage.told(UpdateLost)) == ["a", "c"]
+    assert "the sum" in stage.told(UpdateLost)[0].reason
     for hand in (stage.hands[0], stage.hands[2]):
         hand.answer(ones(VALUES[hand.name]), epoch=stage.store.epoch)
         stage.play()
     assert len(states(stage)) == 1
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
 def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_path: Path) -> None:
@@ -202,14 +203,14 @@ def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_
     hands["b"].answer(ones(float("nan")))
     hands["c"].answer(ones(3.0))
     stage.play()
-    assert [fact.device for fact in stage.told(Rejected)] == ["b"]
-    assert "not finite" in stage.told(Rejected)[0].reason
-    assert all("b" not in fact.devices for fact in stage.told(Folded))
+    assert [fact.device for fact in stage.told(UpdateRejected)] == ["b"]
+    assert "not finite" in stage.told(UpdateRejected)[0].reason
+    assert all("b" not in fact.devices for fact in stage.told(UpdatesAggregated))
 
 
 def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(tmp_path: Path) -> None:
     """Two of three would do at 20 s, and the worker is busy until then: the round waits for the third."""
-    worker, gate = Thread(large_bytes=0), threading.Event()
+    worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker, rounds=2, cohort={**COHORT, "quorum": 0.5, "deadline_s": 20.0})
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
@@ -223,20 +224,20 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
     hands["c"].answer(ones(2.0))
     stage.play(25.0)
     assert stage.broker.now_s > 20.0
-    assert not stage.told(Closed)
+    assert not stage.told(RoundClosed)
     gate.set()
     settle(stage)
     stage.play()
     settle(stage)
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b", "c"]
-    assert len(stage.told(Committed)) == 1
-    assert not stage.told(Ended)
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
+    assert len(stage.told(RoundCommitted)) == 1
+    assert not stage.told(JobEnded)
     worker.close()
 
 
 def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examined_once(tmp_path: Path) -> None:
     """Boards offer an update again until it is answered; with many before it that is before it was read."""
-    worker, gate = Thread(large_bytes=0), threading.Event()
+    worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
     hand = stage.hand("a")
     stage.play()
@@ -251,10 +252,10 @@ def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examin
         stage.play()
     assert worker._open == begun == 2
     gate.set()
-    while not worker.is_idle or not stage.told(Committed):
+    while not worker.is_idle or not stage.told(RoundCommitted):
         select.select(worker.fds(), (), (), 60)
         stage.server.step(stage.broker.now_s)
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a"]
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
     worker.close()
 
 
@@ -262,7 +263,7 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its blobs are dropped meanwhile, so that what the worker cannot read is no failure of the disk."""
-    worker, gate = Thread(large_bytes=0), threading.Event()
+    worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 2})
     hand, _ = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -277,13 +278,13 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
     def gone(*given: object) -> Update:
         raise StoreError("the blob is gone")
 
-    monkeypatch.setattr(Summing, "read_large_update", gone)
+    monkeypatch.setattr(Aggregator, "read_large_update", gone)
     gate.set()
     while not worker.is_idle:
         select.select(worker.fds(), (), (), 60)
         stage.server.step(stage.broker.now_s)
-    assert [fact.device for fact in stage.told(Declined)] == ["a"]
-    assert not stage.told(Answered)
+    assert [fact.device for fact in stage.told(TaskDeclined)] == ["a"]
+    assert not stage.told(UpdateAccepted)
     worker.close()
 
 
@@ -293,9 +294,9 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
     for hand in [*stage.hands, stage.hands[0]]:
         hand.answer(ones(5.0))
         stage.play()
-    ref = stage.told(Answered)[-1].update.bundles["model"]
+    ref = stage.told(UpdateAccepted)[-1].update.bundles["model"]
     assert ref == [task.bundles["model"] for task in stage.hands[1].tasks if task][-1]
-    assert (stage.told(Folded)[-1].round, stage.told(Folded)[-1].devices) == (1, ("a",))
+    assert (stage.told(UpdatesAggregated)[-1].round, stage.told(UpdatesAggregated)[-1].devices) == (1, ("a",))
     assert stage.store.depot.has_blob(ref)
 
 
@@ -307,7 +308,7 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path)
     assert not list(stage.store.depot.folder.iterdir())
     worker.go_on()
     stage.play()
-    assert [type(fact) for fact in stage.facts].count(Asked) == 1
+    assert [type(fact) for fact in stage.facts].count(CohortSelected) == 1
     calm = played(tmp_path / "calm", "", None)
     sent = {hand.tasks[-1].bundles["model"] for each in (stage, calm) for hand in each.hands if hand.tasks[-1]}
     assert len(sent) == 1
@@ -329,13 +330,13 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path: Path, monk
 
     worker = Slow()
     stage = played(tmp_path, "", worker)
-    monkeypatch.setattr(summing, "store_tensors", fails)
+    monkeypatch.setattr(aggregator, "store_tensors", fails)
     worker.go_on()
     stage.play()
-    assert [fact.reason for fact in stage.told(Ended)] == ["ValueError: no such layer"]
+    assert [fact.reason for fact in stage.told(JobEnded)] == ["ValueError: no such layer"]
 
 
-class Slow(Here):
+class Slow(SynchronousWorker):
     """A worker that carries out a piece when the test says so."""
 
     def __init__(self) -> None:
@@ -366,8 +367,8 @@ def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_
         stage.play()
         worker.go_on()
     stage.play()
-    assert [fact.devices for fact in stage.told(Folded)] == [("a",), ("a", "b")]
-    assert not stage.told(Lost)
+    assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a",), ("a", "b")]
+    assert not stage.told(UpdateLost)
 
 
 def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path: Path) -> None:
@@ -387,4 +388,4 @@ def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path: Path) 
     while worker.begun:
         worker.go_on()
         stage.play()
-    assert [fact.devices for fact in stage.told(Folded)] == [("a",), ("a", "b"), ("a", "b", "c")]
+    assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a",), ("a", "b"), ("a", "b", "c")]

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 from stored_job import JOB
 
-from fedquilt.coordinator import housekeeping, limits, requests
-from fedquilt.coordinator.limits import Limits, Retention, Submitter
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator import control_requests, limits
+from fedquilt.coordinator.jobs import retention
+from fedquilt.coordinator.limits import CoordinatorLimits, RetentionSettings, SubmitterLimits
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 
 def test_without_a_file_the_defaults_hold(tmp_path: Path) -> None:
     """A coordinator without limits.toml deletes no run."""
-    assert limits.load_limits(tmp_path) == Limits()
-    assert Retention().older_than_s is None
+    assert limits.load_limits(tmp_path) == CoordinatorLimits()
+    assert RetentionSettings().older_than_s is None
 
 
 def test_what_the_file_says_holds(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ def test_what_the_file_says_holds(tmp_path: Path) -> None:
     text = 'running = 3\n[submitter]\nrunning = 2\nshare = 0.5\n[retention]\nkeep = 10\nolder_than = "2d"\n'
     (tmp_path / limits.FILE).write_text(text)
     found = limits.load_limits(tmp_path)
-    assert found == Limits(3, Submitter(2, 0.5), Retention(10, "2d"))
+    assert found == CoordinatorLimits(3, SubmitterLimits(2, 0.5), RetentionSettings(10, "2d"))
     assert found.retention.older_than_s == 2 * 86400.0
 
 
@@ -60,9 +61,9 @@ def test_a_run_that_is_resumed_while_retention_looks_is_kept(tmp_path: Path, mon
             store.set_status(id, "stopped")
 
         def old(*args: object) -> list[str]:
-            requests.resume_run(other, ids[0])
+            control_requests.resume_run(other, ids[0])
             return ids
 
-        monkeypatch.setattr(housekeeping, "select_expired_runs", old)
-        assert housekeeping.remove_expired_runs(store, Retention(keep=0), 0.0) == [ids[1]]
+        monkeypatch.setattr(retention, "select_expired_runs", old)
+        assert retention.remove_expired_runs(store, RetentionSettings(keep=0), 0.0) == [ids[1]]
         assert [row.id for row in store.readable_jobs()] == [ids[0]]

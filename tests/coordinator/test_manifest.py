@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import compression, methods, tensors
-from fedquilt.coordinator import manifest
-from fedquilt.core import BlobRef, Encoding, Expected, Update, UpdateError, Usage, update_schema
-from fedquilt.testing import scenes
+from fedquilt import compression, methods
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.updates import checks
+from fedquilt.core import BlobRef, Encoding, Update, UpdateError, UpdateSchema, Usage, update_schema
+from fedquilt.testing import scenarios
 
 UNFORESEEN = {"afl", "fedstitch", "genefl"}  # they do not say beforehand what their devices send
 MODEL = {"w": np.arange(6000, dtype=np.float32).reshape(60, 100), "n": np.array(3), "b": np.zeros(9, np.float32)}
@@ -34,19 +35,19 @@ def update(given: dict[str, Any], **changes: Any) -> Update:
 def test_what_a_methods_devices_send_fits_what_it_expects(name: str) -> None:
     """In every round of its conformance run; a method of which nothing is known beforehand is named above."""
     try:
-        _, _, folded, _ = scenes.record_run(name)
-        mixed = scenes.record_run(name + scenes.MIXED)[2] if scenes.depends_on_memory(name) else []
-    except scenes.Skipped as skipped:
+        _, _, folded, _ = scenarios.record_run(name)
+        mixed = scenarios.record_run(name + scenarios.MIXED)[2] if scenarios.depends_on_memory(name) else []
+    except scenarios.CheckSkipped as skipped:
         pytest.skip(str(skipped))
     method, known = methods.load(name), 0
     for state, given in [*folded, *mixed]:
         found = update_schema(method.fold, state)
         known += found is not None
-        manifest.require_manifest_fits(update(dict(given.bundles)), found, Encoding(), None)
+        checks.require_manifest_fits(update(dict(given.bundles)), found, Encoding(), None)
         if found is not None and found.bundles and given.bundles:
             more = {bundle: {**each, "odd": np.zeros(1, np.float32)} for bundle, each in given.bundles.items()}
             with pytest.raises(UpdateError, match="odd"):
-                manifest.require_manifest_fits(update(more), found, Encoding(), None)
+                checks.require_manifest_fits(update(more), found, Encoding(), None)
     assert folded
     assert known or name in UNFORESEEN
 
@@ -62,13 +63,13 @@ def test_a_manifest_is_checked_in_every_codec(codec: str, based: bool) -> None:
         return model if codec == "raw" else compression.encode_bundle(wire, model, base, {})[0]
 
     given = update({"model": encoded(MODEL)})
-    manifest.require_manifest_fits(given, Expected({"model": MODEL}), wire, None)
+    checks.require_manifest_fits(given, UpdateSchema({"model": MODEL}), wire, None)
     larger = encoded({**MODEL, "w": np.ones((61, 100), np.float32)})
     if codec == "topk":  # it told no shape but that of the base
         larger = {**MODEL, "w#at": np.arange(999, dtype=np.uint16), "w#value": np.ones(999, np.float32)}
         del larger["w"]
     with pytest.raises(UpdateError, match="'w'"):
-        manifest.require_manifest_fits(update({"model": larger}), Expected({"model": MODEL}), wire, None)
+        checks.require_manifest_fits(update({"model": larger}), UpdateSchema({"model": MODEL}), wire, None)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +88,10 @@ def test_a_manifest_is_checked_in_every_codec(codec: str, based: bool) -> None:
 def test_a_manifest_that_does_not_fit_says_what_differs(changes: dict[str, Any], said: str) -> None:
     """Absent, another name, shape or type, more than its bytes, and nonsense; also after others that fit."""
     with pytest.raises(UpdateError, match=said):
-        manifest.require_manifest_fits(
-            update({"model": MODEL}, **changes), Expected({"model": MODEL}), Encoding(), None
+        checks.require_manifest_fits(
+            update({"model": MODEL}, **changes), UpdateSchema({"model": MODEL}), Encoding(), None
         )
-    round = manifest.Manifests(Expected({"model": MODEL}), Encoding(), None)
+    round = checks.ManifestValidator(UpdateSchema({"model": MODEL}), Encoding(), None)
     assert [round.manifest_problem(update({"model": MODEL})) for _ in range(2)] == ["", ""]
     assert re.search(f"^a: .*{said}", round.manifest_problem(update({"model": MODEL}, **changes)))
     assert round.manifest_problem(update({"model": MODEL})) == ""
@@ -98,32 +99,32 @@ def test_a_manifest_that_does_not_fit_says_what_differs(changes: dict[str, Any],
 
 def test_a_part_of_what_is_expected_is_taken_and_no_tensor_may_be_larger() -> None:
     """Where a method takes any part: fewer tensors, smaller ones, but none of more entries, nor of another name."""
-    expected = Expected({"model": MODEL}, whole=False)
-    manifest.require_manifest_fits(update({"model": {"w": MODEL["w"][:30]}}), expected, Encoding(), None)
+    expected = UpdateSchema({"model": MODEL}, whole=False)
+    checks.require_manifest_fits(update({"model": {"w": MODEL["w"][:30]}}), expected, Encoding(), None)
     with pytest.raises(UpdateError, match=r"'b' has shape \(10,\), expected \(9,\) or a part of it"):
-        manifest.require_manifest_fits(update({"model": {"b": np.zeros(10, np.float32)}}), expected, Encoding(), None)
+        checks.require_manifest_fits(update({"model": {"b": np.zeros(10, np.float32)}}), expected, Encoding(), None)
     with pytest.raises(UpdateError, match="names differ: z"):
-        manifest.require_manifest_fits(update({"model": {"z": MODEL["b"]}}), expected, Encoding(), None)
+        checks.require_manifest_fits(update({"model": {"z": MODEL["b"]}}), expected, Encoding(), None)
 
 
 def test_without_types_and_shapes_the_bytes_alone_are_bounded_by_the_model() -> None:
     """An update of an older agent; one of more bytes than the model's, or with a bundle more, is refused."""
     plain = update({"model": MODEL}, layouts={})
-    manifest.require_manifest_fits(plain, Expected({"model": MODEL}), Encoding(), None)
+    checks.require_manifest_fits(plain, UpdateSchema({"model": MODEL}), Encoding(), None)
     large = msgspec.structs.replace(plain, bundles={"model": BlobRef(sha256="0" * 64, size=40_000)})
     with pytest.raises(UpdateError, match="has 40000 bytes, and what was asked for has"):
-        manifest.require_manifest_fits(large, Expected({"model": MODEL}), Encoding(), None)
+        checks.require_manifest_fits(large, UpdateSchema({"model": MODEL}), Encoding(), None)
     more = msgspec.structs.replace(plain, bundles={**plain.bundles, "more": BlobRef(sha256="0" * 64, size=4)})
     with pytest.raises(UpdateError, match="bundle 'more' was not asked for"):
-        manifest.require_manifest_fits(more, Expected({"model": MODEL}), Encoding(), None)
+        checks.require_manifest_fits(more, UpdateSchema({"model": MODEL}), Encoding(), None)
 
 
 def test_where_nothing_is_known_beforehand_a_gibibyte_is_the_most() -> None:
     """Unless the job says it."""
     given = update({"x": {}}, bundles={"x": BlobRef(sha256="0" * 64, size=(1 << 30) + 1)}, layouts={})
     with pytest.raises(UpdateError, match="larger than max_update_mb = 1024"):
-        manifest.require_manifest_fits(given, None, Encoding(), None)
-    manifest.require_manifest_fits(given, None, Encoding(), 1025)
+        checks.require_manifest_fits(given, None, Encoding(), None)
+    checks.require_manifest_fits(given, None, Encoding(), 1025)
 
 
 def test_a_layout_says_what_it_was_made_of() -> None:

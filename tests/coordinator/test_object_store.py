@@ -16,9 +16,9 @@ from object_stores import KEYS, asked
 from streamed import Pair
 from two_sides import noise
 
-from fedquilt.coordinator import object_store, stored
-from fedquilt.coordinator.object_store import Bucket
-from fedquilt.coordinator.places import Where
+from fedquilt.coordinator.delivery.blobs import object_store
+from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
+from fedquilt.coordinator.delivery.blobs.object_store import Bucket
 from fedquilt.core import JobError
 
 CHUNK = 256 * 1024
@@ -100,7 +100,7 @@ class Site:
         self.relay = Relay(port)
         self.bucket = Bucket.from_url(f"http://127.0.0.1:{self.relay.port}/bucket/models", KEYS)
         self.direct = object_stores.bucket(origin)
-        self.pair = Pair(folder, "a", "b", where=Where(listen, None, self.bucket))
+        self.pair = Pair(folder, "a", "b", where=BlobLocationSettings(listen, None, self.bucket))
         self.pair.others.append(self.relay.close)
         self.pair.play(lambda: self.pair.places._stored._clock_known)
 
@@ -233,7 +233,7 @@ def test_a_date_that_is_none_changes_no_clock() -> None:
 
 def test_a_store_that_refuses_rests(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty bucket name: it is asked once, and boards use the broker."""
-    monkeypatch.setattr(stored, "REST_S", 1000.0)
+    monkeypatch.setattr(object_store, "REST_S", 1000.0)
     site.bucket.path = "/nobucket/models"
     pair, board = site.pair, site.pair.boards["a"]
     first, second = (pair.coordinator.depot.store_bytes(noise(4 * CHUNK, seed)) for seed in (7, 8))

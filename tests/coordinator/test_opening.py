@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 from by_hand import MODEL, NETWORK, TABLE, Stage, ones
 
-from fedquilt import bundle, tensors, wire
+from fedquilt import wire
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Ended, Started
-from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.worker import Here
+from fedquilt.coordinator.background_worker import SynchronousWorker
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobEnded, JobStarted, RoundCommitted
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.formats import job_bundle
 
 SMALL_BYTES = 2048  # bundles of more are for the worker
 
 
-class Slow(Here):
+class Slow(SynchronousWorker):
     """A worker that carries out a piece when the test says so."""
 
     def __init__(self) -> None:
@@ -47,12 +49,12 @@ def large(stage: Stage, name: str = "large", **table: Any) -> str:
         "model": tensors.encode_tensors(MODEL),
         "more": tensors.encode_tensors({"x": np.zeros(SMALL_BYTES, np.float32)}),
     }
-    bundle.write_bundle(folder, {"network": NETWORK, "flops": 8}, files)
+    job_bundle.write_bundle(folder, {"network": NETWORK, "flops": 8}, files)
     stage.all, stage.server._only = True, None
     return stage.store.add_job(settings.parse_job({**TABLE, "name": name, **table}), folder)
 
 
-def facts(stage: Stage, id: str) -> list[AnyFact]:
+def facts(stage: Stage, id: str) -> list[AnyEvent]:
     return [fact for _, _, fact in stage.store.read_events(id)]
 
 
@@ -63,7 +65,7 @@ class Killed(BaseException):
 def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
     """Rounds are asked and committed meanwhile, and its log has nothing of it."""
     worker = Slow()
-    stage = Stage(tmp_path, Limits(), worker)
+    stage = Stage(tmp_path, CoordinatorLimits(), worker)
     id = large(stage)
     a = stage.hand("a")
     stage.play()
@@ -73,7 +75,7 @@ def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
     assert (facts(stage, id), len(worker.begun)) == ([], 1)
     worker.go_on()
     stage.play()
-    assert [type(fact) for fact in facts(stage, id)][:1] == [Started]
+    assert [type(fact) for fact in facts(stage, id)][:1] == [JobStarted]
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(id) == "done"
@@ -86,15 +88,15 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
     """The blob is on the disk and no fact names it."""
     append = Store.append_event
 
-    def dies(store: Store, id: str, fact: AnyFact) -> None:
-        if isinstance(fact, Started):
+    def dies(store: Store, id: str, fact: AnyEvent) -> None:
+        if isinstance(fact, JobStarted):
             raise Killed
         append(store, id, fact)
 
     found = []
     for name in ("calm", "killed"):
         worker = Slow()
-        stage = Stage(tmp_path / name, Limits(running=1), worker)
+        stage = Stage(tmp_path / name, CoordinatorLimits(running=1), worker)
         stage.store.set_status(stage.job, "done")
         id, a = large(stage), stage.hand("a")
         stage.play()
@@ -113,7 +115,7 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
         stage.play()
         worker.go_on()
         stage.play()
-        found.append([fact.state for fact in facts(stage, id) if isinstance(fact, Started | Committed)])
+        found.append([fact.state for fact in facts(stage, id) if isinstance(fact, JobStarted | RoundCommitted)])
         stage.store.close()
     assert len(found[0]) == 2
     assert found[0] == found[1]
@@ -122,7 +124,7 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
 def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_tasks(tmp_path: Path) -> None:
     """Another job finds them taken, and what they say of their task meanwhile takes it from nobody."""
     worker = Slow()
-    stage = Stage(tmp_path, Limits(), worker)
+    stage = Stage(tmp_path, CoordinatorLimits(), worker)
     stage.store.set_status(stage.job, "done")
     id, a = large(stage, cohort={"deadline_s": 1000.0}), stage.hand("a")
     stage.play()
@@ -135,7 +137,7 @@ def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_ta
     a.say("claim", wire.Claim(job=id, round=0, attempt=0, accepted=True))
     stage.play()
     assert worker.begun
-    assert not [fact for fact in facts(stage, other) if isinstance(fact, Asked)]
+    assert not [fact for fact in facts(stage, other) if isinstance(fact, CohortSelected)]
     worker.go_on()
     stage.play()
     assert all(a.tasks)
@@ -143,7 +145,7 @@ def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_ta
     assert (a.tasks[-1].job, a.tasks[-1].round, a.tasks[-1].epoch > task.epoch) == (id, 0, True)
     a.answer(ones())
     stage.play()
-    assert [type(fact) for fact in facts(stage, other)].count(Asked) == 1
+    assert [type(fact) for fact in facts(stage, other)].count(CohortSelected) == 1
     stage.store.close()
 
 
@@ -161,7 +163,7 @@ def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -
     worker.go_on()
     stage.play()
     assert stage.store.stored_status(id) == "stopped"
-    assert facts(stage, id)[-1] == Ended("stopped", "by request")
+    assert facts(stage, id)[-1] == JobEnded("stopped", "by request")
     stage.store.close()
 
 
@@ -176,7 +178,7 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Pat
     stage.server._desk.garbage.add_candidates({path.name for path in stage.store.depot.folder.iterdir()}, soon=True)
     stage.server._desk.collect_garbage()
     stage.play()
-    (started,) = [fact for fact in facts(stage, id) if isinstance(fact, Started)]
+    (started,) = [fact for fact in facts(stage, id) if isinstance(fact, JobStarted)]
     assert stage.store.depot.has_blob(started.state)
     a.answer(ones())
     stage.play()
@@ -192,7 +194,7 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
         shutil.rmtree(tmp_path / "bundle")
     elif why == "engine":
         network = {**NETWORK, "name": "resnet"}
-        bundle.write_bundle(
+        job_bundle.write_bundle(
             tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(MODEL)}
         )
     elif why == "method":
@@ -212,7 +214,7 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
     }[why]
     assert (said.job, said.phase, said.rounds, cleared.payload) == (stage.job, status, 1, b"")
     assert reason in said.note
-    assert [fact.status for fact in stage.told(Ended)] == ([] if why == "stopped" else [status])
+    assert [fact.status for fact in stage.told(JobEnded)] == ([] if why == "stopped" else [status])
     late = stage.broker.connect()
     late.subscribe([topic])
     stage.play()

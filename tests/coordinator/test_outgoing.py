@@ -8,16 +8,16 @@ import random
 from wired import MESSAGES
 
 from fedquilt import wire
-from fedquilt.coordinator.outgoing import Issues
+from fedquilt.coordinator.delivery.task_dispatch import TaskDispatcher
 from fedquilt.core import Task
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.transport.memory_link import MemoryBroker
 
 TASK = next(each for each in MESSAGES if isinstance(each, Task))
 
 
 def test_the_next_repetition_is_that_of_the_earliest_open_task() -> None:
     """Compared with a look at all of them after each of 2,000 steps."""
-    issues, draw = Issues(MemoryBroker().connect(), wire.Topics("f")), random.Random(0)
+    issues, draw = TaskDispatcher(MemoryBroker().connect(), wire.Topics("f")), random.Random(0)
     for step in range(2000):
         now_s, device = float(step), f"d{draw.randrange(12)}"
         match draw.randrange(4):

@@ -14,15 +14,23 @@ from by_hand import MODEL, Hand, Stage
 from msgspec.structs import replace
 
 from fedquilt import wire
-from fedquilt.coordinator import mending, summing
-from fedquilt.coordinator.boards_link import Boards, NotedLink
-from fedquilt.coordinator.facts import Answered, Closed, Committed, Ended, Folded, Lost, Started
-from fedquilt.coordinator.limits import Limits
+from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.coordinator.background_worker import SynchronousWorker
+from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import (
+    JobEnded,
+    JobStarted,
+    RoundClosed,
+    RoundCommitted,
+    UpdateAccepted,
+    UpdateLost,
+    UpdatesAggregated,
+)
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import devices, why
-from fedquilt.coordinator.worker import Here
-from fedquilt.on_disk import Scratch
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import aggregator, blob_recovery
+from fedquilt.coordinator.views import devices, round_outcomes
 
 NORMED = {
     **MODEL,
@@ -30,19 +38,19 @@ NORMED = {
     "2.running_var": np.ones(2, np.float32),
     "2.num_batches_tracked": np.array(0),
 }  # of a batch norm: what it has seen, and a number without axes
-TIGHT = Limits(waiting_mb=0)  # two updates at a time
+TIGHT = CoordinatorLimits(waiting_mb=0)  # two updates at a time
 COHORT = {"start_devices": 6, "quorum": 0.5, "deadline_s": 20.0}
 
 
 @pytest.fixture(autouse=True)
 def laid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of any size lie on the disk."""
-    monkeypatch.setattr(summing, "Scratch", partial(Scratch, least=1))
-    for module in (mending, summing):
+    monkeypatch.setattr(aggregator, "ScratchFile", partial(ScratchFile, least=1))
+    for module in (blob_recovery, aggregator):
         monkeypatch.setattr(module, "WHOLE_BYTES", 0)
 
 
-class Slow(Here):
+class Slow(SynchronousWorker):
     """A worker that carries out a piece when the test says so; a sum is stored with each update."""
 
     def __init__(self) -> None:
@@ -66,7 +74,7 @@ class Paced(Stage):
 
     worker: Slow
 
-    def __init__(self, folder: Path, limits: Limits = TIGHT, names: str = "abcdef", **table: Any) -> None:
+    def __init__(self, folder: Path, limits: CoordinatorLimits = TIGHT, names: str = "abcdef", **table: Any) -> None:
         super().__init__(folder, limits, Slow(), NORMED, **{"cohort": COHORT, **table})
         self.by_name = {name: self.hand(name) for name in names}
         self.play()
@@ -101,16 +109,16 @@ class Paced(Stage):
 
     @property
     def unfolded(self) -> set[str]:
-        folded = self.told(Folded)[-1].devices if self.told(Folded) else ()
+        folded = self.told(UpdatesAggregated)[-1].devices if self.told(UpdatesAggregated) else ()
         return self.here - set(folded)
 
     @property
     def answered(self) -> list[str]:
-        return [fact.update.device for fact in self.told(Answered)]
+        return [fact.update.device for fact in self.told(UpdateAccepted)]
 
     @property
     def states(self) -> list[str]:
-        return [fact.state.sha256 for fact in self.told(Committed)]
+        return [fact.state.sha256 for fact in self.told(RoundCommitted)]
 
 
 def files(hand: Hand) -> list[Path]:
@@ -131,7 +139,7 @@ def calm(folder: Path, names: Sequence[str]) -> list[str]:
     for name in names:
         hands[name].answer(moved(name))
     stage.play()
-    return [fact.state.sha256 for fact in stage.told(Committed)]
+    return [fact.state.sha256 for fact in stage.told(RoundCommitted)]
 
 
 def test_no_more_comes_than_may_be_here_and_who_offers_first_is_first(tmp_path: Path) -> None:
@@ -171,7 +179,7 @@ def test_a_board_that_dies_in_its_turn_and_one_that_waits_hold_up_nobody(tmp_pat
     stage.die("d")
     stage.work(16.0)
     assert stage.answered == list("bcef")
-    assert not stage.told(Closed)
+    assert not stage.told(RoundClosed)
     stage.work(8.0)
     assert stage.broker.now_s < 30.0
     assert stage.states == calm(tmp_path / "calm", "bcef")
@@ -184,7 +192,7 @@ def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path: Path) -
     stage.play(24.0)
     assert stage.broker.now_s > 25.0
     assert stage.here == {"a", "b"}
-    assert not stage.told(Closed)
+    assert not stage.told(RoundClosed)
     stage.work(20.0)
     assert stage.answered == list("abcdef")
     assert stage.states == calm(tmp_path / "calm", "abcdef")
@@ -195,14 +203,14 @@ def test_a_sites_round_ends_in_time_for_the_round_above_whoever_is_held_back(tmp
     stage = Paced(tmp_path)
     (job,) = stage.server.active_jobs()
     assert job.rounds.state is not None
-    job.rounds = replace(job.rounds, ordered=Started(job.rounds.state, actions=("work",), deadline_s=20.0))
+    job.rounds = replace(job.rounds, ordered=JobStarted(job.rounds.state, actions=("work",), deadline_s=20.0))
     stage.answer("abcdef")
     while len(stage.answered) < 3:
         stage.work(0.5)
     stage.play(job.rounds.opened_s + 20.5 - stage.broker.now_s)
-    assert not stage.told(Closed)
+    assert not stage.told(RoundClosed)
     stage.play(1.0)
-    assert stage.told(Closed)
+    assert stage.told(RoundClosed)
     stage.work(10.0, most=6)
     assert len(stage.states) == 1
     assert stage.answered == list("abc")
@@ -213,12 +221,12 @@ def test_an_offer_after_the_deadline_does_not_keep_a_round_open(tmp_path: Path) 
     stage = Paced(tmp_path)
     stage.answer("abcd")
     stage.play(20.0)
-    assert not stage.told(Closed)
+    assert not stage.told(RoundClosed)
     stage.answer("e")
     while "d" not in stage.answered:
-        assert not stage.told(Closed)
+        assert not stage.told(RoundClosed)
         stage.work(0.5)
-    assert stage.told(Closed)
+    assert stage.told(RoundClosed)
     assert stage.answered == list("abcd")
 
 
@@ -230,10 +238,10 @@ def test_a_board_that_dies_while_it_is_held_back_does_not_keep_a_round_open(tmp_
     stage.play(22.0)
     stage.work(14.0)
     assert stage.answered == list("abcd")
-    assert not stage.told(Closed)
+    assert not stage.told(RoundClosed)
     until_s = stage.broker.now_s + 15.0
     stage.work(15.0)
-    assert [fact.round for fact in stage.told(Closed)] == [0]
+    assert [fact.round for fact in stage.told(RoundClosed)] == [0]
     assert stage.broker.now_s <= until_s + 1.0
     assert stage.dues[-1][1] > stage.dues[-1][0]
 
@@ -265,9 +273,9 @@ def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(t
     stage.answer("".join(name for name in "fbdaec" if name not in counted))
     stage.work(15.0)
     assert sorted(stage.answered) == list("abcdef")
-    assert not stage.told(Lost)
+    assert not stage.told(UpdateLost)
     assert stage.states == calm(tmp_path / "calm", "abcdef")
-    assert {fact.status for fact in stage.told(Ended)} == {"done"}
+    assert {fact.status for fact in stage.told(JobEnded)} == {"done"}
 
 
 def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path: Path) -> None:
@@ -290,7 +298,7 @@ def test_what_is_in_a_stored_sum_takes_no_place_after_a_restart(tmp_path: Path) 
     stage = Paced(tmp_path)
     stage.answer("abc")
     stage.work(10.0)
-    assert stage.told(Folded)[-1].devices == ("a", "b", "c")
+    assert stage.told(UpdatesAggregated)[-1].devices == ("a", "b", "c")
     stage.worker = Slow()
     stage.restart()
     stage.play()
@@ -326,7 +334,7 @@ def test_a_round_that_needs_no_more_closes_at_once_though_its_deadline_has_passe
     stage = Paced(tmp_path, cohort={**COHORT, "size": 2, "over_select": 2.0})
     stage.answer("abcdef")
     stage.play(22.0)
-    assert not stage.told(Closed)
+    assert not stage.told(RoundClosed)
     stage.work(3.0)
     assert stage.answered == list("ab")
     assert len(stage.states) == 1
@@ -342,12 +350,12 @@ def test_boards_that_send_for_too_long_make_way_for_those_who_wait_in_time(tmp_p
     while not stage.answered:
         assert stage.broker.now_s < 25.0
         for hand, ref in slow.items():
-            hand.say(f"blob/{ref.sha256}/manifest", wire.Manifest(ref.sha256, ref.size, wire.MAX_CHUNK, ref.sha256))
+            hand.say(f"blob/{ref.sha256}/manifest", wire.BlobManifest(ref.sha256, ref.size, wire.MAX_CHUNK, ref.sha256))
         stage.work(0.5)
     assert stage.broker.now_s > 20.0
     stage.work(40.0)
     assert stage.answered == list("cdef")
-    assert [fact.round for fact in stage.told(Closed)] == [0]
+    assert [fact.round for fact in stage.told(RoundClosed)] == [0]
     assert stage.states == calm(tmp_path / "calm", "cdef")
 
 
@@ -357,12 +365,12 @@ class Noted(Paced):
     def start(self) -> None:
         assert self.store.acquire_lock()
         self.link = self.broker.connect()
-        noted = Boards(self.store.home)
-        self.executor = NotedLink(self.link, "f", self.store.depot, self.store.begin_epoch(), noted)
+        noted = DeviceStatusTracker(self.store.home)
+        self.executor = MonitoringExecutor(self.link, "f", self.store.depot, self.store.begin_epoch(), noted)
         self.server = Server(self.executor, self.store, self.observe, limits=self.limits, worker=self.worker)
 
     def told_of(self, device: str) -> str:
-        return why.format_outcomes(why.load_outcomes(self.store, self.job), 0, device)[0]
+        return round_outcomes.format_outcomes(round_outcomes.load_outcomes(self.store, self.job), 0, device)[0]
 
 
 def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(

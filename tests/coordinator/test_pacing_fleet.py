@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, Committed
-from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.background_worker import SynchronousWorker
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.worker import Here
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.methods import fedavg
-from fedquilt.testing.toys import write_images
+from fedquilt.testing.toy_networks import write_images
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents
 
@@ -32,7 +32,9 @@ class Watched(Server):
     waited = False
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, worker=Here(large_bytes=0), limits=Limits(waiting_mb=0), **more)
+        super().__init__(
+            *given, worker=SynchronousWorker(large_bytes=0), limits=CoordinatorLimits(waiting_mb=0), **more
+        )
 
     def step(self, now_s: float) -> float:
         due_s = super().step(now_s)
@@ -52,13 +54,13 @@ def played(folder: Path, bundle: Path, data: Path) -> tuple[list[str], Any]:
         "fleet": {"devices": 6},
         "data": {"path": str(data), "held": 0.2},
     }
-    plan = agents.Plan(settings.parse_job(table), bundle, folder)
+    plan = agents.FleetPlan(settings.parse_job(table), bundle, folder)
     run, ended = agents.run_fleet_virtually(plan)
     assert ended == "done"
     with Store(plan.home) as store:
         facts = [fact for _, _, fact in store.read_events(run)]
-        found = [fact.state for fact in facts if isinstance(fact, Committed)]
-        assert sum(isinstance(fact, Answered) for fact in facts) == 6 * len(found)
+        found = [fact.state for fact in facts if isinstance(fact, RoundCommitted)]
+        assert sum(isinstance(fact, UpdateAccepted) for fact in facts) == 6 * len(found)
         path = store.depot.blob_path(found[-1].sha256)
         assert path is not None
         return [ref.sha256 for ref in found], tensors.unpack_state(path.read_bytes(), fedavg.State).model

@@ -9,25 +9,29 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import methods, tensors
-from fedquilt.coordinator import admission, facts, manifest, passed, settings, sites
-from fedquilt.coordinator.plan import Plan
-from fedquilt.core import BlobRef, Contribution, Encoding, Expected, Update, UpdateError, Usage
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.coordinator import settings, sites
+from fedquilt.coordinator.rounds import events, message_handler
+from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.updates import checks, site_updates
+from fedquilt.core import BlobRef, DeviceUpdate, Encoding, Update, UpdateError, UpdateSchema, Usage
 
-PLAN = Plan(0, 3, settings.Cohort(), 0)
+PLAN = JobConstants(0, 3, settings.CohortSettings(), 0)
 
 
-def board(name: str, value: float, weight: float = 2.0, **metrics: float) -> Contribution:
+def board(name: str, value: float, weight: float = 2.0, **metrics: float) -> DeviceUpdate:
     model = {"a": np.full((2, 3), value, np.float32), "steps": np.array(7)}
-    return Contribution(name, 4, weight, metrics, {"model": model, "empty": {}})
+    return DeviceUpdate(name, 4, weight, metrics, {"model": model, "empty": {}})
 
 
-def of(given: list[Contribution], weight: float | None = None) -> Contribution:
+def of(given: list[DeviceUpdate], weight: float | None = None) -> DeviceUpdate:
     """A site's update, as it is read from the blobs that it travels as."""
     bundles = {
-        name: tensors.decode_tensors(tensors.encode_tensors(bundle)) for name, bundle in passed.bundle_updates(given)
+        name: tensors.decode_tensors(tensors.encode_tensors(bundle))
+        for name, bundle in site_updates.bundle_updates(given)
     }
-    return Contribution("site", 4, sum(each.weight for each in given) if weight is None else weight, {}, bundles)
+    return DeviceUpdate("site", 4, sum(each.weight for each in given) if weight is None else weight, {}, bundles)
 
 
 def test_what_is_passed_up_is_what_the_boards_sent() -> None:
@@ -35,8 +39,8 @@ def test_what_is_passed_up_is_what_the_boards_sent() -> None:
     given = [board("b", 1.0, loss=0.5), board("a", 2.0, 3.0)]
     update = of(given)
     assert list(update.bundles) == ["site.0"]
-    assert [part.device for part in passed.parts_of_site(update)] == ["a", "b"]
-    for before, after in zip(given, passed.split_site_update(update), strict=True):
+    assert [part.device for part in site_updates.parts_of_site(update)] == ["a", "b"]
+    for before, after in zip(given, site_updates.split_site_update(update), strict=True):
         assert (before.device, before.round, before.weight) == (after.device, after.round, after.weight)
         assert before.metrics == after.metrics
         assert list(before.bundles) == list(after.bundles)
@@ -49,23 +53,23 @@ def test_what_is_passed_up_is_what_the_boards_sent() -> None:
 def test_many_boards_are_cut_into_several_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     """By their bytes or by their tensors, whichever is reached first."""
     given = [board(f"b{number}", float(number)) for number in range(5)]
-    monkeypatch.setattr(passed, "BUNDLE_TENSORS", 4)
-    assert [len(passed._decode_parts(bundle)) for bundle in of(given).bundles.values()] == [2, 2, 1]
-    monkeypatch.setattr(passed, "BUNDLE_TENSORS", 1000)
-    monkeypatch.setattr(passed, "BUNDLE_BYTES", 3 * (2 * 3 * 4 + 8))
+    monkeypatch.setattr(site_updates, "BUNDLE_TENSORS", 4)
+    assert [len(site_updates._decode_parts(bundle)) for bundle in of(given).bundles.values()] == [2, 2, 1]
+    monkeypatch.setattr(site_updates, "BUNDLE_TENSORS", 1000)
+    monkeypatch.setattr(site_updates, "BUNDLE_BYTES", 3 * (2 * 3 * 4 + 8))
     update = of(given)
-    assert [len(passed._decode_parts(bundle)) for bundle in update.bundles.values()] == [3, 2]
-    assert [each.device for each in passed.split_site_update(update)] == [f"b{number}" for number in range(5)]
+    assert [len(site_updates._decode_parts(bundle)) for bundle in update.bundles.values()] == [3, 2]
+    assert [each.device for each in site_updates.split_site_update(update)] == [f"b{number}" for number in range(5)]
 
 
 def test_a_site_of_which_no_board_had_anything_to_send_says_so() -> None:
-    assert passed.split_site_update(of([])) == []
-    assert passed.parts_of_site(of([])) == []
+    assert site_updates.split_site_update(of([])) == []
+    assert site_updates.parts_of_site(of([])) == []
 
 
-def read(update: Contribution) -> list[Contribution]:
-    assert passed.parts_of_site(update)
-    return passed.split_site_update(update)
+def read(update: DeviceUpdate) -> list[DeviceUpdate]:
+    assert site_updates.parts_of_site(update)
+    return site_updates.split_site_update(update)
 
 
 def table(**given: Any) -> np.ndarray:
@@ -89,16 +93,16 @@ def table(**given: Any) -> np.ndarray:
 )
 def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt: dict[str, Any], said: str) -> None:
     with pytest.raises(UpdateError, match=said):
-        read(Contribution("site", 0, 0.0, {}, spoilt))
+        read(DeviceUpdate("site", 0, 0.0, {}, spoilt))
 
 
 def test_a_board_that_is_in_it_twice_is_named() -> None:
     """In one bundle, or in two."""
     with pytest.raises(UpdateError, match="it has a twice"):
-        passed.parts_of_site(of([board("a", 1.0), board("a", 2.0)]))
+        site_updates.parts_of_site(of([board("a", 1.0), board("a", 2.0)]))
     one, other = of([board("a", 1.0)]).bundles["site.0"], of([board("a", 2.0)]).bundles["site.0"]
     with pytest.raises(UpdateError, match="it has a twice"):
-        passed.parts_of_site(Contribution("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
+        site_updates.parts_of_site(DeviceUpdate("site", 4, 4.0, {}, {"site.0": one, "site.1": other}))
 
 
 def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_folded() -> None:
@@ -116,7 +120,7 @@ def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_f
     with pytest.raises(UpdateError, match="b: tensor 'a' has shape"):
         above.fold.__dict__["require"](state, of([plain[0], odd]))
     with pytest.raises(UpdateError, match="this round takes updates alone"):
-        above.fold.__dict__["require"](state, Contribution("site", 0, 1.0, {}, {passed.SUM: {}}))
+        above.fold.__dict__["require"](state, DeviceUpdate("site", 0, 1.0, {}, {site_updates.SUM: {}}))
 
 
 # -- at the coordinator above ---------------------------------------------------------------------
@@ -129,17 +133,19 @@ def update(device: str, *boards: str, size: int = 10) -> Update:
     )
 
 
-def running(*answers: Update) -> facts.Rounds:
+def running(*answers: Update) -> events.JobState:
     """A round that has asked sites and a board, with these answers."""
-    state = facts.apply_event(facts.Rounds(PLAN), facts.Started(BlobRef(sha256="0" * 64, size=1)), 0.0)
-    state = facts.apply_event(state, facts.Asked(0, 0, ("one", "other", "alone")), 0.0)
+    state = events.apply_event(events.JobState(PLAN), events.JobStarted(BlobRef(sha256="0" * 64, size=1)), 0.0)
+    state = events.apply_event(state, events.CohortSelected(0, 0, ("one", "other", "alone")), 0.0)
     for each in answers:
-        state = facts.apply_event(state, facts.Answered(0, each), 0.0)
+        state = events.apply_event(state, events.UpdateAccepted(0, each), 0.0)
     return state
 
 
-def examined(state: facts.Rounds, taken: Update) -> admission.Step:
-    return admission.decide_response("j", state, taken, admission.Examined(taken.device, taken, taken), 0.0)
+def examined(state: events.JobState, taken: Update) -> message_handler.Decision:
+    return message_handler.decide_response(
+        "j", state, taken, message_handler.UpdateValidated(taken.device, taken, taken), 0.0
+    )
 
 
 def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
@@ -147,48 +153,50 @@ def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
     state = running(update("one", "a", "b"))
     step = examined(state, update("other", "b", "c"))
     (fact,) = step.facts
-    assert isinstance(fact, facts.Rejected)
+    assert isinstance(fact, events.UpdateRejected)
     assert fact.reason.startswith("other: b counts in this round already, by one")
     (fine,) = examined(state, update("other", "c")).facts
-    assert isinstance(fine, facts.Answered)
+    assert isinstance(fine, events.UpdateAccepted)
 
 
 def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round() -> None:
     """A board that is a device of both coordinators."""
     own = update("alone")
-    step = admission.decide_response("j", running(update("one", "alone")), None, admission.Offered("alone", own), 0.0)
+    step = message_handler.decide_response(
+        "j", running(update("one", "alone")), None, message_handler.UpdateAnnounced("alone", own), 0.0
+    )
     (fact,) = step.facts
-    assert isinstance(fact, facts.Rejected)
+    assert isinstance(fact, events.UpdateRejected)
     assert "alone counts in this round already, by one" in fact.reason
     (fact,) = examined(running(own), update("one", "alone")).facts
-    assert isinstance(fact, facts.Rejected)
+    assert isinstance(fact, events.UpdateRejected)
     assert "alone counts in this round already, by itself" in fact.reason
 
 
 def test_a_site_does_not_speak_for_a_device_that_the_coordinator_knows() -> None:
     """The device has not answered yet in this round."""
     (fact,) = examined(running(), update("one", "alone")).facts
-    assert isinstance(fact, facts.Rejected)
+    assert isinstance(fact, events.UpdateRejected)
     assert "alone is a device of this coordinator, and speaks for itself" in fact.reason
 
 
 def test_the_boards_of_a_lost_update_may_count_again() -> None:
-    state = facts.apply_event(running(update("one", "a")), facts.Lost(0, "one", "gone"), 0.0)
+    state = events.apply_event(running(update("one", "a")), events.UpdateLost(0, "one", "gone"), 0.0)
     assert state.through == {}
     (fact,) = examined(state, update("other", "a")).facts
-    assert isinstance(fact, facts.Answered)
+    assert isinstance(fact, events.UpdateAccepted)
 
 
 def test_a_sites_update_may_be_as_large_as_its_boards_could_send() -> None:
     """A device without boards sends none; a site is limited by how many it says that it has, up to 10,000."""
-    known = Expected({"model": {"a": tensors.Shaped((1000,), np.dtype(np.float32))}})
-    each = manifest.max_bundle_bytes(known.bundles["model"], Encoding())
+    known = UpdateSchema({"model": {"a": tensors.TensorSpec((1000,), np.dtype(np.float32))}})
+    each = checks.max_bundle_bytes(known.bundles["model"], Encoding())
     with pytest.raises(UpdateError, match="has no right to be one"):
-        manifest.require_manifest_fits(update("one", "a"), known, Encoding(), None)
-    most = 50 * each + manifest.SITE_BYTES
-    manifest.require_manifest_fits(update("one", "a", size=most), known, Encoding(), None, boards=50)
+        checks.require_manifest_fits(update("one", "a"), known, Encoding(), None)
+    most = 50 * each + checks.SITE_BYTES
+    checks.require_manifest_fits(update("one", "a", size=most), known, Encoding(), None, boards=50)
     with pytest.raises(UpdateError, match="50 boards send"):
-        manifest.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), None, boards=50)
-    vast = manifest.BOARDS_MOST * each + manifest.SITE_BYTES + 1
+        checks.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), None, boards=50)
+    vast = checks.BOARDS_MOST * each + checks.SITE_BYTES + 1
     with pytest.raises(UpdateError, match="boards send"):
-        manifest.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), None, boards=2**53)
+        checks.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), None, boards=2**53)

@@ -15,13 +15,14 @@ from streamed import Pair, profile
 from two_sides import TOPICS, Side, noise
 
 from fedquilt import wire
-from fedquilt.blobs import carriers, chunks, over_http, streaming
-from fedquilt.blobs.carriers import Carriers, Ended
-from fedquilt.blobs.download import Pull
-from fedquilt.blobs.intake import ClosedError, Intake
-from fedquilt.blobs.store import Depot
-from fedquilt.core import BlobRef, Placed, Source
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.blobs import chunks
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer import backend, direct_transfer, http_client
+from fedquilt.blobs.transfer.backend import TransferBackend, TransferResult
+from fedquilt.blobs.transfer.blob_writer import BlobWriter, WriterClosedError
+from fedquilt.blobs.transfer.download import Download
+from fedquilt.core import BlobLocation, BlobRef, UploadProgress
+from fedquilt.transport.memory_link import MemoryBroker
 
 MB = 1_000_000
 CHUNK = 256 * 1024
@@ -119,7 +120,7 @@ def test_an_upload_that_is_cut_in_any_chunk_goes_on_over_the_broker(
 def test_connections_that_break_again_and_again_are_gone_on_with(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(over_http, "MISSES_MOST", 100)  # where the machine is busy, some bring nothing
+    monkeypatch.setattr(http_client, "MISSES_MOST", 100)  # where the machine is busy, some bring nothing
     relay = relayed(pair, monkeypatch, most=lambda number: 2 * CHUNK + 100 * number)
     board, sides = pair.boards["a"], (pair.coordinator, pair.boards["a"])
     giver, taker = sides if way == "dn" else sides[::-1]
@@ -138,8 +139,8 @@ def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
 ) -> None:
     """Bytes of a connection that broke may arrive after the answer that told how far it came."""
     relayed(pair, monkeypatch, most=lambda number: 10**9 if number else 2 * CHUNK)
-    told, early = over_http._request_upload_offset, [0]
-    monkeypatch.setattr(over_http, "_request_upload_offset", lambda *of: early.pop() if early else told(*of))
+    told, early = http_client._request_upload_offset, [0]
+    monkeypatch.setattr(http_client, "_request_upload_offset", lambda *of: early.pop() if early else told(*of))
     board = pair.boards["a"]
     ref = board.depot.store_bytes(noise(12 * CHUNK))
     pair.coordinator.transfers.request_blob("a", ref)
@@ -194,7 +195,7 @@ def test_a_host_that_is_not_reached_rests(pair: Pair, monkeypatch: pytest.Monkey
     board.transfers.request_blob("a", first)
     pair.play(lambda: bool(board.errors))
     fetched: list[object] = []
-    monkeypatch.setattr(Carriers, "start_download", lambda *given: fetched.append(given))
+    monkeypatch.setattr(TransferBackend, "start_download", lambda *given: fetched.append(given))
     board.transfers.request_blob("a", second)
     pair.play(lambda: len(board.errors) == 2)
     assert board.errors == {("a", first.sha256): None, ("a", second.sha256): None}
@@ -240,10 +241,10 @@ def test_an_answer_that_is_not_the_range_is_not_written(
     monkeypatch.setattr(
         pair.places,
         "download_locations",
-        lambda device, ref: (Source(url=f"http://127.0.0.1:{server.port}/x?secret=1"),),
+        lambda device, ref: (BlobLocation(url=f"http://127.0.0.1:{server.port}/x?secret=1"),),
     )
     written: list[int] = []
-    monkeypatch.setattr(Intake, "write", lambda self, piece, turn: written.append(len(piece)))
+    monkeypatch.setattr(BlobWriter, "write", lambda self, piece, turn: written.append(len(piece)))
     board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(size))
     board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
@@ -265,7 +266,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
     ref, other = board.depot.store_bytes(noise(2 * CHUNK, 1)), noise(2 * CHUNK, 2)
     (board.depot.folder / ref.sha256).write_bytes(other)
     digests = "".join(hashlib.sha256(other[at : at + CHUNK]).hexdigest() for at in (0, CHUNK))
-    manifest = wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=CHUNK, digests=digests)
+    manifest = wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=CHUNK, digests=digests)
     monkeypatch.setattr(board.transfers._sender, "_find_or_build_manifest", lambda *given: manifest)
     pair.coordinator.transfers.request_blob("a", ref)
     pair.play(lambda: bool(pair.coordinator.errors))
@@ -276,8 +277,8 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
 def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "QUIET_S", 0.2)
-    monkeypatch.setattr(Carriers, "start_upload", lambda *given: None)
+    monkeypatch.setattr(direct_transfer, "QUIET_S", 0.2)
+    monkeypatch.setattr(TransferBackend, "start_upload", lambda *given: None)
     board = pair.boards["a"]
     ref = board.depot.store_bytes(noise(4 * CHUNK))
     pair.coordinator.transfers.request_blob("a", ref)
@@ -286,48 +287,48 @@ def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
     assert pair.broker.chunks == 4
 
 
-class Both(Carriers):
+class Both(TransferBackend):
     """A coordinator with a store, from which nothing comes in this test, and a server of its own."""
 
-    def upload_locations(self, device: str, intake: Intake) -> tuple[Source, ...]:
+    def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
         self.own = intake
-        return (Source(url="http://store/"), Source(url="http://own/", token="t"))
+        return (BlobLocation(url="http://store/"), BlobLocation(url="http://own/", token="t"))
 
-    def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[Source, ...]:
-        return (Source(url="http://store/"),)
+    def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[BlobLocation, ...]:
+        return (BlobLocation(url="http://store/"),)
 
-    def start_download(self, key: tuple[str, str], intake: Intake, sources: Sequence[Source]) -> None:
+    def start_download(self, key: tuple[str, str], intake: BlobWriter, sources: Sequence[BlobLocation]) -> None:
         self.fetched = intake
 
 
 def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhile(tmp_path: Path) -> None:
     """Two carriers that write one part would give it a name although neither has brought all of its bytes."""
-    depot, ways, payload = Depot(tmp_path), Both(), noise(4 * CHUNK)
+    depot, ways, payload = BlobStore(tmp_path), Both(), noise(4 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    pull = Pull(ref, CHUNK, 0.0)
+    pull = Download(ref, CHUNK, 0.0)
     assert pull.handle_manifest(chunks.build_manifest(ref, CHUNK, lambda at, size: payload[at : at + size]), 0.0)
     assert pull.manifest is not None
     depot.open_part(pull.manifest)
-    moved = streaming.Streaming(ways, depot, lambda device, leaf, message: None)
+    moved = direct_transfer.DirectTransfers(ways, depot, lambda device, leaf, message: None)
     moved.start_download(("a", ref.sha256), pull, 0.0)
     turn = ways.own.replace_writer()
     ways.own.write(memoryview(payload[:1000]), turn)
-    moved.handle_upload_progress(("a", ref.sha256), Placed(sha256=ref.sha256, moved=ref.size, done=True), 1.0)
+    moved.handle_upload_progress(("a", ref.sha256), UploadProgress(sha256=ref.sha256, moved=ref.size, done=True), 1.0)
     moved.start_download(("a", ref.sha256), pull, 1.0)
     assert ways.fetched.next_range() == (0, ref.size)
-    with pytest.raises(ClosedError, match="another way"):
+    with pytest.raises(WriterClosedError, match="another way"):
         ways.own.write(memoryview(payload[1000:]), turn)
 
 
-class Late(Carriers):
+class Late(TransferBackend):
     """A coordinator with a store, into which a blob comes after a board has asked for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.came: list[tuple[str, str]] = []
 
-    def download_locations(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        return (Source(url="http://store/"),)
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        return (BlobLocation(url="http://store/"),)
 
     def take_ready_blobs(self) -> list[tuple[str, str]]:
         came, self.came = self.came, []
@@ -359,7 +360,7 @@ def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store
     payload = noise(2 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     manifest = chunks.build_manifest(ref, CHUNK, lambda at, size: payload[at : at + size])
-    sources = pair.places.upload_locations("a", Intake(pair.coordinator.depot, manifest, bytes(2)))
+    sources = pair.places.upload_locations("a", BlobWriter(pair.coordinator.depot, manifest, bytes(2)))
     assert [bool(source.token) for source in sources] == [False, True]
     assert pair.places.uploaded_locations("a", ref, 0) == sources[:1]
     assert pair.places.uploaded_locations("a", ref, 1) == ()
@@ -372,8 +373,8 @@ def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store
 class Store:
     """An object store that nothing is asked of."""
 
-    def accepts(self, device: str, ref: BlobRef) -> tuple[Source, ...]:
-        return (Source(url="http://store/"),)
+    def accepts(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        return (BlobLocation(url="http://store/"),)
 
     def over(self, key: tuple[str, str]) -> None:
         pass
@@ -383,14 +384,14 @@ class Store:
 
 def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store is asked to remove the updates of a thousand boards at once: not by a thousand threads."""
-    ways, begun = Carriers(most=2), list[Callable[[], None]]()
+    ways, begun = TransferBackend(most=2), list[Callable[[], None]]()
 
     class Thread:
         def __init__(self, target: Callable[[], None], **named: object) -> None:
             self.start = lambda: begun.append(target)
 
-    monkeypatch.setattr(carriers.threading, "Thread", Thread)
-    ends = [Ended(("a", str(number)), None, None) for number in range(5)]
+    monkeypatch.setattr(backend.threading, "Thread", Thread)
+    ends = [TransferResult(("a", str(number)), None, None) for number in range(5)]
     for end in ends:
         ways.start_job(partial(lambda end: end, end), end._replace(error="failed"))
     found = []

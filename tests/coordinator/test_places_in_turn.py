@@ -8,8 +8,8 @@ import pytest
 from streamed import Pair
 from two_sides import noise
 
-from fedquilt.blobs.intake import Intake
-from fedquilt.core import Source
+from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.core import BlobLocation
 
 MB = 1_000_000
 
@@ -20,7 +20,7 @@ def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path: Path, monke
     named: list[str] = []
     accepts = pair.places.upload_locations
 
-    def noted(device: str, intake: Intake) -> tuple[Source, ...]:
+    def noted(device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
         named.append(device)
         return accepts(device, intake)
 

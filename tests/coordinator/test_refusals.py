@@ -12,31 +12,34 @@ from by_hand import Hand, Stage, ones
 from job_facts import after, begun, committed, update
 
 from fedquilt import wire
-from fedquilt.coordinator import boards, eligibility
-from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.facts import (
-    Answered,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Ended,
-    Reopened,
-    Resumed,
-    Rounds,
+from fedquilt.coordinator.fleet import device_status
+from fedquilt.coordinator.fleet.registry import DeviceRegistry
+from fedquilt.coordinator.rounds import eligibility
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload
+from fedquilt.coordinator.rounds.eligibility import NOTHING, REFUSALS, UPDATE
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    JobEnded,
+    JobResumed,
+    JobState,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
 )
-from fedquilt.coordinator.fleet import Registry
-from fedquilt.coordinator.refusals import NOTHING, REFUSALS, UPDATE
-from fedquilt.coordinator.rounds import decide_event, devices_to_skip
+from fedquilt.coordinator.rounds.next_event import decide_event, devices_to_skip
 from fedquilt.core import Task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
 START = ("codec", "data", "engine", "method")
 
 
-def alone(state: Rounds, devices: str, starts: str = "") -> dict[str, str]:
+def alone(state: JobState, devices: str, starts: str = "") -> dict[str, str]:
     """Whom a round leaves alone; `starts`: devices that have started anew."""
-    return devices_to_skip(state, set(devices), lambda device: Ask(), lambda device: "2" if device in starts else "1")
+    return devices_to_skip(
+        state, set(devices), lambda device: DeviceWorkload(), lambda device: "2" if device in starts else "1"
+    )
 
 
 def refuse(stage: Stage, hand: Hand, code: str = "data") -> None:
@@ -63,7 +66,7 @@ def play(stage: Stage, without: str, seconds: float, code: str = "data") -> None
 def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_jobs_describes_it() -> None:
     """Each row says whether the failure recurs and how long the device is not selected."""
     codes = set(get_args(wire.RefusalCode))
-    assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - boards.NO_REFUSAL
+    assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - device_status.NO_REFUSAL
     assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding", "removed"}
     assert {code for code, kind in REFUSALS.items() if kind.lasts != "attempt"} <= eligibility.REASONS.keys()
     told = {
@@ -88,9 +91,9 @@ def test_boards_without_data_are_asked_once_and_the_others_make_every_round(
     for name in "abcde":
         stage.hand(name)
     play(stage, "cde", 30.0, code)
-    assert len(stage.told(Committed)) == 8
-    assert not stage.told(Reopened)
-    assert sorted(fact.device for fact in stage.told(Declined)) == ["c", "d", "e"]
+    assert len(stage.told(RoundCommitted)) == 8
+    assert not stage.told(RoundRetried)
+    assert sorted(fact.device for fact in stage.told(TaskDeclined)) == ["c", "d", "e"]
 
 
 def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path: Path) -> None:
@@ -101,13 +104,13 @@ def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path: Path) -> No
     play(stage, "c", 2.0)
     stage.restart()
     play(stage, "c", 4.0)
-    assert [fact.device for fact in stage.told(Declined)] == ["c"]
-    before = len(stage.told(Committed))
+    assert [fact.device for fact in stage.told(TaskDeclined)] == ["c"]
+    before = len(stage.told(RoundCommitted))
     assert before > 5
     stage.hands[-1].say("presence", wire.Presence(online=True, boot="2"), retain=True)
     play(stage, "", 4.0)
-    assert "c" in {fact.update.device for fact in stage.told(Answered)}
-    assert len(stage.told(Declined)) == 1
+    assert "c" in {fact.update.device for fact in stage.told(UpdateAccepted)}
+    assert len(stage.told(TaskDeclined)) == 1
 
 
 def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> None:
@@ -116,48 +119,54 @@ def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> Non
     for name in "ab":
         stage.hand(name)
     play(stage, "ab", 40.0)
-    (ended,) = stage.told(Ended)
+    (ended,) = stage.told(JobEnded)
     assert (ended.status, ended.code) == ("failed", "data")
     assert ended.reason.startswith("the data cannot be used in round 0 on 2 of 2 devices (no data here).\nFix: correct")
-    assert not stage.told(Reopened)
+    assert not stage.told(RoundRetried)
 
 
 def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for() -> None:
     """Also in another attempt at the same round; a check that it has no data for says nothing of the work."""
-    state = after(begun(rounds=9, check_every=2, size=2), Asked(0, 0, tuple("abc")))
-    state = after(state, state.decline_event("a", "data", "none", Ask(), "1"))
+    state = after(begun(rounds=9, check_every=2, size=2), CohortSelected(0, 0, tuple("abc")))
+    state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
     assert alone(state, "abc") == {"a": "data"}
-    assert alone(after(state, Reopened(0, 1)), "abc") == {"a": "data"}
+    assert alone(after(state, RoundRetried(0, 1)), "abc") == {"a": "data"}
     assert alone(state, "abc", starts="a") == {}
-    assert alone(after(state, Ended("stopped"), Resumed()), "abc") == {}
-    work = after(state, *(Answered(0, update(device)) for device in "bc"), Closed(0), committed(0))
+    assert alone(after(state, JobEnded("stopped"), JobResumed()), "abc") == {}
+    work = after(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
     assert work.actions == ("work",)
     assert alone(work, "abc") == {}
 
 
 def test_where_the_others_are_too_few_all_are_asked_once_in_each_round() -> None:
     """Two of three would do for no round of three: the third is asked again in the next round, not in this one."""
-    state = after(begun(min_devices=2, rounds=9), Asked(0, 0, tuple("abc")))
-    state = after(state, state.decline_event("a", "data", "none", Ask(), "1"))
-    assert alone(after(state, Reopened(0, 1)), "ab") == {"a": "data"}
-    state = after(state, *(Answered(0, update(device)) for device in "bc"), Closed(0), committed(0))
+    state = after(begun(min_devices=2, rounds=9), CohortSelected(0, 0, tuple("abc")))
+    state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
+    assert alone(after(state, RoundRetried(0, 1)), "ab") == {"a": "data"}
+    state = after(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
     assert alone(state, "ab") == {}
     assert alone(state, "abc") == {"a": "data"}
 
 
 def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked() -> None:
     """The time for which a round waits for boards to come has passed when the second refuses: c is there."""
-    state = after(begun(size=2, deadline_s=600.0), Asked(0, 0, ("a", "b")), *(Declined(0, d, "data", "") for d in "ab"))
-    assert decide_event(state, 11.0, set("abcd")) == Asked(0, 0, ("c", "d"))
-    assert decide_event(state, 11.0, set("ab")) == Reopened(0, 1)
-    assert decide_event(state, 600.0, set("abcd")) == Reopened(0, 1)
+    state = after(
+        begun(size=2, deadline_s=600.0),
+        CohortSelected(0, 0, ("a", "b")),
+        *(TaskDeclined(0, d, "data", "") for d in "ab"),
+    )
+    assert decide_event(state, 11.0, set("abcd")) == CohortSelected(0, 0, ("c", "d"))
+    assert decide_event(state, 11.0, set("ab")) == RoundRetried(0, 1)
+    assert decide_event(state, 600.0, set("abcd")) == RoundRetried(0, 1)
 
 
 def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused() -> None:
     """They are not told as silent."""
-    state = after(begun(size=3, attempts=2), Asked(0, 0, tuple("abc")))
-    state = after(state, state.decline_event("a", "data", "none", Ask(), "1"), Answered(0, update("b")))
-    state = after(state, Reopened(0, 1), Asked(0, 1, ("c",)))
+    state = after(begun(size=3, attempts=2), CohortSelected(0, 0, tuple("abc")))
+    state = after(
+        state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"), UpdateAccepted(0, update("b"))
+    )
+    state = after(state, RoundRetried(0, 1), CohortSelected(0, 1, ("c",)))
     fact: Any = decide_event(state, 10.0, set("bc"))
     assert (
         "1 answered, 1 declined, 1 stayed silent, and 3 updates are needed; refused: a: none; silent: c" in fact.reason
@@ -166,7 +175,7 @@ def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused() -> None:
 
 def test_a_start_is_another_with_another_boot_or_profile() -> None:
     """The same messages again are none; of a board that has not been heard there is no start."""
-    registry, profile = Registry(), plain.profile()
+    registry, profile = DeviceRegistry(), plain.profile()
     assert registry.agent_start_key("a") == ""
     registry.update_presence("a", wire.Presence(online=True, boot="1"), 0.0)
     registry.update_profile("a", profile)
@@ -186,7 +195,7 @@ PASSING = sorted(code for code in get_args(wire.RefusalCode) if not REFUSALS[cod
 
 def asked(stage: Stage) -> list[tuple[int, int, tuple[str, ...]]]:
     """Return round, attempt and devices of every selection."""
-    return [(fact.round, fact.attempt, fact.devices) for fact in stage.told(Asked)]
+    return [(fact.round, fact.attempt, fact.devices) for fact in stage.told(CohortSelected)]
 
 
 @pytest.mark.parametrize("code", RECURS)
@@ -196,10 +205,10 @@ def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(
     for name in "abc":
         stage.hand(name)
     play(stage, "abc", 60.0, code)
-    (ended,) = stage.told(Ended)
+    (ended,) = stage.told(JobEnded)
     assert asked(stage) == [(0, 0, ("a", "b", "c"))]
-    assert len(stage.told(Declined)) == 3
-    assert not stage.told(Reopened)
+    assert len(stage.told(TaskDeclined)) == 3
+    assert not stage.told(RoundRetried)
     assert (ended.status, ended.code) == ("failed", code)
     kind = REFUSALS[code]
     assert ended.reason == f"{kind.cause} in round 0 on 3 of 3 devices (no data here).\nFix: {kind.fix}."
@@ -214,9 +223,9 @@ def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others
     for name in "abc":
         stage.hand(name)
     play(stage, "c", 60.0, code)
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
-    assert [fact.round for fact in stage.told(Committed)] == [0, 1, 2]
-    declined = [fact.round for fact in stage.told(Declined)]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+    assert [fact.round for fact in stage.told(RoundCommitted)] == [0, 1, 2]
+    declined = [fact.round for fact in stage.told(TaskDeclined)]
     assert declined == ([0, 1, 2] if REFUSALS[code].lasts == "round" else [0])
     assert len(asked(stage)) == 3
 
@@ -228,10 +237,10 @@ def test_a_passing_failure_is_tried_again(tmp_path: Path, code: str) -> None:
     for name in "abc":
         stage.hand(name)
     play(stage, "abc", 9.0, code)
-    assert len(stage.told(Declined)) == 3
+    assert len(stage.told(TaskDeclined)) == 3
     play(stage, "", 20.0)
     assert asked(stage) == [(0, 0, ("a", "b", "c")), (0, 1, ("a", "b", "c"))]
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
 def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path: Path) -> None:
@@ -243,11 +252,11 @@ def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path: Path)
     refuse(stage, stage.hands[0], "diverged")
     stage.hands[1].answer(ones(2.0))
     stage.play(35.0)
-    assert [(fact.round, fact.attempt) for fact in stage.told(Reopened)] == [(0, 1)]
+    assert [(fact.round, fact.attempt) for fact in stage.told(RoundRetried)] == [(0, 1)]
     stage.hands[2].answer(ones(2.0))
     stage.play(2.0)
     assert asked(stage) == [(0, 0, ("a", "b", "c")), (0, 1, ("c",))]
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
 def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tmp_path: Path) -> None:
@@ -256,7 +265,7 @@ def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tm
     for name in "abc":
         stage.hand(name)
     play(stage, "ab", 40.0, "diverged")
-    (ended,) = stage.told(Ended)
+    (ended,) = stage.told(JobEnded)
     assert ended.reason.startswith("training diverged in round 0 on 2 of 3 devices (no data here).\nFix: lower")
     assert len(asked(stage)) == 1
 
@@ -270,7 +279,7 @@ def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path: Path) -> No
     for hand in stage.hands:
         hand.answer(ones(float("nan")))
     stage.play(40.0)
-    (ended,) = stage.told(Ended)
+    (ended,) = stage.told(JobEnded)
     assert (ended.status, ended.code) == ("failed", "update")
     assert ended.reason.startswith("the update was rejected in round 0 on 2 of 2 devices (")
     assert "not finite" in ended.reason
@@ -289,9 +298,9 @@ def test_a_device_with_a_full_disk_is_not_selected_until_it_reports_free_space(t
     for hand in stage.hands[:-1]:
         hand.answer(ones(2.0))
     play(stage, "", 5.0)
-    assert len(stage.told(Committed)) > 3
+    assert len(stage.told(RoundCommitted)) > 3
     assert len(full.tasks) == 2  # one task, and that it was withdrawn
     full.say("telemetry", wire.Telemetry(disk_full=False))
     play(stage, "", 5.0)
-    assert "c" in {fact.update.device for fact in stage.told(Answered)}
-    assert len(stage.told(Declined)) == 1
+    assert "c" in {fact.update.device for fact in stage.told(UpdateAccepted)}
+    assert len(stage.told(TaskDeclined)) == 1

@@ -9,9 +9,9 @@ from by_hand import Hand, Noted, ones
 
 from fedquilt import wire
 from fedquilt.cli import main
-from fedquilt.coordinator import admission
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.facts import Answered, Ended, Rejected
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.rounds import message_handler
+from fedquilt.coordinator.rounds.events import JobEnded, UpdateAccepted, UpdateRejected
 
 
 class Home(Noted):
@@ -28,7 +28,7 @@ class Home(Noted):
         return sorted(topic for topic in self.broker._retained if f"/dev/{device}/" in topic)
 
     def known(self) -> list[str]:
-        with BoardStore(self.store.home) as store:
+        with TelemetryStore(self.store.home) as store:
             return [each.device for each in store.load_statuses()]
 
 
@@ -50,7 +50,7 @@ def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     a.answer(ones())
     stage.play(10.0)
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     told = stage.said(capsys, "b", "--remove")
     assert told.startswith("b: removed at the coordinator's next look")
     assert "fedquilt ca revoke" in told
@@ -74,13 +74,13 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
     assert stage.known() == ["a", "b"]
     stage.said(capsys, "b", "--remove", "--force")
     stage.play()
-    assert [(fact.device, fact.reason) for fact in stage.told(Rejected)] == [("b", admission.REMOVED)]
+    assert [(fact.device, fact.reason) for fact in stage.told(UpdateRejected)] == [("b", message_handler.REMOVED)]
     assert b.tasks[-1] is None
     assert stage.retained("b") == []
     a.answer(ones())
     stage.play()
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a"]
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     stage.store.close()
 
 

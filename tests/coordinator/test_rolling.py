@@ -7,11 +7,11 @@ from typing import Any
 from rolled import MODEL, OTHER, TOPICS, Ground, good
 
 from fedquilt import wire
-from fedquilt.coordinator.rolling import ASK_S, SETTLE_S
-from fedquilt.coordinator.rollouts import Begun, Done, Offered, Passed
+from fedquilt.coordinator.rollout_runner import ASK_S, SETTLE_S
+from fedquilt.coordinator.rounds.rollout import PhasePassed, ReleaseOffered, RolloutCompleted, RolloutStarted
 from fedquilt.coordinator.views import rollouts as view
 from fedquilt.core.messages import UPGRADES
-from fedquilt.disk import Private
+from fedquilt.host.disk import PrivateDisk
 
 
 def told(ground: Ground, *kinds: type) -> list[Any]:
@@ -28,9 +28,10 @@ def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
     assert ground.state(id).status == "done"
     assert len(ground.having()) == 20
     steps = [
-        len(fact.devices) if isinstance(fact, Offered) else type(fact) for fact in told(ground, Offered, Passed, Done)
+        len(fact.devices) if isinstance(fact, ReleaseOffered) else type(fact)
+        for fact in told(ground, ReleaseOffered, PhasePassed, RolloutCompleted)
     ]
-    assert steps == [1, Passed, 4, Passed, 15, Passed, Done]
+    assert steps == [1, PhasePassed, 4, PhasePassed, 15, PhasePassed, RolloutCompleted]
 
 
 def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> None:
@@ -70,13 +71,13 @@ def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(
     for board in boards[1:]:
         board.come()
     ground.play(SETTLE_S)
-    assert len(told(ground, Offered)[0].devices) == 10
+    assert len(told(ground, ReleaseOffered)[0].devices) == 10
 
 
 def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> None:
     """Limits, soak, window, force and name are those of the plan."""
     (board,) = ground.fleet(1)
-    limits = wire.Limits(min_gain=-0.005, max_latency_s=0.04)
+    limits = wire.ReleaseLimits(min_gain=-0.005, max_latency_s=0.04)
     id = ground.deploy(limits=limits, soak_s=5.0, window="02:00-05:00", force=True, name="digits")
     ground.play()
     release = board.releases[0]
@@ -107,7 +108,7 @@ def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(gr
     state = ground.state(id)
     assert (state.status, state.count_outcomes()) == ("done", {"committed": 2})
     assert not any(board.releases for board in unable)
-    begun = told(ground, Begun)[0]
+    begun = told(ground, RolloutStarted)[0]
     assert begun.without == dict.fromkeys(("b-000", "b-001"), "no launcher started the agent")
     said = "begun: agent digits; left out: b-000, b-001 (no launcher started the agent)"
     assert view.format_event(state, begun) == said
@@ -142,7 +143,7 @@ def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground: Groun
     ground.play(30.0)
     assert not any(board.releases for board in old)
     state = ground.state(id)
-    said = view.format_event(state, told(ground, Begun)[0])
+    said = view.format_event(state, told(ground, RolloutStarted)[0])
     assert said == (
         "begun: model digits; left out: b-000 (onnxruntime 1.19.2 loads opset 21 and IR version 10 at most, and the "
         "model has opset 25 and IR version 10: export it with opset_version=21 and that IR version, or install a newer "
@@ -213,9 +214,9 @@ def test_without_a_retained_message_a_board_gets_it_all_the_same(ground: Ground)
 def test_a_release_that_a_board_has_not_heard_is_sent_again(ground: Ground) -> None:
     """A board that stays connected and says nothing of a release may have lost it."""
     (board,) = ground.fleet(1)
-    take, heard = board.take, list[wire.Release | None]()
+    take, heard = board.take, list[wire.DesiredRelease | None]()
 
-    def half_deaf(release: wire.Release | None) -> None:
+    def half_deaf(release: wire.DesiredRelease | None) -> None:
         heard.append(release)
         if len(heard) > 1:
             take(release)
@@ -254,12 +255,12 @@ def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Gr
     board.go()
     board.come()
     ground.play(10.0)
-    assert told(ground, Passed)[0] == Passed(0, (first[1],))
+    assert told(ground, PhasePassed)[0] == PhasePassed(0, (first[1],))
 
 
 def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_are_killed(ground: Ground) -> None:
     """Each coordinator lives for 20 s, a third of the patience. The step passes without the board all the same."""
-    ground.disk = Private()
+    ground.disk = PrivateDisk()
     ground.disk.wall_clock_s = lambda: 1e9 + ground.broker.now_s  # type: ignore[method-assign]
     ground.restart()
     boards = ground.fleet(2)
@@ -273,7 +274,7 @@ def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_
     for _ in range(6):
         ground.restart()
         ground.play(20.0)
-    assert told(ground, Passed) == [Passed(0), Passed(1, (quiet.name,))]
+    assert told(ground, PhasePassed) == [PhasePassed(0), PhasePassed(1, (quiet.name,))]
     assert ground.state(id).status == "done"
 
 

@@ -8,8 +8,8 @@ import pytest
 from rolled import MODEL, OTHER, Ground
 
 from fedquilt import wire
-from fedquilt.coordinator import requests
-from fedquilt.coordinator.rollouts import Heard
+from fedquilt.coordinator import control_requests
+from fedquilt.coordinator.rounds.rollout import StatusReported
 from fedquilt.core import JobError
 
 
@@ -22,7 +22,7 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
     assert len(ground.having()) == 3
     away = next(board for board in boards if board.runs)
     away.go()
-    said = requests.abort_rollout(ground.store, id)
+    said = control_requests.abort_rollout(ground.store, id)
     assert said == f"{id} of digits is ended as soon as a coordinator serves {ground.home}: boards that have it return"
     ground.play()
     assert ground.having() == [away.name]
@@ -32,7 +32,7 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
     assert ground.state(id).status == "aborted"
     assert ground.store.rollouts.find_rollout(id).wish == ""
     with pytest.raises(JobError, match=f"{id} is aborted"):
-        requests.abort_rollout(ground.store, id)
+        control_requests.abort_rollout(ground.store, id)
 
 
 def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
@@ -44,8 +44,8 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
     ground.play(30.0)
     assert len(ground.having(OTHER)) == 6
     with pytest.raises(JobError, match=f"boards have {second} of second since, .*deploy anew .* before {first}"):
-        requests.roll_back_rollout(ground.store, "first")
-    requests.roll_back_rollout(ground.store)
+        control_requests.roll_back_rollout(ground.store, "first")
+    control_requests.roll_back_rollout(ground.store)
     ground.play()
     assert ground.state(second).status == "rolled back"
     assert len(ground.having(MODEL)) == 6
@@ -64,11 +64,11 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, e
     second = ground.deploy(OTHER, name="bad" if ended == "aborted" else "second")
     ground.play(30.0)
     if ended == "rolled back":
-        requests.roll_back_rollout(ground.store, second)
+        control_requests.roll_back_rollout(ground.store, second)
         ground.play()
     assert ground.state(second).status == ended
     with pytest.raises(JobError, match=f"boards were offered {second} of .* since, .*deploy anew .* before {first}"):
-        requests.roll_back_rollout(ground.store, first)
+        control_requests.roll_back_rollout(ground.store, first)
     ground.play()
     assert ground.state(first).status == "done"
     assert len(ground.having(MODEL)) == 4
@@ -90,7 +90,7 @@ def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
         ({"window": "2-5"}, "'2-5' is no window: write it as 02:00-05:00"),
         ({"window": "02:00-02:00"}, "begins when it ends"),
         ({"select": ("Site Lab",)}, "selects no boards"),
-        ({"limits": wire.Limits(max_energy_j=1e300)}, "Plan of model-.* cannot be kept: .*max_energy_j"),
+        ({"limits": wire.ReleaseLimits(max_energy_j=1e300)}, "Plan of model-.* cannot be kept: .*max_energy_j"),
         ({"name": "\udcff"}, "Plan of model-.* cannot be kept: .*surrogates"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> N
     board.take = lambda release: (
         release
         and board.say(  # type: ignore[assignment, method-assign]
-            "installed", wire.Installed(rollout="other", kind="model", serial=1 << 40, phase="committed")
+            "installed", wire.ReleaseStatus(rollout="other", kind="model", serial=1 << 40, phase="committed")
         )
     )
     id = ground.deploy()
@@ -127,7 +127,9 @@ def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
     for number in range(300):
         board.tell(release, "waiting", f"reason {number}")
         ground.play(0.2)
-    assert len([fact for _, _, fact in ground.store.rollouts.read_events(id) if isinstance(fact, Heard)]) == 100
+    assert (
+        len([fact for _, _, fact in ground.store.rollouts.read_events(id) if isinstance(fact, StatusReported)]) == 100
+    )
 
 
 def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:

@@ -11,11 +11,12 @@ import pytest
 from rolled import TOPICS, Ground, Judge, good
 
 from fedquilt import wire
-from fedquilt.coordinator import requests, rollouts
-from fedquilt.coordinator.rollouts import Aborted, Offered, RolledBack
-from fedquilt.coordinator.store import Store
-from fedquilt.testing.faults.disk import Crash, SimDisk
-from fedquilt.testing.faults.platter import Platter
+from fedquilt.coordinator import control_requests
+from fedquilt.coordinator.rounds import rollout
+from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutAborted, RolloutRolledBack
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.testing.faults.disk import SimDisk, SimulatedCrash
+from fedquilt.testing.faults.platter import SimulatedFileSystem
 
 BAD: Judge = lambda device, release: "returned"  # noqa: E731
 
@@ -24,14 +25,14 @@ class Doomed:
     """Computer of a coordinator whose process ends at one of its calls to the disk or the broker."""
 
     def __init__(self, folder: Path, at: int) -> None:
-        self.platter = Platter("/coordinator", folder)
+        self.platter = SimulatedFileSystem("/coordinator", folder)
         self.calls, self.at, self.dead = 0, at, False
 
     def __call__(self, what: str, where: object) -> OSError | None:
         self.calls += 1
         if self.dead or self.calls == self.at:
             self.dead = True
-            raise Crash
+            raise SimulatedCrash
         return None
 
     def disk(self) -> SimDisk:
@@ -57,7 +58,7 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
         try:
             steps(ground)
             return ground
-        except Crash:
+        except SimulatedCrash:
             ground.broker.lose_client(ground.link)
             doomed.dead = False
             ground.disk.end()  # type: ignore[attr-defined]
@@ -78,7 +79,9 @@ def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_
         assert state.status == "done", at
         assert len(ground.having()) == 6
         offered = [
-            fact.devices for _, _, fact in ground.store.rollouts.read_events(state.id) if isinstance(fact, Offered)
+            fact.devices
+            for _, _, fact in ground.store.rollouts.read_events(state.id)
+            if isinstance(fact, ReleaseOffered)
         ]
         assert sorted(sum(offered, ())) == sorted(state.offered)
 
@@ -95,7 +98,7 @@ def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_can
         assert len(ground.ever()) == 1
         assert ground.having() == []
         facts = ground.store.rollouts.read_events(ground.state().id)
-        assert sum(isinstance(fact, Aborted) for _, _, fact in facts) == 1
+        assert sum(isinstance(fact, RolloutAborted) for _, _, fact in facts) == 1
 
 
 def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_boards_that_are_away(
@@ -107,14 +110,14 @@ def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_bo
     id = ground.deploy()
     ground.play()
     board.go()
-    ground.store.rollouts.append_events([(id, RolledBack(ground.store.rollouts.next_serial()))])
+    ground.store.rollouts.append_events([(id, RolloutRolledBack(ground.store.rollouts.next_serial()))])
     ground.restart()
     ground.play(1.0)
     reader = ground.broker.connect()
     reader.subscribe([TOPICS.device_topic(board.name, "dn", "model")])
     ground.play(0.2)
     (message,) = reader.receive()
-    assert wire.decode(message.payload, wire.Release).back
+    assert wire.decode(message.payload, wire.DesiredRelease).back
 
 
 def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path: Path) -> None:
@@ -126,8 +129,8 @@ def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path
         route = wire.parse_topic(topic)
         if route.leaf == "model":
             with Store(ground.home) as written:
-                wanted = rollouts.release_for_device(written.rollouts.find_rollout().state, route.device)
-            assert (wire.decode(payload, wire.Release) if payload else None) == wanted
+                wanted = rollout.release_for_device(written.rollouts.find_rollout().state, route.device)
+            assert (wire.decode(payload, wire.DesiredRelease) if payload else None) == wanted
             sent.append(wanted is not None and wanted.back)
         publish(topic, payload, **named)
 
@@ -137,7 +140,7 @@ def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path
         id = ground.deploy(name=name)
         ground.play(30.0)
         if name == "good":
-            requests.roll_back_rollout(ground.store, id)
+            control_requests.roll_back_rollout(ground.store, id)
             ground.play()
         assert ground.state(id).status == ended
     assert sorted(set(sent)) == [False, True]

@@ -10,8 +10,8 @@ import pytest
 from rolled import MODEL, OTHER, Ground
 
 from fedquilt import wire
-from fedquilt.coordinator.rollouts import Begun, Offered, Plan
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutPlan, RolloutStarted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import StoreError
 
 
@@ -48,7 +48,7 @@ def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) ->
 
         def slow(wanted: str) -> Any:
             found = line(wanted)
-            ground.store.rollouts.append_events([(id, Offered(0, (f"x-{next(number)}",)))])
+            ground.store.rollouts.append_events([(id, ReleaseOffered(0, (f"x-{next(number)}",)))])
             return found
 
         reader.rollouts._load_row = slow  # type: ignore[method-assign]
@@ -80,14 +80,14 @@ def test_a_serial_is_later_than_any_before_and_than_any_of_a_home_that_was_put_b
     """A home that was put back has forgotten serials, which are of seconds that have passed."""
     monkeypatch.setattr("time.time", lambda: 5e9)
     assert ground.store.rollouts.next_serial() == 5_000_000_000
-    ground.store.rollouts.append_events([(ground.deploy(), Begun(6_000_000_000))])
+    ground.store.rollouts.append_events([(ground.deploy(), RolloutStarted(6_000_000_000))])
     assert ground.store.rollouts.next_serial() == 6_000_000_001
 
 
 def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
     """Settings of any kind and limits survive a restart of the coordinator."""
-    plan = Plan(
-        "settings", "s", settings={"budget": "1GB", "governor": {"max_w": 7.5}}, limits=wire.Limits(min_gain=0.0)
+    plan = RolloutPlan(
+        "settings", "s", settings={"budget": "1GB", "governor": {"max_w": 7.5}}, limits=wire.ReleaseLimits(min_gain=0.0)
     )
     id = ground.store.rollouts.add_rollout(plan)
     ground.restart()

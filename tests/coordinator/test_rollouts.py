@@ -10,22 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt import wire
-from fedquilt.coordinator.rollout_log import Kept
-from fedquilt.coordinator.rollouts import (
+from fedquilt.coordinator.rounds.rollout import (
     ALLOWED,
     LONGEST_S,
-    Aborted,
-    AnyFact,
-    Begun,
-    Done,
-    Heard,
-    Offered,
-    Passed,
-    Plan,
-    Restarted,
-    RolledBack,
+    AnyRolloutEvent,
+    PhasePassed,
+    ReleaseOffered,
     Rollout,
-    Seen,
+    RolloutAborted,
+    RolloutCompleted,
+    RolloutDevice,
+    RolloutPlan,
+    RolloutResumed,
+    RolloutRolledBack,
+    RolloutStarted,
+    StatusReported,
     apply_rollout_event,
     decide_rollout_event,
     earlier_wait_s,
@@ -34,6 +33,7 @@ from fedquilt.coordinator.rollouts import (
     release_for_device,
     select_step_devices,
 )
+from fedquilt.coordinator.storage.rollout_log import StoredRollout
 from fedquilt.coordinator.views import rollouts as view
 from fedquilt.core import BlobRef, JobError
 
@@ -44,20 +44,22 @@ def names(count: int) -> list[str]:
     return [f"b-{number:03d}" for number in range(count)]
 
 
-def state(*facts: AnyFact, **plan: Any) -> Rollout:
+def state(*facts: AnyRolloutEvent, **plan: Any) -> Rollout:
     """A rollout with serial 7 after some facts."""
-    found = apply_rollout_event(Rollout("r", Plan(**{"kind": "model", "name": "n", "blob": BLOB, **plan})), Begun(7))
+    found = apply_rollout_event(
+        Rollout("r", RolloutPlan(**{"kind": "model", "name": "n", "blob": BLOB, **plan})), RolloutStarted(7)
+    )
     for fact in facts:
         found = apply_rollout_event(found, fact)
     return found
 
 
-def there(devices: list[str], since_s: float = 0.0) -> dict[str, Seen]:
-    return {device: Seen(True, since_s) for device in devices}
+def there(devices: list[str], since_s: float = 0.0) -> dict[str, RolloutDevice]:
+    return {device: RolloutDevice(True, since_s) for device in devices}
 
 
-def message(phase: Any, serial: int = 7, rollout: str = "r", **changes: Any) -> wire.Installed:
-    return wire.Installed(**{"rollout": rollout, "kind": "model", "serial": serial, "phase": phase, **changes})
+def message(phase: Any, serial: int = 7, rollout: str = "r", **changes: Any) -> wire.ReleaseStatus:
+    return wire.ReleaseStatus(**{"rollout": rollout, "kind": "model", "serial": serial, "phase": phase, **changes})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def message(phase: Any, serial: int = 7, rollout: str = "r", **changes: Any) -> 
 def test_the_canary_is_no_more_than_its_share(count: int, canary: float, wanted: int) -> None:
     """The canary is a share of the boards that are there, and at least one of them."""
     fact = decide_rollout_event(state(canary=canary, phases=(1.0,)), there(names(count)), 0.0, 8)
-    assert isinstance(fact, Offered)
+    assert isinstance(fact, ReleaseOffered)
     assert len(fact.devices) == wanted
 
 
@@ -81,16 +83,18 @@ def test_boards_are_drawn_by_the_rollouts_id() -> None:
 
 def test_a_canary_waits_for_a_board_that_is_there() -> None:
     """With all boards away nothing is offered; the first that comes is the canary."""
-    fleet = {name: Seen(False, 0.0) for name in names(10)}
+    fleet = {name: RolloutDevice(False, 0.0) for name in names(10)}
     assert decide_rollout_event(state(), fleet, 1e9, 8) is None
-    assert decide_rollout_event(state(), {**fleet, "b-003": Seen(True, 0.0)}, 0.0, 8) == Offered(0, ("b-003",))
+    assert decide_rollout_event(state(), {**fleet, "b-003": RolloutDevice(True, 0.0)}, 0.0, 8) == ReleaseOffered(
+        0, ("b-003",)
+    )
 
 
 def test_a_step_that_has_nobody_left_is_passed() -> None:
     """With one board the canary is the fleet."""
     alone = there(["a"])
-    now = state(Offered(0, ("a",)), Heard("a", 7, "committed"))
-    for fact in (Passed(0), Passed(1), Passed(2), Done()):
+    now = state(ReleaseOffered(0, ("a",)), StatusReported("a", 7, "committed"))
+    for fact in (PhasePassed(0), PhasePassed(1), PhasePassed(2), RolloutCompleted()):
         assert decide_rollout_event(now, alone, 0.0, 8) == fact
         now = apply_rollout_event(now, fact)
     assert now.status == "done"
@@ -99,19 +103,28 @@ def test_a_step_that_has_nobody_left_is_passed() -> None:
 
 def test_the_last_step_takes_boards_that_are_away() -> None:
     """A board that is away holds the last step up for no longer than the patience."""
-    fleet = {**there(["a", "b"]), "away": Seen(False, 0.0)}
-    now = state(Offered(0, ("a",)), Heard("a", 7, "committed"), Passed(0), canary=0.5, phases=(1.0,), patience_s=60.0)
-    assert decide_rollout_event(now, fleet, 0.0, 8) == Offered(1, ("away", "b"))
-    now = apply_rollout_event(apply_rollout_event(now, Offered(1, ("away", "b"))), Heard("b", 7, "committed"))
+    fleet = {**there(["a", "b"]), "away": RolloutDevice(False, 0.0)}
+    now = state(
+        ReleaseOffered(0, ("a",)),
+        StatusReported("a", 7, "committed"),
+        PhasePassed(0),
+        canary=0.5,
+        phases=(1.0,),
+        patience_s=60.0,
+    )
+    assert decide_rollout_event(now, fleet, 0.0, 8) == ReleaseOffered(1, ("away", "b"))
+    now = apply_rollout_event(
+        apply_rollout_event(now, ReleaseOffered(1, ("away", "b"))), StatusReported("b", 7, "committed")
+    )
     assert decide_rollout_event(now, fleet, 59.0, 8) is None
-    assert decide_rollout_event(now, fleet, 61.0, 8) == Passed(1, ("away",))
+    assert decide_rollout_event(now, fleet, 61.0, 8) == PhasePassed(1, ("away",))
 
 
 def test_a_step_begins_with_no_time_waited_by_coordinators_before() -> None:
-    restarts = [Offered(0, ("a",)), Heard("a", 7, "committed"), Restarted(50.0, 40.0)]
+    restarts = [ReleaseOffered(0, ("a",)), StatusReported("a", 7, "committed"), RolloutResumed(50.0, 40.0)]
     now = state(*restarts)
     assert (earlier_wait_s(now, "b", False), now.restarts) == (50.0, 1)
-    now = state(*restarts, Passed(0), Offered(1, ("b",)), phases=(1.0,))
+    now = state(*restarts, PhasePassed(0), ReleaseOffered(1, ("b",)), phases=(1.0,))
     assert (earlier_wait_s(now, "b", False), earlier_wait_s(now, "b", True), now.restarts) == (0.0, 0.0, 0)
 
 
@@ -119,18 +132,18 @@ def test_a_step_begins_with_no_time_waited_by_coordinators_before() -> None:
 def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None:
     """A board may wait for its window; the step does not pass before a day and the soak are over."""
     fleet = there(["a", "b", "c", "d"])
-    both = Offered(0, ("a", "b")), Heard("a", 7, "committed"), Heard("b", 7, phase)
+    both = ReleaseOffered(0, ("a", "b")), StatusReported("a", 7, "committed"), StatusReported("b", 7, phase)
     now = state(*both, canary=0.5, phases=(1.0,), patience_s=60.0, abort_above=1.0)
     assert decide_rollout_event(now, fleet, LONGEST_S, 8) is None
     assert find_blocking_devices(now, fleet, LONGEST_S) == ("b",)
     assert find_blocking_devices(now, fleet, LONGEST_S + 61.0) == ()
-    assert decide_rollout_event(now, fleet, LONGEST_S + 61.0, 8) == Passed(0, ("b",))
+    assert decide_rollout_event(now, fleet, LONGEST_S + 61.0, 8) == PhasePassed(0, ("b",))
 
 
 def test_nothing_passes_before_anybody_has_answered() -> None:
     """Without a single answer no patience is long enough: nothing is known of the release."""
-    fleet = {name: Seen(False, 0.0) for name in names(4)}
-    now = state(Offered(0, ("b-000",)), patience_s=1.0)
+    fleet = {name: RolloutDevice(False, 0.0) for name in names(4)}
+    now = state(ReleaseOffered(0, ("b-000",)), patience_s=1.0)
     assert decide_rollout_event(now, fleet, 1e9, 8) is None
     assert find_blocking_devices(now, fleet, 1e9) == ("b-000",)
 
@@ -139,23 +152,25 @@ def test_nothing_passes_before_anybody_has_answered() -> None:
 def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
     """With 20 in the canary two are a tenth, and three are more."""
     devices = names(400)
-    now = state(Offered(0, tuple(devices[:20])), canary=0.05, abort_above=0.1)
+    now = state(ReleaseOffered(0, tuple(devices[:20])), canary=0.05, abort_above=0.1)
     for device in devices[:2]:
-        now = apply_rollout_event(now, Heard(device, 7, failure, "worse"))
+        now = apply_rollout_event(now, StatusReported(device, 7, failure, "worse"))
     assert decide_rollout_event(now, there(devices), 0.0, 8) is None
     fact = decide_rollout_event(
-        apply_rollout_event(now, Heard(devices[2], 7, failure, "worse")), there(devices), 0.0, 8
+        apply_rollout_event(now, StatusReported(devices[2], 7, failure, "worse")), there(devices), 0.0, 8
     )
-    assert fact == Aborted(f"3 of 3 boards failed, more than 10 % (b-000 {failure}: worse)", 8)
+    assert fact == RolloutAborted(f"3 of 3 boards failed, more than 10 % (b-000 {failure}: worse)", 8)
 
 
 def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
     """Two of twenty boards failed and the others said nothing: all that answered have failed."""
     devices = names(200)
-    now = state(Offered(0, tuple(devices[:20])), patience_s=10.0, abort_above=0.1)
+    now = state(ReleaseOffered(0, tuple(devices[:20])), patience_s=10.0, abort_above=0.1)
     for device in devices[:2]:
-        now = apply_rollout_event(now, Heard(device, 7, "refused"))
-    assert isinstance(decide_rollout_event(now, {name: Seen(False, 0.0) for name in devices}, 11.0, 8), Aborted)
+        now = apply_rollout_event(now, StatusReported(device, 7, "refused"))
+    assert isinstance(
+        decide_rollout_event(now, {name: RolloutDevice(False, 0.0) for name in devices}, 11.0, 8), RolloutAborted
+    )
 
 
 @given(
@@ -164,64 +179,67 @@ def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
 def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
     """Neither the order in which boards end nor who falls silent lets more failures pass than the plan allows."""
     devices = names(len(phases))
-    now = state(Offered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
+    now = state(ReleaseOffered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device, phase in zip(devices, phases, strict=True):
-        now = apply_rollout_event(now, Heard(device, 7, phase)) if phase else now  # type: ignore[arg-type]
-    fact = decide_rollout_event(now, {name: Seen(False, 0.0) for name in devices}, 1e6, 8)
+        now = apply_rollout_event(now, StatusReported(device, 7, phase)) if phase else now  # type: ignore[arg-type]
+    fact = decide_rollout_event(now, {name: RolloutDevice(False, 0.0) for name in devices}, 1e6, 8)
     failed = sum(phase in ("refused", "returned", "soaking") for phase in phases)
     ended = sum(phase not in ("waiting", "") for phase in phases)
-    if isinstance(fact, Passed):
+    if isinstance(fact, PhasePassed):
         assert failed <= 0.2 * ended
         assert ended
     elif fact is None:
         assert not any(phase in ("committed", "refused", "returned") for phase in phases)
     else:
-        assert isinstance(fact, Aborted)
+        assert isinstance(fact, RolloutAborted)
         assert failed > 0.2 * ended
 
 
 def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again() -> None:
     """Once the step has passed without it; one that said nothing at all is silent, as before."""
     devices = names(12)
-    now = state(Offered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
+    now = state(ReleaseOffered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device in devices[2:]:
-        now = apply_rollout_event(now, Heard(device, 7, "committed"))
-    now = apply_rollout_event(now, Heard(devices[0], 7, "checking"))
-    fleet = {name: Seen(False, 0.0) for name in devices}
+        now = apply_rollout_event(now, StatusReported(device, 7, "committed"))
+    now = apply_rollout_event(now, StatusReported(devices[0], 7, "checking"))
+    fleet = {name: RolloutDevice(False, 0.0) for name in devices}
     assert now.count_outcomes() == {"checking": 1, "": 1, "committed": 10}
-    for fact in (decide_rollout_event(now, fleet, 1e6, 8), Passed(1), Done()):
-        assert isinstance(fact, Passed | Done)
+    for fact in (decide_rollout_event(now, fleet, 1e6, 8), PhasePassed(1), RolloutCompleted()):
+        assert isinstance(fact, PhasePassed | RolloutCompleted)
         now = apply_rollout_event(now, fact)
     assert (now.status, now.count_outcomes()) == ("done", {"lost": 1, "": 1, "committed": 10})
-    told = view.detail_rollout(Kept(now, 0.0, 0.0, "me", ""))
+    told = view.detail_rollout(StoredRollout(now, 0.0, 0.0, "me", ""))
     assert told["counts"] == {"committed": 10, "lost": 1, "silent": 1}
     assert (told["boards"][0]["phase"], told["boards"][1]["phase"]) == ("lost", "silent")
     assert told["boards"][0]["reason"] == "it came no further than checking and fell silent: it counts as failed"
-    assert apply_rollout_event(now, Heard(devices[0], 7, "committed")).count_outcomes() == {"": 1, "committed": 11}
+    assert apply_rollout_event(now, StatusReported(devices[0], 7, "committed")).count_outcomes() == {
+        "": 1,
+        "committed": 11,
+    }
 
 
 def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
     """A rollout whose last phase is 100 % reaches boards that come later; one of 25 % does not."""
-    rest: tuple[AnyFact, ...] = (
-        Offered(0, ("a",)),
-        Heard("a", 7, "committed"),
-        Passed(0),
-        Passed(1),
-        Passed(2),
-        Done(),
+    rest: tuple[AnyRolloutEvent, ...] = (
+        ReleaseOffered(0, ("a",)),
+        StatusReported("a", 7, "committed"),
+        PhasePassed(0),
+        PhasePassed(1),
+        PhasePassed(2),
+        RolloutCompleted(),
     )
-    assert decide_rollout_event(state(*rest), there(["a", "new"]), 0.0, 8) == Offered(2, ("new",))
-    some = (*rest[:3], Passed(1), Done())
+    assert decide_rollout_event(state(*rest), there(["a", "new"]), 0.0, 8) == ReleaseOffered(2, ("new",))
+    some = (*rest[:3], PhasePassed(1), RolloutCompleted())
     assert decide_rollout_event(state(*some, phases=(0.25,)), there(["a", "new"]), 0.0, 8) is None
 
 
 # -- what boards say, and are to have -------------------------------------------------------------
 def test_what_a_board_says_is_noted_once() -> None:
     """A board repeats its message after each connecting; metrics that are unknown or not finite are dropped."""
-    now = state(Offered(0, ("a",)))
+    now = state(ReleaseOffered(0, ("a",)))
     said = message("soaking", metrics={"accuracy": 0.9, "latency_s": float("inf"), "mine": 1.0}, reason="r")
     fact = event_from_report(now, "a", said)
-    assert fact == Heard("a", 7, "soaking", "r", {"accuracy": 0.9})
+    assert fact == StatusReported("a", 7, "soaking", "r", {"accuracy": 0.9})
     assert event_from_report(apply_rollout_event(now, fact), "a", said) is None
 
 
@@ -234,14 +252,14 @@ def test_what_a_board_says_is_noted_once() -> None:
         ("a", message("committed", serial=6, rollout="before")),
     ],
 )
-def test_what_is_of_something_else_is_no_fact(device: str, said: wire.Installed) -> None:
+def test_what_is_of_something_else_is_no_fact(device: str, said: wire.ReleaseStatus) -> None:
     """Messages of a board that was not offered the release, of another kind or of an earlier release are no facts."""
-    assert event_from_report(state(Offered(0, ("a",))), device, said) is None
+    assert event_from_report(state(ReleaseOffered(0, ("a",))), device, said) is None
 
 
 def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
     """A board ignores a release that is older than its own, and would be waited for in vain."""
-    fact = event_from_report(state(Offered(0, ("a",))), "a", message("committed", serial=9, rollout="other"))
+    fact = event_from_report(state(ReleaseOffered(0, ("a",))), "a", message("committed", serial=9, rollout="other"))
     assert fact is not None
     assert (fact.serial, fact.phase) == (7, "refused")
     assert "release 9 of other, and this is 7" in fact.reason
@@ -251,43 +269,43 @@ def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
     ("heard", "back"),
     [((), True), (("waiting",), True), (("soaking",), True), (("committed",), True), (("refused",), False)],
 )
-@pytest.mark.parametrize("ends", [Aborted("why", 9), RolledBack(9)])
-def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back: bool, ends: AnyFact) -> None:
+@pytest.mark.parametrize("ends", [RolloutAborted("why", 9), RolloutRolledBack(9)])
+def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back: bool, ends: AnyRolloutEvent) -> None:
     """A board that has refused the release has nothing to return from."""
-    facts = [Offered(0, ("a",)), *(Heard("a", 7, phase) for phase in heard)]
-    facts += [Passed(0), Done(), ends] if isinstance(ends, RolledBack) else [ends]
+    facts = [ReleaseOffered(0, ("a",)), *(StatusReported("a", 7, phase) for phase in heard)]
+    facts += [PhasePassed(0), RolloutCompleted(), ends] if isinstance(ends, RolloutRolledBack) else [ends]
     now = state(*facts)
     sent = release_for_device(now, "a")
     if not back:
         assert sent is None
         assert now.device_phase("a") == "refused"
         return
-    assert sent == wire.Release(rollout="r", kind="model", serial=9, name="n", back=True)
+    assert sent == wire.DesiredRelease(rollout="r", kind="model", serial=9, name="n", back=True)
     assert now.device_phase("a") == ""
-    assert apply_rollout_event(now, Heard("a", 9, "returned")).device_phase("a") == "returned"
+    assert apply_rollout_event(now, StatusReported("a", 9, "returned")).device_phase("a") == "returned"
 
 
 def test_who_was_not_offered_it_is_sent_nothing() -> None:
     """A board outside the step is sent no release."""
-    assert release_for_device(state(Offered(0, ("a",))), "b") is None
+    assert release_for_device(state(ReleaseOffered(0, ("a",))), "b") is None
 
 
 def test_facts_that_cannot_follow_are_refused() -> None:
     """Every fact is refused in every status that ALLOWED does not list for it."""
-    facts: Mapping[type, AnyFact] = {
-        Begun: Begun(8),
-        Offered: Offered(0, ("a",)),
-        Heard: Heard("a", 7, "waiting"),
-        Restarted: Restarted(1.0, 1.0),
-        Passed: Passed(0),
-        Done: Done(),
-        Aborted: Aborted("", 9),
-        RolledBack: RolledBack(9),
+    facts: Mapping[type, AnyRolloutEvent] = {
+        RolloutStarted: RolloutStarted(8),
+        ReleaseOffered: ReleaseOffered(0, ("a",)),
+        StatusReported: StatusReported("a", 7, "waiting"),
+        RolloutResumed: RolloutResumed(1.0, 1.0),
+        PhasePassed: PhasePassed(0),
+        RolloutCompleted: RolloutCompleted(),
+        RolloutAborted: RolloutAborted("", 9),
+        RolloutRolledBack: RolloutRolledBack(9),
     }
     assert facts.keys() == ALLOWED.keys()
     for kind, allowed in ALLOWED.items():
         for status in ("queued", "running", "done", "aborted", "rolled back"):
-            now = Rollout("r", Plan("model", "n"), status)  # type: ignore[arg-type]
+            now = Rollout("r", RolloutPlan("model", "n"), status)  # type: ignore[arg-type]
             if status in allowed:
                 apply_rollout_event(now, facts[kind])
             else:

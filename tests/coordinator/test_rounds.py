@@ -10,27 +10,27 @@ import pytest
 from job_facts import after, begun, committed, update, whole_round
 from msgspec.structs import replace
 
-from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.facts import (
-    Answered,
-    Asked,
-    Closed,
-    Declined,
-    Ended,
-    Rejected,
-    Reopened,
-    Resumed,
-    Rounds,
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload
+from fedquilt.coordinator.rounds.eligibility import AGAIN_ROUNDS
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    JobEnded,
+    JobResumed,
+    JobState,
+    RoundClosed,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
     apply_event,
 )
-from fedquilt.coordinator.refusals import AGAIN_ROUNDS
-from fedquilt.coordinator.rounds import can_skip_decision, decide_event, devices_to_skip, next_decision_s
-from fedquilt.core import JobError, Work
+from fedquilt.coordinator.rounds.next_event import can_skip_decision, decide_event, devices_to_skip, next_decision_s
+from fedquilt.core import JobError, WorkEstimate
 
 
 def test_a_round_asks_everybody_online_when_no_size_is_given() -> None:
     """cohort.size = 0 means all."""
-    assert decide_event(begun(), 0.0, {"b", "a"}) == Asked(0, 0, ("a", "b"))
+    assert decide_event(begun(), 0.0, {"b", "a"}) == CohortSelected(0, 0, ("a", "b"))
 
 
 def test_a_round_waits_for_the_least_number_of_devices() -> None:
@@ -39,58 +39,64 @@ def test_a_round_waits_for_the_least_number_of_devices() -> None:
         first = begun(size=1, **{key: 2})
         later = after(first, *whole_round("a"))
         assert [decide_event(state, 0.0, {"a"}) is None for state in (first, later)] == waits
-        assert isinstance(decide_event(later, 0.0, {"a", "b"}), Asked)
+        assert isinstance(decide_event(later, 0.0, {"a", "b"}), CohortSelected)
 
 
 def test_no_round_commits_with_fewer_than_the_least_number_whatever_the_quorum() -> None:
     """Half of four would do, three have to be there; a fleet that has gone costs no attempt, one that is there does."""
-    state = after(begun(size=4, quorum=0.5, min_devices=3, attempts=1), Asked(0, 0, tuple("abcd")))
-    state = after(state, Answered(0, update("a")), Answered(0, update("b")))
-    assert decide_event(state, 10.0, {"a", "b"}) == Reopened(0, 0)
-    assert isinstance(decide_event(state, 10.0, set("abc")), Ended)
-    assert decide_event(after(state, Answered(0, update("c"))), 10.0, set("abc")) == Closed(0)
+    state = after(begun(size=4, quorum=0.5, min_devices=3, attempts=1), CohortSelected(0, 0, tuple("abcd")))
+    state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
+    assert decide_event(state, 10.0, {"a", "b"}) == RoundRetried(0, 0)
+    assert isinstance(decide_event(state, 10.0, set("abc")), JobEnded)
+    assert decide_event(after(state, UpdateAccepted(0, update("c"))), 10.0, set("abc")) == RoundClosed(0)
 
 
 @pytest.mark.parametrize("answers", [0, 1, 2])
 def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(answers: int) -> None:
     """All five were asked and their wills are published: the one that is back is not all there are, ever."""
-    state = after(begun(), Asked(0, 0, tuple("abcde")), *(Answered(0, update(d)) for d in "ab"[:answers]))
+    state = after(
+        begun(), CohortSelected(0, 0, tuple("abcde")), *(UpdateAccepted(0, update(d)) for d in "ab"[:answers])
+    )
     assert decide_event(state, 1.0, {"a"}) is None
-    assert decide_event(state, 10.0, {"a"}) == Reopened(
+    assert decide_event(state, 10.0, {"a"}) == RoundRetried(
         0, 0
     )  # fewer than half of the five: not a fleet, but a part of one
-    state = after(state, Reopened(0, 0), now_s=10.0)
+    state = after(state, RoundRetried(0, 0), now_s=10.0)
     for device in sorted(set("abc") - state.answered.keys()):
-        assert decide_event(state, 11.0, {device}) == Asked(0, 0, (device,))
-        state = after(state, Asked(0, 0, (device,)), now_s=11.0)
-        assert decide_event(state, 12.0, set("abc")) != Closed(0)
-        state = after(state, Answered(0, update(device)), now_s=12.0)
-    assert decide_event(state, 13.0, set("abc")) == Closed(0)  # d and e have been silent for an attempt, and are gone
+        assert decide_event(state, 11.0, {device}) == CohortSelected(0, 0, (device,))
+        state = after(state, CohortSelected(0, 0, (device,)), now_s=11.0)
+        assert decide_event(state, 12.0, set("abc")) != RoundClosed(0)
+        state = after(state, UpdateAccepted(0, update(device)), now_s=12.0)
+    assert decide_event(state, 13.0, set("abc")) == RoundClosed(
+        0
+    )  # d and e have been silent for an attempt, and are gone
 
 
-def too_large(peak_bytes: int, budget_bytes: int = 100, flops: float = 0.0) -> Ask:
-    return Ask(Work(peak_bytes=peak_bytes, flops=flops), plain.profile(budget_bytes=budget_bytes))
+def too_large(peak_bytes: int, budget_bytes: int = 100, flops: float = 0.0) -> DeviceWorkload:
+    return DeviceWorkload(WorkEstimate(peak_bytes=peak_bytes, flops=flops), plain.profile(budget_bytes=budget_bytes))
 
 
 def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_changed() -> None:
     """Not in the same round, whose other attempts may find memory free; then for less work or with another budget."""
-    state = after(begun(rounds=99), Asked(0, 0, ("a", "b")))
-    state = after(state, state.decline_event("a", "memory", "too big", too_large(50)), Answered(0, update("b")))
+    state = after(begun(rounds=99), CohortSelected(0, 0, ("a", "b")))
+    state = after(state, state.decline_event("a", "memory", "too big", too_large(50)), UpdateAccepted(0, update("b")))
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(50)) == {}
-    state = after(state, Closed(0), committed(0))
+    state = after(state, RoundClosed(0), committed(0))
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(50)) == {"a": "memory"}
     assert devices_to_skip(state, {"b"}, lambda device: too_large(50)) == {}
     for ask in (too_large(49), too_large(50, budget_bytes=101)):
         assert devices_to_skip(state, {"a"}, lambda device, ask=ask: ask) == {}  # type: ignore[misc]
     for round, alone in ((AGAIN_ROUNDS - 1, {"a": "memory"}), (AGAIN_ROUNDS, {})):
         assert devices_to_skip(replace(state, round=round), {"a"}, lambda device: too_large(51)) == alone
-    answered = after(state, Asked(1, 0, ("a",)), Answered(1, update("a", 1)), Closed(1), committed(1))
+    answered = after(
+        state, CohortSelected(1, 0, ("a",)), UpdateAccepted(1, update("a", 1)), RoundClosed(1), committed(1)
+    )
     assert devices_to_skip(answered, {"a"}, lambda device: too_large(50)) == {}
 
 
 def test_a_board_that_declined_for_another_reason_is_asked_again() -> None:
     """And of work whose memory nobody predicts, the operations tell whether it is less."""
-    state = after(begun(rounds=99), Asked(0, 0, ("a", "b")))
+    state = after(begun(rounds=99), CohortSelected(0, 0, ("a", "b")))
     state = after(state, state.decline_event("a", "disk", "full", too_large(0, flops=5.0)))
     state = after(state, state.decline_event("b", "memory", "too big", too_large(0, flops=5.0)))
     state = replace(state, round=1)
@@ -102,74 +108,76 @@ def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last() -
     """Also after a restart between the rounds; a quorum below a half asks for less, declined boards are not counted."""
     last = after(begun(rounds=9), *whole_round(*"abcde"))
     assert decide_event(last, 0.0, {"a", "b"}) is None
-    assert decide_event(last, 0.0, {"a", "b", "c"}) == Asked(1, 0, ("a", "b", "c"))
+    assert decide_event(last, 0.0, {"a", "b", "c"}) == CohortSelected(1, 0, ("a", "b", "c"))
     low = after(begun(rounds=9, quorum=0.4), *whole_round(*"abcde"))
-    assert decide_event(low, 0.0, {"a", "b"}) == Asked(1, 0, ("a", "b"))
+    assert decide_event(low, 0.0, {"a", "b"}) == CohortSelected(1, 0, ("a", "b"))
     asked, *rest = whole_round("a", "b", asked="abcde")
-    declined = [Declined(0, device, "memory", "too big") for device in "cde"]
-    assert decide_event(after(begun(rounds=9), asked, *declined, *rest), 0.0, {"a"}) == Asked(1, 0, ("a",))
+    declined = [TaskDeclined(0, device, "memory", "too big") for device in "cde"]
+    assert decide_event(after(begun(rounds=9), asked, *declined, *rest), 0.0, {"a"}) == CohortSelected(1, 0, ("a",))
 
 
 def test_updates_that_are_refused_do_not_make_one_board_a_fleet() -> None:
     """Of five, four send what is not finite: they are broken, not absent, and the round is not the fifth's alone."""
-    bad = [Rejected(0, device, "NaN") for device in "bcde"]
-    state = after(begun(attempts=1), Asked(0, 0, tuple("abcde")), *bad, Answered(0, update("a")))
+    bad = [UpdateRejected(0, device, "NaN") for device in "bcde"]
+    state = after(begun(attempts=1), CohortSelected(0, 0, tuple("abcde")), *bad, UpdateAccepted(0, update("a")))
     assert decide_event(state, 1.0, set("abcde")) is None
     fact = decide_event(state, 10.0, set("abcde"))
-    assert isinstance(fact, Ended)
+    assert isinstance(fact, JobEnded)
     assert fact.reason.startswith("the update was rejected in round 0 on 4 of 5 devices (NaN).\nFix: ")
 
 
 def test_a_sized_round_asks_that_many_and_over_selects_by_the_share() -> None:
     """2 wanted, half more asked: 3."""
     fact = decide_event(begun(size=2, over_select=0.5), 0.0, set("abcdef"))
-    assert isinstance(fact, Asked)
+    assert isinstance(fact, CohortSelected)
     assert len(fact.devices) == 3
 
 
 def test_a_round_closes_as_soon_as_enough_have_answered() -> None:
     """One of the three asked is not waited for."""
-    state = after(begun(size=2, over_select=0.5), Asked(0, 0, ("a", "b", "c")))
-    state = after(state, Answered(0, update("a")), Answered(0, update("c")))
-    assert decide_event(state, 1.0, set("abc")) == Closed(0)
+    state = after(begun(size=2, over_select=0.5), CohortSelected(0, 0, ("a", "b", "c")))
+    state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("c")))
+    assert decide_event(state, 1.0, set("abc")) == RoundClosed(0)
 
 
 def test_a_device_that_declines_is_replaced_at_once() -> None:
     """And is not asked again in this attempt."""
-    state = after(begun(size=2), Asked(0, 0, ("a", "b")), Declined(0, "a", "memory", "too big"))
-    assert decide_event(state, 1.0, set("abc")) == Asked(0, 0, ("c",))
+    state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big"))
+    assert decide_event(state, 1.0, set("abc")) == CohortSelected(0, 0, ("c",))
 
 
 def test_a_device_that_vanished_is_replaced_but_may_still_answer() -> None:
     """Its answer counts when it comes before the replacement's."""
-    state = after(begun(size=1), Asked(0, 0, ("a",)))
-    assert decide_event(state, 1.0, {"b"}) == Asked(0, 0, ("b",))
-    state = after(state, Asked(0, 0, ("b",)), Answered(0, update("a")))
-    assert decide_event(state, 1.0, {"b"}) == Closed(0)
+    state = after(begun(size=1), CohortSelected(0, 0, ("a",)))
+    assert decide_event(state, 1.0, {"b"}) == CohortSelected(0, 0, ("b",))
+    state = after(state, CohortSelected(0, 0, ("b",)), UpdateAccepted(0, update("a")))
+    assert decide_event(state, 1.0, {"b"}) == RoundClosed(0)
 
 
 def test_the_deadline_closes_a_round_that_has_its_quorum() -> None:
     """Half of 4 is 2."""
-    state = after(begun(size=4, quorum=0.5), Asked(0, 0, tuple("abcd")))
-    state = after(state, Answered(0, update("a")), Answered(0, update("b")))
+    state = after(begun(size=4, quorum=0.5), CohortSelected(0, 0, tuple("abcd")))
+    state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
     assert decide_event(state, 9.9, set("abcd")) is None
     assert next_decision_s(state) == 10.0
-    assert decide_event(state, 10.0, set("abcd")) == Closed(0)
+    assert decide_event(state, 10.0, set("abcd")) == RoundClosed(0)
 
 
 def test_a_round_without_quorum_is_tried_again_with_what_it_has() -> None:
     """Answers are kept; those who have not answered are asked anew."""
-    state = after(begun(size=2), Asked(0, 0, ("a", "b")), Answered(0, update("a")))
-    assert decide_event(state, 10.0, set("ab")) == Reopened(0, 1)
-    state = after(state, Reopened(0, 1), now_s=10.0)
-    assert decide_event(state, 10.0, set("ab")) == Asked(0, 1, ("b",))
+    state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")))
+    assert decide_event(state, 10.0, set("ab")) == RoundRetried(0, 1)
+    state = after(state, RoundRetried(0, 1), now_s=10.0)
+    assert decide_event(state, 10.0, set("ab")) == CohortSelected(0, 1, ("b",))
 
 
 def test_a_job_fails_with_reasons_when_its_attempts_are_used_up() -> None:
     """The reason names who refused, who was silent, and the mend."""
-    state = after(begun(size=2, attempts=1), Asked(0, 0, ("a", "b")), Declined(0, "a", "memory", "too big"))
+    state = after(
+        begun(size=2, attempts=1), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big")
+    )
     fact = decide_event(state, 10.0, {"b"})
-    assert isinstance(fact, Ended)
+    assert isinstance(fact, JobEnded)
     assert fact.status == "failed"
     for part in ("a: too big", "silent: b", "fedquilt resume"):
         assert part in fact.reason
@@ -178,18 +186,23 @@ def test_a_job_fails_with_reasons_when_its_attempts_are_used_up() -> None:
 def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
     """Also of those whom only an earlier attempt has asked; boards that declined are no part of what is needed."""
 
-    def said(state: Rounds, online: set[str], now_s: float = 10.0) -> str:
+    def said(state: JobState, online: set[str], now_s: float = 10.0) -> str:
         fact = decide_event(state, now_s, online)
-        assert isinstance(fact, Ended)
+        assert isinstance(fact, JobEnded)
         return fact.reason
 
-    alone = after(begun(attempts=1), Asked(0, 0, ("a",)), Declined(0, "a", "failed", "too big"))
+    alone = after(begun(attempts=1), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "failed", "too big"))
     assert said(alone, {"a"}).startswith(
         "round 0 asked 1 device in 1 attempt: 0 answered, 1 declined, and 1 update is needed; refused: a: too big.\nFix"
     )
-    state = after(begun(size=5, attempts=2, quorum=0.6), Asked(0, 0, tuple("abcde")))
-    state = after(state, Answered(0, update("a")), Reopened(0, 1), Asked(0, 1, tuple("bcd")))
-    state = after(state, Declined(0, "b", "failed", "too big"), Rejected(0, "c", "NaN"), Declined(0, "d", "none", ""))
+    state = after(begun(size=5, attempts=2, quorum=0.6), CohortSelected(0, 0, tuple("abcde")))
+    state = after(state, UpdateAccepted(0, update("a")), RoundRetried(0, 1), CohortSelected(0, 1, tuple("bcd")))
+    state = after(
+        state,
+        TaskDeclined(0, "b", "failed", "too big"),
+        UpdateRejected(0, "c", "NaN"),
+        TaskDeclined(0, "d", "none", ""),
+    )
     assert said(state, set("abcd")).startswith(
         "round 0 asked 5 devices in 2 attempts: 1 answered, 1 declined, 1 sent what was rejected, 1 had nothing to do, "
         "1 stayed silent, and 3 updates are needed; refused: b: too big; c: NaN; d: ; silent: e.\nFix: see to"
@@ -199,88 +212,108 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
 def test_a_reason_that_many_devices_give_is_told_once() -> None:
     """Nine refuse for one reason, one for another: two reasons, and of nine names five."""
     names = tuple("abcdefghij")
-    state = after(begun(size=10, attempts=1), Asked(0, 0, names))
-    state = after(state, *(Declined(0, device, "failed", "too big") for device in names[1:]))
-    fact = decide_event(after(state, Declined(0, "a", "disk", "broken")), 1e9, set(names))
-    assert isinstance(fact, Ended)
+    state = after(begun(size=10, attempts=1), CohortSelected(0, 0, names))
+    state = after(state, *(TaskDeclined(0, device, "failed", "too big") for device in names[1:]))
+    fact = decide_event(after(state, TaskDeclined(0, "a", "disk", "broken")), 1e9, set(names))
+    assert isinstance(fact, JobEnded)
     assert "; refused: a: broken; b, c, d, e, f and 4 more: too big.\nFix: see to" in fact.reason
 
 
 def test_a_round_in_which_the_method_has_nothing_for_anybody_closes_with_nobody() -> None:
     """Sized or not: there is nothing to wait for, and nothing to try again."""
     for cohort in ({}, {"size": 2}):
-        state = after(begun(**cohort), Asked(0, 0, ("a", "b")))
-        state = after(state, *(Declined(0, device, "none", "nothing for it now") for device in "ab"))
-        assert decide_event(state, 1.0, set("ab")) == Closed(0)
+        state = after(begun(**cohort), CohortSelected(0, 0, ("a", "b")))
+        state = after(state, *(TaskDeclined(0, device, "none", "nothing for it now") for device in "ab"))
+        assert decide_event(state, 1.0, set("ab")) == RoundClosed(0)
 
 
 def test_whom_the_method_has_nothing_for_is_replaced_and_counts_as_answered_only_then() -> None:
     """Of two wanted one has answered and one has nothing to do: c is asked first; where it too is idle, that is all."""
-    state = after(begun(size=2), Asked(0, 0, ("a", "b")), Answered(0, update("a")), Declined(0, "b", "none", ""))
-    assert decide_event(state, 1.0, set("abc")) == Asked(0, 0, ("c",))
-    state = after(state, Asked(0, 0, ("c",)))
+    state = after(
+        begun(size=2),
+        CohortSelected(0, 0, ("a", "b")),
+        UpdateAccepted(0, update("a")),
+        TaskDeclined(0, "b", "none", ""),
+    )
+    assert decide_event(state, 1.0, set("abc")) == CohortSelected(0, 0, ("c",))
+    state = after(state, CohortSelected(0, 0, ("c",)))
     assert decide_event(state, 1.0, set("abc")) is None
-    assert decide_event(after(state, Declined(0, "c", "none", "")), 1.0, set("abc")) == Closed(0)
-    assert decide_event(after(state, Declined(0, "c", "memory", "")), 1.0, set("abc")) == Closed(0)
+    assert decide_event(after(state, TaskDeclined(0, "c", "none", "")), 1.0, set("abc")) == RoundClosed(0)
+    assert decide_event(after(state, TaskDeclined(0, "c", "memory", "")), 1.0, set("abc")) == RoundClosed(0)
 
 
 def test_a_refusal_is_no_answer_with_nothing_to_do() -> None:
     """Two refusals and one that is idle do not make the quorum of two; the round is tried again with all of them."""
-    state = after(begun(size=2), Asked(0, 0, ("a", "b")), Declined(0, "a", "memory", ""), Declined(0, "b", "none", ""))
+    state = after(
+        begun(size=2),
+        CohortSelected(0, 0, ("a", "b")),
+        TaskDeclined(0, "a", "memory", ""),
+        TaskDeclined(0, "b", "none", ""),
+    )
     assert decide_event(state, 1.0, set("ab")) is None
-    state = after(state, Reopened(0, 1))
+    state = after(state, RoundRetried(0, 1))
     assert state.idle == frozenset()
 
 
 def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_deadline() -> None:
     """It may be at its task, whatever it looks like; then the others close the round, and nothing stalls."""
-    state = after(begun(), Asked(0, 0, ("a", "b", "c")), Answered(0, update("a")), Answered(0, update("b")))
+    state = after(
+        begun(), CohortSelected(0, 0, ("a", "b", "c")), UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b"))
+    )
     assert decide_event(state, 1.0, set("abc")) is None
     assert decide_event(state, 9.0, set("ab")) is None
-    assert decide_event(state, 10.0, set("ab")) == Reopened(0, 1)
-    assert decide_event(after(state, Reopened(0, 1), now_s=10.0), 10.0, set("ab")) == Closed(0)
+    assert decide_event(state, 10.0, set("ab")) == RoundRetried(0, 1)
+    assert decide_event(after(state, RoundRetried(0, 1), now_s=10.0), 10.0, set("ab")) == RoundClosed(0)
 
 
 def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_stalls() -> None:
     """Of two wanted one answered and the other died: tried again, then failed with its name."""
-    state = after(begun(size=2, attempts=2), Asked(0, 0, ("a", "b")), Answered(0, update("a")))
-    state = after(state, Reopened(0, 1), now_s=10.0)
+    state = after(begun(size=2, attempts=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")))
+    state = after(state, RoundRetried(0, 1), now_s=10.0)
     assert decide_event(state, 11.0, {"a"}) is None
     assert next_decision_s(state) == 20.0
     fact = decide_event(state, 20.0, {"a"})
-    assert isinstance(fact, Ended)
+    assert isinstance(fact, JobEnded)
     assert fact.status == "failed"
-    assert decide_event(state, 12.0, {"a", "c"}) == Asked(0, 1, ("c",))
+    assert decide_event(state, 12.0, {"a", "c"}) == CohortSelected(0, 1, ("c",))
 
 
 def test_a_fleet_that_is_gone_for_a_night_costs_no_attempt() -> None:
     """Nobody online at the deadline, however often: the job waits, and goes on with whoever comes."""
-    state = after(begun(attempts=1), Asked(0, 0, ("a", "b")))
+    state = after(begun(attempts=1), CohortSelected(0, 0, ("a", "b")))
     for hour in (1, 2, 3):
         now_s = 3600.0 * hour
-        assert decide_event(state, now_s, set()) == Reopened(0, 0)
-        state = after(state, Reopened(0, 0), now_s=now_s)
-    assert decide_event(state, now_s + 1, {"b"}) == Asked(0, 0, ("b",))
+        assert decide_event(state, now_s, set()) == RoundRetried(0, 0)
+        state = after(state, RoundRetried(0, 0), now_s=now_s)
+    assert decide_event(state, now_s + 1, {"b"}) == CohortSelected(0, 0, ("b",))
 
 
 def test_when_everybody_has_declined_the_deadline_is_not_waited_out() -> None:
     """Ten seconds for others to come, of six hundred."""
-    state = after(begun(size=1, deadline_s=600.0), Asked(0, 0, ("a",)), Declined(0, "a", "data", "no data"))
+    state = after(
+        begun(size=1, deadline_s=600.0), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "data", "no data")
+    )
     assert next_decision_s(state) == 10.0
     assert decide_event(state, 9.0, {"a"}) is None
-    assert decide_event(state, 10.0, {"a"}) == Reopened(0, 1)
+    assert decide_event(state, 10.0, {"a"}) == RoundRetried(0, 1)
 
 
 def test_a_refused_update_frees_its_place() -> None:
     """A rejected device counts like one that declined."""
-    state = after(begun(size=1), Asked(0, 0, ("a",)), Rejected(0, "a", "NaN"))
-    assert decide_event(state, 1.0, set("ab")) == Asked(0, 0, ("b",))
+    state = after(begun(size=1), CohortSelected(0, 0, ("a",)), UpdateRejected(0, "a", "NaN"))
+    assert decide_event(state, 1.0, set("ab")) == CohortSelected(0, 0, ("b",))
 
 
 def test_facts_of_another_round_are_refused() -> None:
     """Late and early messages never become facts; a log that holds one is not to be trusted."""
-    state = after(begun(), Asked(0, 0, ("a",)))
-    for fact in (Answered(1, update("a", 1)), Closed(3), committed(1), Declined(2, "a", "x", "y"), Reopened(1, 1)):
+    state = after(begun(), CohortSelected(0, 0, ("a",)))
+    for fact in (
+        UpdateAccepted(1, update("a", 1)),
+        RoundClosed(3),
+        committed(1),
+        TaskDeclined(2, "a", "x", "y"),
+        RoundRetried(1, 1),
+    ):
         with pytest.raises(JobError, match=f"of round {fact.round} in the log of a job whose running round is 0"):
             apply_event(state, fact, 5.0)
 
@@ -289,17 +322,25 @@ def test_the_job_ends_after_its_last_round() -> None:
     """Two rounds, then done."""
     state = begun(rounds=2)
     for round in (0, 1):
-        state = after(state, Asked(round, 0, ("a",)), Answered(round, update("a", round)), Closed(round))
+        state = after(
+            state, CohortSelected(round, 0, ("a",)), UpdateAccepted(round, update("a", round)), RoundClosed(round)
+        )
         assert decide_event(state, 0.0, {"a"}) is None
         state = after(state, committed(round))
-    assert decide_event(state, 0.0, {"a"}) == Ended("done")
+    assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
     assert list(state.history["a"]) == [0, 1]
 
 
 def test_a_method_that_is_finished_ends_the_job_early() -> None:
     """FedStitch ends by itself."""
-    state = after(begun(rounds=9), Asked(0, 0, ("a",)), Answered(0, update("a")), Closed(0), committed(0, True))
-    assert decide_event(state, 0.0, {"a"}) == Ended("done")
+    state = after(
+        begun(rounds=9),
+        CohortSelected(0, 0, ("a",)),
+        UpdateAccepted(0, update("a")),
+        RoundClosed(0),
+        committed(0, True),
+    )
+    assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
 
 
 def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job() -> None:
@@ -307,20 +348,22 @@ def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job() -> Non
     state, seen = begun(rounds=3, check_every=2), []
     for round in range(4):
         seen.append(state.actions)
-        state = after(state, Asked(round, 0, ("a",)), Answered(round, update("a", round)), Closed(round))
+        state = after(
+            state, CohortSelected(round, 0, ("a",)), UpdateAccepted(round, update("a", round)), RoundClosed(round)
+        )
         state = after(state, committed(round))
     assert seen == [("check", "work"), ("work",), ("check", "work"), ("check",)]
-    assert decide_event(state, 0.0, {"a"}) == Ended("done")
+    assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
 
 
 def test_a_stopped_job_decides_nothing_until_it_is_resumed() -> None:
     """It goes on in the round where it was, with a fresh deadline."""
-    state = after(begun(size=2), Asked(0, 0, ("a", "b")), Answered(0, update("a")), Ended("stopped"))
+    state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")), JobEnded("stopped"))
     assert decide_event(state, 99.0, set("ab")) is None
-    state = after(state, Resumed(), now_s=100.0)
+    state = after(state, JobResumed(), now_s=100.0)
     assert decide_event(state, 101.0, set("ab")) is None
     assert state.remaining_s(101.0) == 9.0
-    assert decide_event(after(state, Answered(0, update("b"))), 102.0, set("ab")) == Closed(0)
+    assert decide_event(after(state, UpdateAccepted(0, update("b"))), 102.0, set("ab")) == RoundClosed(0)
 
 
 def test_nothing_is_due_while_no_round_is_open() -> None:
@@ -331,17 +374,19 @@ def test_nothing_is_due_while_no_round_is_open() -> None:
 def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next() -> None:
     """Else a board that is too slow for the round would be asked again and again, while another one waits."""
     first = decide_event(begun(size=2), 0.0, set("abcd"))
-    assert isinstance(first, Asked)
+    assert isinstance(first, CohortSelected)
     slow, quick = first.devices
-    state = after(begun(size=2), first, Answered(0, update(quick)), Reopened(0, 1))
+    state = after(begun(size=2), first, UpdateAccepted(0, update(quick)), RoundRetried(0, 1))
     again = decide_event(state, 0.0, set("abcd"))
-    assert isinstance(again, Asked)
+    assert isinstance(again, CohortSelected)
     assert again.devices != (slow,)
-    assert decide_event(state, 0.0, {slow, quick}) == Asked(0, 1, (slow,))  # where nobody else is left
+    assert decide_event(state, 0.0, {slow, quick}) == CohortSelected(0, 1, (slow,))  # where nobody else is left
     (second,) = again.devices
-    turns = after(state, again, Reopened(0, 2))
-    assert decide_event(turns, 0.0, {slow, second, quick}) == Asked(0, 2, (slow,))  # whoever has waited longest
-    state = after(state, again, Answered(0, update(second)), Closed(0), committed(0))
+    turns = after(state, again, RoundRetried(0, 2))
+    assert decide_event(turns, 0.0, {slow, second, quick}) == CohortSelected(
+        0, 2, (slow,)
+    )  # whoever has waited longest
+    state = after(state, again, UpdateAccepted(0, update(second)), RoundClosed(0), committed(0))
     assert state.silent == ()
 
 
@@ -356,11 +401,11 @@ def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered() -> No
             quorum=draw.choice([0.5, 1.0]),
             over_select=draw.choice([0.0, 0.4, 1.0]),
         )
-        while isinstance(fact := decide_event(state, 1.0, online), Asked):
+        while isinstance(fact := decide_event(state, 1.0, online), CohortSelected):
             state = apply_event(state, fact, 0.0)
         while state.phase == "open" and state.asked and decide_event(state, 1.0, online) is None:
             waits = can_skip_decision(state, 1.0)
-            state = apply_event(state, Answered(0, update(draw.choice(sorted(state.asked)))), 1.0)
+            state = apply_event(state, UpdateAccepted(0, update(draw.choice(sorted(state.asked)))), 1.0)
             if waits and can_skip_decision(state, 1.0):
                 left_out += 1
                 assert decide_event(state, 1.0, online) is None

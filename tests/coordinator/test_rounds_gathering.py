@@ -6,24 +6,33 @@ import msgspec
 import pytest
 from job_facts import BLOB, after, update
 
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Ended, Rounds, Started, apply_event
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.rounds import decide_event
-from fedquilt.coordinator.settings import Cohort, Stop
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    JobConstants,
+    JobEnded,
+    JobStarted,
+    JobState,
+    RoundClosed,
+    RoundCommitted,
+    UpdateAccepted,
+    apply_event,
+)
+from fedquilt.coordinator.rounds.next_event import decide_event
+from fedquilt.coordinator.settings import CohortSettings, JobLimits
 
 
-def played(state: Rounds, online: set[str], most: int = 30) -> list[tuple[int, bool, tuple[str, ...], int]]:
+def played(state: JobState, online: set[str], most: int = 30) -> list[tuple[int, bool, tuple[str, ...], int]]:
     """(round, whether it settles, what is asked, how many are asked) of every round, until the job ends."""
     found = []
     for _ in range(most):
         fact = decide_event(state, 0.0, online)
-        if isinstance(fact, Ended):
+        if isinstance(fact, JobEnded):
             return found
-        assert isinstance(fact, Asked)
+        assert isinstance(fact, CohortSelected)
         found.append((state.round, state.settling, state.actions, len(fact.devices)))
-        answers = [Answered(state.round, update(device, state.round)) for device in fact.devices]
-        state = after(state, fact, *answers, Closed(state.round))
-        state = after(state, Committed(state.round, BLOB, False, {}, took_s=1.0, settled=state.settling))
+        answers = [UpdateAccepted(state.round, update(device, state.round)) for device in fact.devices]
+        state = after(state, fact, *answers, RoundClosed(state.round))
+        state = after(state, RoundCommitted(state.round, BLOB, False, {}, took_s=1.0, settled=state.settling))
     raise AssertionError("the job does not end")
 
 
@@ -47,30 +56,35 @@ def test_a_round_that_does_not_count_comes_before_each_evaluation_and_before_the
     check_every: int, wanted: list[tuple[int, bool, tuple[str, ...], int]]
 ) -> None:
     """Two rounds of two devices of five; all five are asked in the others. Without `settles` there is none."""
-    plan = Plan(0, 2, msgspec.convert({"size": 2}, Cohort), check_every)
+    plan = JobConstants(0, 2, msgspec.convert({"size": 2}, CohortSettings), check_every)
     online = {f"dev-{index}" for index in range(5)}
-    assert played(apply_event(Rounds(plan), Started(BLOB, settles=True), 0.0), online) == wanted
-    plain = played(apply_event(Rounds(plan), Started(BLOB), 0.0), online)
+    assert played(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), online) == wanted
+    plain = played(apply_event(JobState(plan), JobStarted(BLOB), 0.0), online)
     assert [each[1:] for each in plain] == [each[1:] for each in wanted if not each[1]]
 
 
 def test_a_job_that_has_taken_enough_gathers_what_an_evaluation_needs_before_it_ends() -> None:
     """[stop] is reached after the first round of five."""
-    plan = Plan(0, 5, Cohort(), 0, Stop(max_wall_s=0.5))
-    found = played(apply_event(Rounds(plan), Started(BLOB, settles=True), 0.0), {"a"})
+    plan = JobConstants(0, 5, CohortSettings(), 0, JobLimits(max_wall_s=0.5))
+    found = played(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), {"a"})
     assert [(number, settles) for number, settles, _, _ in found] == [(0, False), (1, True)]
 
 
 def test_at_its_deadline_such_a_round_wants_no_more_than_another() -> None:
     """Ten devices, a size of two: five that are silent do not end the job."""
-    plan = Plan(0, 1, msgspec.convert({"size": 2, "deadline_s": 10.0}, Cohort), 0)
-    state = after(apply_event(Rounds(plan), Started(BLOB, settles=True), 0.0), Asked(0, 0, ("a", "b")))
-    state = after(state, *[Answered(0, update(device)) for device in "ab"], Closed(0), Committed(0, BLOB, False, {}))
+    plan = JobConstants(0, 1, msgspec.convert({"size": 2, "deadline_s": 10.0}, CohortSettings), 0)
+    state = after(apply_event(JobState(plan), JobStarted(BLOB, settles=True), 0.0), CohortSelected(0, 0, ("a", "b")))
+    state = after(
+        state,
+        *[UpdateAccepted(0, update(device)) for device in "ab"],
+        RoundClosed(0),
+        RoundCommitted(0, BLOB, False, {}),
+    )
     assert state.settling
     online = set("abcdefghij")
     fact = decide_event(state, 0.0, online)
-    assert isinstance(fact, Asked)
+    assert isinstance(fact, CohortSelected)
     assert set(fact.devices) == online
-    state = after(state, fact, *[Answered(1, update(device, 1)) for device in "abcde"])
+    state = after(state, fact, *[UpdateAccepted(1, update(device, 1)) for device in "abcde"])
     assert decide_event(state, 5.0, online) is None
-    assert decide_event(state, 11.0, online) == Closed(1)
+    assert decide_event(state, 11.0, online) == RoundClosed(1)

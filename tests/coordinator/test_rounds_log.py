@@ -12,58 +12,61 @@ from hypothesis import strategies as st
 from job_facts import BLOB, after, asking, begun, committed, update, whole_round
 from msgspec.structs import replace
 
-from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.facts import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Ended,
-    Extended,
-    Folded,
-    Lost,
-    Noted,
-    Rejected,
-    Reopened,
-    Restarted,
-    Resumed,
-    Rounds,
-    Started,
-    Surveyed,
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload
+from fedquilt.coordinator.rounds.events import (
+    PHASES,
+    TRANSITIONS,
+    AnyEvent,
+    AttemptResumed,
+    CohortSelected,
+    DeadlineExtended,
+    EligibilityRecorded,
+    JobEnded,
+    JobResumed,
+    JobStarted,
+    JobState,
+    NoteRecorded,
+    Phase,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateLost,
+    UpdateRejected,
+    UpdatesAggregated,
     apply_event,
+    next_phases,
 )
-from fedquilt.coordinator.rounds import decide_event, eligibility_event
-from fedquilt.coordinator.settings import Stop
-from fedquilt.coordinator.transitions import PHASES, TRANSITIONS, Phase, next_phases
-from fedquilt.core import JobError, OperatingPoint, Profile, Usage, Work
+from fedquilt.coordinator.rounds.next_event import decide_event, eligibility_event
+from fedquilt.coordinator.settings import JobLimits
+from fedquilt.core import JobError, OperatingPoint, Profile, Usage, WorkEstimate
 
-FACTS: tuple[AnyFact, ...] = (
-    Started(BLOB),
-    Surveyed(0),
-    Asked(0, 0, ("a",)),
-    Declined(0, "a", "x", "y"),
-    Answered(0, update("a")),
-    Rejected(0, "a", "x"),
-    Lost(0, "a", "x"),
-    Closed(0),
-    Extended(0),
-    Folded(0, ("a",), BLOB),
-    Reopened(0, 1),
-    Restarted(0, 3.0),
+FACTS: tuple[AnyEvent, ...] = (
+    JobStarted(BLOB),
+    EligibilityRecorded(0),
+    CohortSelected(0, 0, ("a",)),
+    TaskDeclined(0, "a", "x", "y"),
+    UpdateAccepted(0, update("a")),
+    UpdateRejected(0, "a", "x"),
+    UpdateLost(0, "a", "x"),
+    RoundClosed(0),
+    DeadlineExtended(0),
+    UpdatesAggregated(0, ("a",), BLOB),
+    RoundRetried(0, 1),
+    AttemptResumed(0, 3.0),
     committed(0),
-    Ended("done"),
-    Ended("failed"),
-    Ended("stopped"),
-    Resumed(),
-    Noted("by [trigger]"),
+    JobEnded("done"),
+    JobEnded("failed"),
+    JobEnded("stopped"),
+    JobResumed(),
+    NoteRecorded("by [trigger]"),
 )
 
 
 @pytest.mark.parametrize("fact", FACTS, ids=lambda fact: getattr(fact, "status", type(fact).__name__))
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_fact_leads_where_the_table_says_or_is_refused(fact: AnyFact, phase: Phase) -> None:
+def test_a_fact_leads_where_the_table_says_or_is_refused(fact: AnyEvent, phase: Phase) -> None:
     """Every fact in every phase: a Closed never brings a job that has ended back to life."""
     state = replace(begun(), phase=phase)
     to = [p for p in next_phases(type(fact).__name__, phase) if getattr(fact, "status", p) == p]
@@ -77,38 +80,43 @@ def test_a_fact_leads_where_the_table_says_or_is_refused(fact: AnyFact, phase: P
 def test_the_table_knows_every_fact_and_nothing_leads_out_of_done() -> None:
     """A fact without its row would be refused everywhere."""
     assert (
-        TRANSITIONS.keys() == {type(fact).__name__ for fact in FACTS} == {kind.__name__ for kind in get_args(AnyFact)}
+        TRANSITIONS.keys() == {type(fact).__name__ for fact in FACTS} == {kind.__name__ for kind in get_args(AnyEvent)}
     )
     assert not any("done" in moves for moves in TRANSITIONS.values())
 
 
 def test_a_lost_update_opens_its_round_again_for_its_device_alone() -> None:
     """A round that was closed already is open again, and has the answers of its other devices."""
-    state = after(begun(size=2), Asked(0, 0, ("a", "b")), *(Answered(0, update(name)) for name in "ab"), Closed(0))
-    state = after(state, Lost(0, "b", "its blob is damaged"))
+    state = after(
+        begun(size=2),
+        CohortSelected(0, 0, ("a", "b")),
+        *(UpdateAccepted(0, update(name)) for name in "ab"),
+        RoundClosed(0),
+    )
+    state = after(state, UpdateLost(0, "b", "its blob is damaged"))
     assert (state.phase, state.asked, set(state.answered), state.lost) == ("open", {"b"}, {"a"}, {"b"})
     assert decide_event(state, 1.0, {"a", "b"}) is None
-    state = after(state, Answered(0, update("b")))
-    assert decide_event(state, 1.0, {"a", "b"}) == Closed(0)
-    assert after(state, Closed(0), committed(0)).lost == frozenset()
+    state = after(state, UpdateAccepted(0, update("b")))
+    assert decide_event(state, 1.0, {"a", "b"}) == RoundClosed(0)
+    assert after(state, RoundClosed(0), committed(0)).lost == frozenset()
 
 
 def test_a_log_of_a_job_that_was_stopped_between_two_messages_is_still_replayed() -> None:
     """Earlier coordinators took what came in the same turn as the stop; the work counts once the job is resumed."""
-    state = after(begun(size=2), Asked(0, 0, ("a", "b")), Ended("stopped"), Answered(0, update("a")))
+    state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), JobEnded("stopped"), UpdateAccepted(0, update("a")))
     assert state.phase == "stopped"
-    state = after(state, Resumed(), Answered(0, update("b")))
-    assert decide_event(state, 1.0, {"a", "b"}) == Closed(0)
+    state = after(state, JobResumed(), UpdateAccepted(0, update("b")))
+    assert decide_event(state, 1.0, {"a", "b"}) == RoundClosed(0)
 
 
 def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_restart() -> None:
     """A coordinator that was away cannot tell, and takes the device's own time; the log keeps what was told."""
-    state = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=100.0)
+    state = after(begun(deadline="predicted"), CohortSelected(0, 0, ("a",), {"a": 2.0}), now_s=100.0)
     assert state.acceptance_event(update("a"), 130.0).took_s == 30.0
-    restarted = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=5.0)
+    restarted = after(begun(deadline="predicted"), CohortSelected(0, 0, ("a",), {"a": 2.0}), now_s=5.0)
     slow = msgspec.structs.replace(update("a"), usage=Usage(wall_s=28.0, down_bytes=700, up_bytes=300))
     assert restarted.acceptance_event(slow, 6.0).took_s == 28.0
-    replayed = after(state, Answered(0, slow, 30.0), now_s=9999.0)
+    replayed = after(state, UpdateAccepted(0, slow, 30.0), now_s=9999.0)
     assert replayed.took == {"a": ((0, 30.0, 2.0, 28.0, None, 1, 1000),)}
 
 
@@ -116,71 +124,73 @@ def test_a_survey_notes_what_has_changed_and_then_nothing() -> None:
     """Who can be asked, who cannot and why, and what joules cost; who is not heard of any more is offline."""
     state = begun()
     first = eligibility_event(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0})
-    assert first == Surveyed(0, ("a", "b"), {"hot": ("c",)}, {"a": 2.0})
+    assert first == EligibilityRecorded(0, ("a", "b"), {"hot": ("c",)}, {"a": 2.0})
     state = after(state, first)
     assert eligibility_event(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0}) is None
     second = eligibility_event(state, {"a", "c"}, {}, {"a": 3.0})
-    assert second == Surveyed(0, ("c",), {"offline": ("b",)}, {"a": 3.0})
+    assert second == EligibilityRecorded(0, ("c",), {"offline": ("b",)}, {"a": 3.0})
     state = after(state, second)
     assert (state.eligible, state.passed, state.costs) == ({"a", "c"}, {"b": "offline"}, {"a": 3.0})
-    assert after(state, Surveyed(0, ("b",))).eligible == {"a", "b", "c"}
+    assert after(state, EligibilityRecorded(0, ("b",))).eligible == {"a", "b", "c"}
 
 
 def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes_between() -> None:
     """Being offline for a while does not send it to the back of the queue."""
-    state = replace(after(begun(), Surveyed(0, ("a",), {"hot": ("b",)})), round=5)
-    state = replace(after(state, Surveyed(5, ("b",), {"offline": ("a",)})), round=7)
-    state = after(state, Surveyed(7, ("a",)))
+    state = replace(after(begun(), EligibilityRecorded(0, ("a",), {"hot": ("b",)})), round=5)
+    state = replace(after(state, EligibilityRecorded(5, ("b",), {"offline": ("a",)})), round=7)
+    state = after(state, EligibilityRecorded(7, ("a",)))
     assert state.since == {"a": 0, "b": 0}
-    assert after(state, Asked(7, 0, ("a",))).since == {"a": 7, "b": 0}
+    assert after(state, CohortSelected(7, 0, ("a",))).since == {"a": 7, "b": 0}
 
 
 def test_the_choice_rests_on_what_is_in_the_log() -> None:
     """Of two, the one that has not been asked for three turns of two rounds is asked, however the draw falls."""
     for round in range(20, 40):
         state = replace(begun(rounds=99, size=1), round=round, since={"a": round - 1, "b": round - 6})
-        assert decide_event(state, 0.0, {"a", "b"}) == Asked(round, 0, ("b",))
+        assert decide_event(state, 0.0, {"a", "b"}) == CohortSelected(round, 0, ("b",))
 
 
 def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
     """Not in the middle of one; the reason says which limit."""
-    plan = replace(begun(rounds=9, size=1, check_every=1).plan, stop=Stop(max_joules=5.0))
-    state = after(Rounds(plan), Started(BLOB), Asked(0, 0, ("a",)))
+    plan = replace(begun(rounds=9, size=1, check_every=1).plan, stop=JobLimits(max_joules=5.0))
+    state = after(JobState(plan), JobStarted(BLOB), CohortSelected(0, 0, ("a",)))
     answer = msgspec.structs.replace(update("a"), usage=Usage(energy_j=6.0))
-    state = after(state, Answered(0, answer))
-    assert decide_event(state, 1.0, {"a"}) == Closed(0)
-    state = after(state, Closed(0), committed(0))
-    assert decide_event(state, 1.0, {"a"}) == Ended("done", "max_joules: 6 J of 5 J are used up")
+    state = after(state, UpdateAccepted(0, answer))
+    assert decide_event(state, 1.0, {"a"}) == RoundClosed(0)
+    state = after(state, RoundClosed(0), committed(0))
+    assert decide_event(state, 1.0, {"a"}) == JobEnded("done", "max_joules: 6 J of 5 J are used up")
 
 
 def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
     """Rounds of 30 s and 40 s are 70 s, also when the log is replayed at another time."""
-    plan = replace(begun(rounds=9, size=1).plan, stop=Stop(max_wall_s=70.0))
-    facts: list[AnyFact] = [Started(BLOB)]
+    plan = replace(begun(rounds=9, size=1).plan, stop=JobLimits(max_wall_s=70.0))
+    facts: list[AnyEvent] = [JobStarted(BLOB)]
     for round, took_s in ((0, 30.0), (1, 40.0)):
         *before, _ = whole_round("a", round=round)
-        facts += [*before, Committed(round, BLOB, False, {}, (), took_s)]
-    state = after(Rounds(plan), *facts[:5], now_s=5.0)
-    assert isinstance(decide_event(state, 5.0, {"a"}), Asked)
-    assert after(Rounds(plan), *facts, now_s=5.0).spent == after(Rounds(plan), *facts, now_s=777.0).spent
-    assert decide_event(after(state, *facts[5:]), 5.0, {"a"}) == Ended("done", "max_wall_s: 70 s of 70 s are used up")
+        facts += [*before, RoundCommitted(round, BLOB, False, {}, (), took_s)]
+    state = after(JobState(plan), *facts[:5], now_s=5.0)
+    assert isinstance(decide_event(state, 5.0, {"a"}), CohortSelected)
+    assert after(JobState(plan), *facts, now_s=5.0).spent == after(JobState(plan), *facts, now_s=777.0).spent
+    assert decide_event(after(state, *facts[5:]), 5.0, {"a"}) == JobEnded(
+        "done", "max_wall_s: 70 s of 70 s are used up"
+    )
 
 
 def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held() -> None:
     """100 operations at 1 a second; the log keeps the seconds, not the profile."""
     points = (OperatingPoint(name="slow", flops_per_s=1.0), OperatingPoint(name="fast", flops_per_s=2.0))
     profile = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=(), versions={}, points=points)
-    state = after(begun(deadline="predicted"), Asked(0, 0, ("a",)))
+    state = after(begun(deadline="predicted"), CohortSelected(0, 0, ("a",)))
     held = msgspec.structs.replace(update("a"), usage=Usage(wall_s=110.0, point="slow"))
-    fact = state.acceptance_event(held, 120.0, Ask(Work(flops=100.0), profile))
+    fact = state.acceptance_event(held, 120.0, DeviceWorkload(WorkEstimate(flops=100.0), profile))
     assert (fact.took_s, fact.expected_s) == (120.0, 100.0)
     assert after(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1, 0),)}
 
 
 def test_facts_of_an_older_log_are_still_read() -> None:
     """Earlier versions wrote facts without work, deadline and times."""
-    old = b'[{"type":"Asked","round":0,"attempt":0,"devices":["a"]},{"type":"Extended","round":0}]'
-    assert msgspec.json.decode(old, type=list[AnyFact]) == [Asked(0, 0, ("a",)), Extended(0)]
+    old = b'[{"type":"CohortSelected","round":0,"attempt":0,"devices":["a"]},{"type":"DeadlineExtended","round":0}]'
+    assert msgspec.json.decode(old, type=list[AnyEvent]) == [CohortSelected(0, 0, ("a",)), DeadlineExtended(0)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -201,14 +211,14 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
     state = first = begun(
         rounds=5, size=size, over_select=over, quorum=quorum, attempts=100, deadline=policy, deadline_s=30.0
     )
-    facts: list[AnyFact] = []
+    facts: list[AnyEvent] = []
     now = itertools.count()
     closed: list[int] = []
     for _ in range(400):
         now_s = float(next(now))
         online = {device for device in "abcdef" if roll.random() < 0.8}
         fact = decide_event(state, now_s, online, lambda device: asking(1.0 + ord(device)))
-        if isinstance(fact, Asked):
+        if isinstance(fact, CohortSelected):
             passed = dict.fromkeys(set("abcdef") - online, "offline")
             seen = eligibility_event(state, online, passed, {"a": 2.0, "b": roll.choice([1.0, 9.0])})
             if seen is not None:
@@ -221,7 +231,10 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
         elif fact is None and state.asked:
             device = roll.choice(sorted(state.asked))
             fact = roll.choice(
-                [state.acceptance_event(update(device, state.round), now_s), Declined(state.round, device, "x", "y")]
+                [
+                    state.acceptance_event(update(device, state.round), now_s),
+                    TaskDeclined(state.round, device, "x", "y"),
+                ]
             )
         if fact is None:
             continue
@@ -238,4 +251,4 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
     assert (replayed.since, replayed.passed, replayed.spent) == (state.since, state.passed, state.spent)
     assert (replayed.round, replayed.phase, replayed.state) == (state.round, state.phase, state.state)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(b'{"type":"Nonsense"}', type=AnyFact)
+        msgspec.json.decode(b'{"type":"Nonsense"}', type=AnyEvent)

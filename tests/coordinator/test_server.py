@@ -13,19 +13,14 @@ import numpy as np
 import pytest
 from by_hand import Stage, ones
 
-from fedquilt import tensors, wire
-from fedquilt.coordinator.encoding import Done
-from fedquilt.coordinator.facts import (
-    Answered,
-    Asked,
-    Committed,
-    Declined,
-    Ended,
-)
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import why
-from fedquilt.core import DeviceView, Order, Profile
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates.model_states import CommitResult
+from fedquilt.coordinator.views import round_outcomes
+from fedquilt.core import DeviceView, Profile, TaskSpec
 from fedquilt.methods import fedavg
 
 
@@ -36,9 +31,9 @@ def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
     a.answer(ones(1.0), weight=1.0)
     b.answer(ones(5.0), weight=3.0)
     stage.play()
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert stage.server.finished
-    state = stage.told(Committed)[0].state
+    state = stage.told(RoundCommitted)[0].state
     stored = stage.store.depot.blob_path(state.sha256)
     assert stored is not None
     assert tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [4.0, 4.0]
@@ -51,21 +46,21 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
 ) -> None:
     """The method computes for 100 s; the next round's 30 s begin after that, not before."""
     stage = Stage(tmp_path, rounds=2)
-    commit = Running._compute_commit
+    commit = RunningJob._compute_commit
 
-    def slowly(job: Running, *rest: Any) -> Done:
+    def slowly(job: RunningJob, *rest: Any) -> CommitResult:
         stage.broker.now_s += 100.0
         return commit(job, *rest)
 
-    monkeypatch.setattr(Running, "_compute_commit", slowly)
+    monkeypatch.setattr(RunningJob, "_compute_commit", slowly)
     hand = stage.hand("a")
     stage.play()
     for _ in range(2):
         hand.answer(ones())
         stage.play()  # past the commit, which ends it early
         stage.play()
-    assert [fact.round for fact in stage.told(Committed)] == [0, 1]
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.round for fact in stage.told(RoundCommitted)] == [0, 1]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     stage.store.close()
 
 
@@ -85,7 +80,7 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And has its link back when something is to be sent."""
-    told, commit = [], Running._compute_commit
+    told, commit = [], RunningJob._compute_commit
 
     @contextlib.contextmanager
     def tended() -> Iterator[None]:
@@ -93,12 +88,12 @@ def test_the_executor_keeps_up_its_connection_while_a_method_computes(
         yield
         told.append("back")
 
-    def noted(job: Running, *rest: Any) -> Done:
+    def noted(job: RunningJob, *rest: Any) -> CommitResult:
         told.append("computes")
         return commit(job, *rest)
 
     monkeypatch.setattr(stage.executor, "keep_alive", tended)
-    monkeypatch.setattr(Running, "_compute_commit", noted)
+    monkeypatch.setattr(RunningJob, "_compute_commit", noted)
     hand = stage.hand("a")
     stage.play()
     hand.answer(ones())
@@ -113,8 +108,8 @@ def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage)
     for name, value in (("a", 1e19), ("c", 1.0), ("b", -1e19)):
         hands[name].answer(ones(value))
         stage.play()
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "c", "b"]
-    stored = stage.store.depot.blob_path(stage.told(Committed)[0].state.sha256)
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "c", "b"]
+    stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
     assert stored is not None
     folded = tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"]
     assert folded.tolist() == [np.float32(1 / 3)] * 2
@@ -130,7 +125,7 @@ def test_a_device_is_answered_when_the_fact_of_its_update_is_written(
     def answered(device: str, ack: wire.Ack) -> None:
         with Store(stage.folder / "home") as store:
             facts = [fact for _, _, fact in store.read_events(stage.job)]
-        written.append({fact.update.device for fact in facts if isinstance(fact, Answered)})
+        written.append({fact.update.device for fact in facts if isinstance(fact, UpdateAccepted)})
         answer(device, ack)
 
     a, b = stage.hand("a"), stage.hand("b")
@@ -150,7 +145,7 @@ def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage: Stag
     stage.play()
     a.say("update", update)
     stage.play()
-    assert len(stage.told(Answered)) == 1
+    assert len(stage.told(UpdateAccepted)) == 1
     assert [ack.accepted for ack in a.acks] == [True, True]
 
 
@@ -166,14 +161,14 @@ def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_p
     stage.play()
     b.answer(ones())
     stage.play()
-    assert [fact.devices for fact in stage.told(Asked)] == [("a", "b"), ("b",), ("b",)]
-    assert why.load_outcomes(stage.store, stage.job).found[1]["a"].code == "memory"
+    assert [fact.devices for fact in stage.told(CohortSelected)] == [("a", "b"), ("b",), ("b",)]
+    assert round_outcomes.load_outcomes(stage.store, stage.job).found[1]["a"].code == "memory"
     profile = Profile(
         device="a", board="hand", memory_bytes=1 << 30, budget_bytes=1 << 30, engines=("numpy",), versions={}
     )
     a.say("profile", profile, retain=True)
     stage.play()
-    assert [fact.devices for fact in stage.told(Asked)[3:]] == [("a",)]
+    assert [fact.devices for fact in stage.told(CohortSelected)[3:]] == [("a",)]
     stage.store.close()
 
 
@@ -183,9 +178,9 @@ def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monke
     stage.play()
     job = stage.server.find_job(stage.job)
 
-    def send(state: fedavg.State, view: DeviceView) -> Order:
+    def send(state: fedavg.State, view: DeviceView) -> TaskSpec:
         width = int(view.device) % 4 + 1
-        return Order({}, {"model": {"w": np.ones(width, np.float32)}, "shared": state.model})
+        return TaskSpec({}, {"model": {"w": np.ones(width, np.float32)}, "shared": state.model})
 
     monkeypatch.setattr(job, "method", replace(job.method, send=send))
     made = [job.build_task(str(number), "numpy", None, 0.0) for number in range(100)]
@@ -210,7 +205,7 @@ def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage: Stage) -> None:
     """With who was silent."""
     stage.hand("a")
     stage.play(40.0)
-    assert "silent: a" in stage.told(Ended)[0].reason
+    assert "silent: a" in stage.told(JobEnded)[0].reason
     assert stage.store.stored_status(stage.job) == "failed"
 
 
@@ -221,7 +216,7 @@ def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path: Path) -> None:
     stage.play()
     a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(32.0)
-    assert [(fact.attempt, fact.devices) for fact in stage.told(Asked)] == [(0, ("a", "b")), (1, ("b",))]
+    assert [(fact.attempt, fact.devices) for fact in stage.told(CohortSelected)] == [(0, ("a", "b")), (1, ("b",))]
     assert a.tasks[-1] is None
     task = b.tasks[-1]
     assert task is not None
@@ -234,12 +229,12 @@ def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path: Path) -
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 3})
     slow = stage.hand("slow")
     stage.play(62.0)
-    assert [fact.attempt for fact in stage.told(Asked)] == [0, 1, 2]
+    assert [fact.attempt for fact in stage.told(CohortSelected)] == [0, 1, 2]
     attempts = [task.attempt if task else None for task in slow.tasks]
     assert list(dict.fromkeys(attempts)) == [0, 1, 2]
     slow.answer(ones())
     stage.play()
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert slow.tasks[-1] is None
     stage.store.close()
 
@@ -275,7 +270,7 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
     held, looked = Store.referenced_blobs, []
 
     def counted(store: Store) -> set[str]:
-        looked.append(len(stage.told(Committed)))
+        looked.append(len(stage.told(RoundCommitted)))
         return held(store)
 
     hands = [stage.hand(name) for name in "abc"]
@@ -284,7 +279,7 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
     for hand in hands:
         hand.answer(ones())
     stage.play()
-    assert len(stage.told(Answered)) == 3
+    assert len(stage.told(UpdateAccepted)) == 3
     assert looked == [1]
 
 
@@ -296,8 +291,8 @@ def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage:
     sent = len(a.tasks)
     stage.play(0.5)
     assert [task is not None for task in a.tasks[sent:]] == [True]
-    assert stage.told(Declined) == []
+    assert stage.told(TaskDeclined) == []
     for hand in (a, b):
         hand.answer(ones())
     stage.play()
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]

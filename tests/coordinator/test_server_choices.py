@@ -7,13 +7,8 @@ from pathlib import Path
 from by_hand import MODEL, Stage, ones
 
 from fedquilt import wire
-from fedquilt.coordinator.facts import (
-    Asked,
-    Committed,
-    Ended,
-    Surveyed,
-)
-from fedquilt.coordinator.views import log, waits, why
+from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded, JobEnded, RoundCommitted
+from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons
 from fedquilt.core import Profile, Usage
 
 
@@ -27,7 +22,10 @@ def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
         stage.play()
     assert stage.server.finished
     kept = {path.name for path in (tmp_path / "home" / "blobs").iterdir() if len(path.name) == 64}
-    assert kept == {stage.told(Committed)[-1].state.sha256, *(p.name for p in (tmp_path / "bundle/blobs").iterdir())}
+    assert kept == {
+        stage.told(RoundCommitted)[-1].state.sha256,
+        *(p.name for p in (tmp_path / "bundle/blobs").iterdir()),
+    }
     stage.store.close()
 
 
@@ -39,25 +37,25 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     a.say("telemetry", wire.Telemetry(battery=0.1, charging=False))
     b.say("telemetry", wire.Telemetry(temperature_c=85.0))
     stage.play()
-    assert not stage.told(Asked)
-    found = why.load_outcomes(stage.store, stage.job).found
+    assert not stage.told(CohortSelected)
+    found = round_outcomes.load_outcomes(stage.store, stage.job).found
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
     active = stage.server.find_job(stage.job)
     assert active is not None
-    wait = waits.find_wait(active.rounds, active.engines, ["a", "b"])
+    wait = wait_reasons.find_wait(active.rounds, active.engines, ["a", "b"])
     assert wait is not None
     assert wait.text == (
         "devices that run torch or numpy: 2 online, 1 not eligible (battery), 1 not eligible (hot), at least 1 needed"
     )
     b.say("telemetry", wire.Telemetry(temperature_c=60.0))
     stage.play()
-    assert [fact.devices for fact in stage.told(Asked)] == [("b",)]
+    assert [fact.devices for fact in stage.told(CohortSelected)] == [("b",)]
     b.say("telemetry", wire.Telemetry(temperature_c=90.0))  # from the work: it is not taken from it
     stage.play()
     b.answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    found = why.load_outcomes(stage.store, stage.job).found
+    found = round_outcomes.load_outcomes(stage.store, stage.job).found
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "answered"}
     stage.store.close()
 
@@ -69,13 +67,13 @@ def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_c
     stage.play()
     a.answer(ones(), usage=Usage(up_bytes=12))
     stage.play()
-    assert [fact.round for fact in stage.told(Committed)] == [0]
-    assert stage.told(Committed)[0].notes == (
+    assert [fact.round for fact in stage.told(RoundCommitted)] == [0]
+    assert stage.told(RoundCommitted)[0].notes == (
         "max_joules = 5 ends nothing here: no board that has answered has a meter for its joules; the job runs to its "
         "rounds, or to another limit of [stop]",
     )
-    assert 2.0 < stage.told(Committed)[0].took_s < 4.2
-    assert [(fact.status, fact.reason) for fact in stage.told(Ended)] == [
+    assert 2.0 < stage.told(RoundCommitted)[0].took_s < 4.2
+    assert [(fact.status, fact.reason) for fact in stage.told(JobEnded)] == [
         ("done", "max_bytes: 12 bytes of 10 are used up")
     ]
     stage.store.close()
@@ -88,7 +86,7 @@ def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp
     stage.play()
     a.answer(ones(), usage=Usage())
     stage.play()
-    (ended,) = stage.told(Ended)
+    (ended,) = stage.told(JobEnded)
     assert ended.status == "done"
     assert "max_joules = 5 ends nothing here" in ended.reason
     stage.store.close()
@@ -100,8 +98,8 @@ def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_p
     for name, watts in (("a", 1000.0), ("b", 1.23456)):
         stage.hand(name).measured(flops_per_s=1.0, busy_w=watts)
     stage.play()
-    assert stage.told(Surveyed)[-1].costs == {"a": 1000.0, "b": 1.23}
-    assert stage.told(Asked)[0].devices == ("b",)
+    assert stage.told(EligibilityRecorded)[-1].costs == {"a": 1000.0, "b": 1.23}
+    assert stage.told(CohortSelected)[0].devices == ("b",)
     stage.store.close()
 
 
@@ -112,11 +110,11 @@ def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tm
     stage.play(2.0)
     assert one.tasks[-1] is not None
     assert one.tasks[-1].tier == "under 1GB"
-    assert stage.told(Asked)[0].coverage[0].endswith("2 of 2 devices")
+    assert stage.told(CohortSelected)[0].coverage[0].endswith("2 of 2 devices")
     one.answer(MODEL, usage=Usage(examples=30))
     two.answer(MODEL)
     stage.play(2.0)
-    assert stage.told(Asked)[1].coverage == ()  # everybody can still, which is no news
+    assert stage.told(CohortSelected)[1].coverage == ()  # everybody can still, which is no news
     small = Profile(device="two", board="hand", memory_bytes=1 << 30, budget_bytes=10, engines=("numpy",), versions={})
     two.say("profile", small, retain=True)
     stage.restart()
@@ -124,7 +122,7 @@ def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tm
     one.answer(MODEL, usage=Usage(examples=30))
     two.answer(MODEL)
     stage.play(2.0)
-    last = stage.told(Asked)[2]
+    last = stage.told(CohortSelected)[2]
     assert last.coverage[0].endswith("1 of 2 devices, 30 of 30 examples (1 have not said how many)")
-    assert last.coverage[0] in log.format_single_event(last)[1]
+    assert last.coverage[0] in event_messages.format_single_event(last)[1]
     stage.store.close()

@@ -10,14 +10,10 @@ import numpy as np
 import pytest
 from by_hand import MODEL, Hand, Stage
 
-from fedquilt import tensors
-from fedquilt.coordinator import garbage
-from fedquilt.coordinator.facts import (
-    Answered,
-    Committed,
-    Rejected,
-)
-from fedquilt.coordinator.views import why
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.jobs import garbage_collection
+from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted, UpdateRejected
+from fedquilt.coordinator.views import round_outcomes
 from fedquilt.core import Update
 from fedquilt.methods import fedavg
 
@@ -41,7 +37,7 @@ def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
 
 
 def ended_at(stage: Stage) -> list[float]:
-    stored = stage.store.depot.blob_path(stage.told(Committed)[0].state.sha256)
+    stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
     assert stored is not None
     return tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"].tolist()
 
@@ -52,7 +48,7 @@ def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(c
     coded.play()
     update = by_int8(a, 1.0)
     coded.play()
-    (fact,) = coded.told(Answered)
+    (fact,) = coded.told(UpdateAccepted)
     assert fact.update.bases == {}
     kept = coded.store.depot.blob_path(fact.update.bundles["model"].sha256)
     assert kept is not None
@@ -75,7 +71,7 @@ def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(co
     by_int8(b, 3.0)
     coded.play()
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
-    assert coded.told(Rejected) == []
+    assert coded.told(UpdateRejected) == []
 
 
 @pytest.mark.parametrize(
@@ -95,10 +91,10 @@ def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(
     bad = by_int8(a, **{"value": 1.0, **changes})
     by_int8(b, 3.0)
     coded.play()
-    assert said in coded.told(Rejected)[0].reason
+    assert said in coded.told(UpdateRejected)[0].reason
     assert coded.store.depot.blob_path(bad.bundles["model"].sha256) is None
     coded.play(40.0)
-    assert coded.told(Committed) == [] or ended_at(coded) == pytest.approx([3, 3])
+    assert coded.told(RoundCommitted) == [] or ended_at(coded) == pytest.approx([3, 3])
 
 
 def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: Stage) -> None:
@@ -109,14 +105,14 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: S
     coded.play()
     assert old.tasks == []
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
-    assert "[wire]" in why.load_outcomes(coded.store, coded.job).found[0]["old"].text
+    assert "[wire]" in round_outcomes.load_outcomes(coded.store, coded.job).found[0]["old"].text
 
 
 def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(
     coded: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here two answers are a large round: the second one's own blob waits for the commit."""
-    monkeypatch.setattr(garbage, "TOGETHER", 1.5)
+    monkeypatch.setattr(garbage_collection, "TOGETHER", 1.5)
     hands = [coded.hand(name) for name in "abc"]
     coded.play()
     sent = []
@@ -126,5 +122,5 @@ def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_
     assert [coded.store.depot.blob_path(sha256) is None for sha256 in sent] == [True, False]
     sent.append(by_int8(hands[2], 5.0).bundles["model"].sha256)
     coded.play()
-    assert coded.told(Committed)
+    assert coded.told(RoundCommitted)
     assert [coded.store.depot.blob_path(sha256) for sha256 in sent] == [None, None, None]

@@ -18,19 +18,16 @@ from by_hand import TABLE, Stage, ones
 from evaluations import of_classes
 from side_by_side import Staged
 
-from fedquilt import bundle, tensors, wire
-from fedquilt.blobs.store import Depot
-from fedquilt.coordinator import mending, settings
-from fedquilt.coordinator.facts import (
-    Answered,
-    Committed,
-    Ended,
-    Lost,
-    Rejected,
-)
-from fedquilt.coordinator.views import log
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted, UpdateLost, UpdateRejected
+from fedquilt.coordinator.updates import blob_recovery
+from fedquilt.coordinator.views import event_messages
 from fedquilt.core import BlobRef, EvaluationSums, JobError, StoreError, Usage
-from fedquilt.disk import Disk, Place
+from fedquilt.formats import job_bundle
+from fedquilt.host.disk import Disk, Place
 from fedquilt.methods import fedavg
 
 
@@ -54,7 +51,7 @@ def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(
     assert f"({sha256[:12]}) was gone or damaged: it is made again" in caplog.text
     hand.answer(ones())
     stage.play()
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
 class ReadOnly(Disk):
@@ -67,14 +64,14 @@ class ReadOnly(Disk):
 def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage: Stage) -> None:
     """The depot's error is not the bundle's: the coordinator ends by it, and goes on where the disk is well again."""
     folder = stage.store.readable_jobs()[0].bundle
-    files = bundle.load_bundle(folder).files
-    depot = Depot(stage.folder / "other", disk=ReadOnly())
+    files = job_bundle.load_bundle(folder).files
+    depot = BlobStore(stage.folder / "other", disk=ReadOnly())
     with pytest.raises(StoreError, match="mounted read-only"):
-        mending.restore_bundle_files("j", depot, folder, files)
+        blob_recovery.restore_bundle_files("j", depot, folder, files)
     ref = next(iter(files.values()))
     flip(folder / "blobs" / ref.sha256)
     with pytest.raises(JobError, match=f"{ref.sha256} is damaged: make the bundle anew"):
-        mending.restore_bundle_files("j", Depot(stage.folder / "other"), folder, files)
+        blob_recovery.restore_bundle_files("j", BlobStore(stage.folder / "other"), folder, files)
 
 
 def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -> None:
@@ -98,7 +95,7 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
         stage.play()
         a.answer(ones(1.0))
         stage.play()
-        (answered,) = stage.told(Answered)
+        (answered,) = stage.told(UpdateAccepted)
         stage.restart()
         if damaged:
             flip(stage.store.depot.folder / answered.update.bundles["model"].sha256)
@@ -106,15 +103,15 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
         b.answer(ones(5.0))
         stage.play()
         if damaged:
-            (lost,) = stage.told(Lost)
+            (lost,) = stage.told(UpdateLost)
             assert (lost.device, "or damaged" in lost.reason) == ("a", True)
             task = a.tasks[-1]
             assert task is not None
             assert (task.round, task.epoch) == (0, 3)  # two starts, and another number for the device's sake
             a.answer(ones(1.0))
             stage.play()
-        assert [fact.status for fact in stage.told(Ended)] == ["done"]
-        found.append(stage.told(Committed)[-1].state)
+        assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+        found.append(stage.told(RoundCommitted)[-1].state)
         stage.store.close()
     assert found[0] == found[1]
 
@@ -168,8 +165,8 @@ def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> Non
     for hand in hands:
         hand.answer(ones(), weight=10.0, metrics={"loss": value})
     stage.play()
-    assert stage.told(Committed)[0].metrics == {"loss": pytest.approx(value)}
-    assert log.summarise_run(stage.store.find_job(stage.job), stage.store)["problem"] is None
+    assert stage.told(RoundCommitted)[0].metrics == {"loss": pytest.approx(value)}
+    assert event_messages.summarise_run(stage.store.find_job(stage.job), stage.store)["problem"] is None
     assert stage.store.stored_status(stage.job) == "done"
 
 
@@ -181,11 +178,11 @@ def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged: Sta
     b.answer(ones())
     c.answer(ones(), evaluation=of_classes(0.5, 10**15))
     stage.play()
-    assert {fact.device: fact.reason for fact in stage.told(Rejected)} == {
+    assert {fact.device: fact.reason for fact in stage.told(UpdateRejected)} == {
         "a": "an evaluation on 10000001 examples, and 1e+07 are the most",
         "c": "an evaluation on 1000000000000000 examples, and 1e+07 are the most",
     }
-    assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +206,7 @@ def test_what_no_device_has_an_example_of_is_said_in_words(staged: Staged, answe
     for hand in hands:
         hand.answer(ones(), **answer)
     stage.play()
-    assert stage.told(Committed)[0].notes[-1] == said
+    assert stage.told(RoundCommitted)[0].notes[-1] == said
 
 
 def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
@@ -222,7 +219,7 @@ def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
         a.answer(ones(), usage=Usage(wall_s=1.0, point="p"))
         stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    assert [fact.expected_s for fact in stage.told(Answered)] == [None, None]
+    assert [fact.expected_s for fact in stage.told(UpdateAccepted)] == [None, None]
     stage.store.close()
 
 
@@ -238,7 +235,7 @@ def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "failed"
-    assert "cannot be kept" in stage.told(Ended)[0].reason
+    assert "cannot be kept" in stage.told(JobEnded)[0].reason
 
 
 @contextlib.contextmanager
@@ -264,11 +261,11 @@ def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: S
     with full_disk():
         update = b.answer(ones(3.0))
         stage.play()
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a"]
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
     assert b.acks == []
     b.say("update", update)
     stage.play()
-    assert stage.told(Ended)[0].status == "done"
+    assert stage.told(JobEnded)[0].status == "done"
 
 
 def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a_restart_continues(
@@ -286,7 +283,7 @@ def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a
     stage.play()
     a.answer(ones())
     stage.play()
-    assert stage.told(Ended)[0].status == "done"
+    assert stage.told(JobEnded)[0].status == "done"
 
 
 def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage: Stage) -> None:
@@ -297,7 +294,7 @@ def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage: Sta
         a.answer(ones(), bundles={"model": BlobRef(sha256=f"{factor:064x}", size=1000)})
     a.answer({"1.bias": np.zeros(2, np.float32)})
     stage.play()
-    assert "tensor names differ" in stage.told(Rejected)[0].reason
+    assert "tensor names differ" in stage.told(UpdateRejected)[0].reason
     kept = {path.name for path in (stage.folder / "home" / "blobs").iterdir() if len(path.name) == 64}
     task = next(task for task in a.tasks if task)
     pinned = {ref.sha256 for ref in task.bundles.values()} | stage.store.latest_state_hashes()

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from by_hand import MODEL, TABLE, Hand, Stage, ones
 
-from fedquilt import bundle, tensors, wire
-from fedquilt.coordinator import settings, turns
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended
-from fedquilt.coordinator.limits import Limits
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.fleet import fair_share
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.formats import job_bundle
 
 
 def half_answered(stage: Stage) -> tuple[Hand, Hand]:
@@ -35,7 +38,7 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stag
     b.answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    assert len(stage.told(Answered)) == 2
+    assert len(stage.told(UpdateAccepted)) == 2
 
 
 def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage: Stage) -> None:
@@ -88,7 +91,9 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: 
     *_, (_, _, ended) = stage.store.read_events(stage.job)
     assert "is gone from" in ended.reason
     broken = stage.store.add_job(settings.parse_job(TABLE), stage.folder / "broken")
-    bundle.write_bundle(stage.folder / "broken", {}, {"model": tensors.encode_tensors(MODEL)})  # without its network
+    job_bundle.write_bundle(
+        stage.folder / "broken", {}, {"model": tensors.encode_tensors(MODEL)}
+    )  # without its network
     stage.server.finished, stage.server._only = False, broken
     stage.play()
     assert stage.store.stored_status(broken) == "failed"
@@ -113,7 +118,9 @@ def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) 
     b.answer(ones())
     stage.play()
     assert stage.store.stored_status(first) == "done"
-    assert [fact.update.device for _, _, fact in stage.store.read_events(first) if isinstance(fact, Answered)] == [
+    assert [
+        fact.update.device for _, _, fact in stage.store.read_events(first) if isinstance(fact, UpdateAccepted)
+    ] == [
         "a",
         "b",
     ]
@@ -122,7 +129,7 @@ def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) 
 
 def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) -> None:
     """Of three with one place, the one that gave way last is the last to come again: none is passed over."""
-    stage = Stage(tmp_path, limits=Limits(running=1))
+    stage = Stage(tmp_path, limits=CoordinatorLimits(running=1))
     jobs = [stage.job, stage.add("k"), stage.add("l")]
     served = list[str]()
     for _ in range(140):
@@ -151,7 +158,7 @@ def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(
 
 def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage: Stage) -> None:
     """Its log holds nothing but the stop."""
-    stage.store.append_event(stage.job, Ended("stopped", "by request"))
+    stage.store.append_event(stage.job, JobEnded("stopped", "by request"))
     stage.store.set_status(stage.job, "running")
     a = stage.hand("a")
     stage.play()
@@ -179,7 +186,7 @@ def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator is about to write that it waits in the queue again."""
-    stage = Stage(tmp_path, Limits())
+    stage = Stage(tmp_path, CoordinatorLimits())
     stage.hand("a")
     stage.play()
 
@@ -188,7 +195,7 @@ def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(
         monkeypatch.undo()
         return []
 
-    monkeypatch.setattr(turns, "select_jobs", nobody)
+    monkeypatch.setattr(fair_share, "select_jobs", nobody)
     stage.play(4.0)
     assert stage.store.stored_status(stage.job) == "stopped"
 
@@ -202,8 +209,8 @@ def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_pa
     assert first is not None
     updates = [a.answer(ones(2.0)), b.answer(ones(4.0))]
     stage.play()
-    assert [fact.round for fact in stage.told(Asked)] == [0, 1]
+    assert [fact.round for fact in stage.told(CohortSelected)] == [0, 1]
     depot = stage.store.depot
     assert not depot.has_blob(first)
     assert not any(depot.has_blob(update.bundles["model"]) for update in updates)
-    assert depot.has_blob(stage.told(Committed)[0].state)
+    assert depot.has_blob(stage.told(RoundCommitted)[0].state)

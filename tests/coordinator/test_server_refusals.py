@@ -12,16 +12,18 @@ from by_hand import Stage, ones
 from evaluations import of_classes
 from side_by_side import Staged
 
-from fedquilt import tensors, wire
-from fedquilt.coordinator import admission, conduct
-from fedquilt.coordinator.facts import (
-    Answered,
-    Asked,
-    Committed,
-    Declined,
-    Ended,
-    Rejected,
-    Surveyed,
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.delivery import rate_limiter
+from fedquilt.coordinator.rounds import message_handler
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    EligibilityRecorded,
+    JobEnded,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
 )
 from fedquilt.core import BlobRef, Usage
 from fedquilt.methods import fedavg
@@ -47,9 +49,9 @@ def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(
     b.answer(ones(2.0))
     a.answer(model)
     stage.play()
-    assert said in stage.told(Rejected)[0].reason
+    assert said in stage.told(UpdateRejected)[0].reason
     assert not a.acks[0].accepted
-    assert [fact.update.device for fact in stage.told(Committed) and stage.told(Answered)] == ["b"]
+    assert [fact.update.device for fact in stage.told(RoundCommitted) and stage.told(UpdateAccepted)] == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +70,8 @@ def test_a_device_counts_as_no_more_examples_than_it_has(
     a.answer(ones(5.0), weight=weight, usage=Usage(examples=examples))
     b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
-    assert said in stage.told(Rejected)[0].reason
-    stored = stage.store.depot.blob_path(stage.told(Committed)[0].state.sha256)
+    assert said in stage.told(UpdateRejected)[0].reason
+    stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
     assert stored is not None
     assert tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [2.0, 2.0]
 
@@ -82,8 +84,8 @@ def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -
     for hand in hands:
         hand.answer(ones(), weight=1.0, usage=Usage(examples=2000), evaluation=of_classes(0.5, 400))
         stage.play()
-    assert not stage.told(Rejected)
-    assert [fact.update.usage.examples for fact in stage.told(Answered)] == [2000] * 4
+    assert not stage.told(UpdateRejected)
+    assert [fact.update.usage.examples for fact in stage.told(UpdateAccepted)] == [2000] * 4
 
 
 def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +100,8 @@ def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: 
     monkeypatch.setattr(stage.server.find_job(stage.job), "method", method)
     a.answer(ones(1.0))
     stage.play()
-    assert not stage.told(Committed)
-    (ended,) = stage.told(Ended)
+    assert not stage.told(RoundCommitted)
+    (ended,) = stage.told(JobEnded)
     assert ended.status == "failed"
     assert "model['1.bias'] came out as numbers that are not finite, from updates of a" in ended.reason
 
@@ -110,7 +112,7 @@ def test_an_update_that_is_no_tensors_at_all_is_refused(stage: Stage) -> None:
     stage.play()
     a.answer(ones(), bundles={"model": a.depot.store_bytes(b"\x80\x04pickle!")})
     stage.play()
-    assert "not a safetensors blob" in stage.told(Rejected)[0].reason
+    assert "not a safetensors blob" in stage.told(UpdateRejected)[0].reason
 
 
 def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage: Stage) -> None:
@@ -119,7 +121,7 @@ def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(st
     stage.play()
     a.answer(ones(), bundles={"model": BlobRef(sha256="a" * 64, size=1 << 40)})
     stage.play()
-    assert stage.told(Rejected)[0].reason.startswith("a: bundle 'model' has 1099511627776 bytes")
+    assert stage.told(UpdateRejected)[0].reason.startswith("a: bundle 'model' has 1099511627776 bytes")
     assert not list(stage.store.depot.folder.glob("a" * 64 + "*"))
 
 
@@ -132,7 +134,7 @@ def test_a_job_may_allow_less_than_its_model_takes(tmp_path: Path) -> None:
     stage.play()
     a.answer(model)
     stage.play()
-    assert stage.told(Rejected)[0].reason == "a: larger than max_update_mb = 1"
+    assert stage.told(UpdateRejected)[0].reason == "a: larger than max_update_mb = 1"
     stage.store.close()
 
 
@@ -155,13 +157,13 @@ def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
     a.answer(model, layouts={"model": tensors.layout_from_tensors(model)})
     b.answer(ones(2.0), layouts={"model": tensors.layout_from_tensors(ones())})
     stage.play(0.2)
-    assert [fact.reason for fact in stage.told(Rejected)] == [said]
+    assert [fact.reason for fact in stage.told(UpdateRejected)] == [said]
     assert stage.executor._transfers.traffic_bytes("a", "up") == 0
     stage.play()
     ref = a.depot.store_bytes(tensors.encode_tensors(model))
     assert ref.sha256 not in {path.name for path in stage.store.depot.folder.iterdir()} - held
-    assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
-    assert not stage.told(Answered)[0].update.layouts  # the log does not keep it
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]
+    assert not stage.told(UpdateAccepted)[0].update.layouts  # the log does not keep it
 
 
 @pytest.mark.parametrize("ends", ["withheld", "failed", "closed"])
@@ -205,18 +207,18 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
     for _ in range(20_000):
         a.say(topic, wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
     stage.play(0.2)
-    assert [fact.reason for fact in stage.told(Rejected)] == [admission.FLOODED]
-    assert f"a {admission.FLOODED}" in caplog.text
+    assert [fact.reason for fact in stage.told(UpdateRejected)] == [message_handler.FLOODED]
+    assert f"a {message_handler.FLOODED}" in caplog.text
     b.answer(ones(2.0))
     stage.play(2.0)
-    assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
-    assert stage.told(Committed)
-    assert stage.told(Asked)[-1].devices == ("b",)
-    assert "flooding" in stage.told(Surveyed)[-1].passed
-    stage.play(conduct.ASIDE_S)
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["b"]
+    assert stage.told(RoundCommitted)
+    assert stage.told(CohortSelected)[-1].devices == ("b",)
+    assert "flooding" in stage.told(EligibilityRecorded)[-1].passed
+    stage.play(rate_limiter.ASIDE_S)
     a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     stage.play(2.0)
-    assert "a" in stage.told(Surveyed)[-1].eligible
+    assert "a" in stage.told(EligibilityRecorded)[-1].eligible
     stage.store.close()
 
 
@@ -239,9 +241,9 @@ def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
     a.answer(ones(1.0), usage=Usage(**usage))
     b.answer(ones(3.0), usage=Usage(energy_j=100.0, wall_s=1.0))
     stage.play()
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
-    assert len(stage.told(Asked)) == 2  # the second round has begun
-    assert not stage.told(Ended)
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
+    assert len(stage.told(CohortSelected)) == 2  # the second round has begun
+    assert not stage.told(JobEnded)
     assert "a claims what cannot be" in caplog.text
     assert said in caplog.text
     assert "b claims" not in caplog.text
@@ -257,7 +259,7 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
     a.answer(ones(5.0), weight=5.1e7, usage=Usage(examples=51_000_000))
     b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
-    assert "a wants to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(Rejected)[0].reason
+    assert "a wants to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(UpdateRejected)[0].reason
     stage.store.close()
 
 
@@ -267,7 +269,7 @@ def test_a_device_cannot_speak_for_another(stage: Stage, caplog: pytest.LogCaptu
     stage.play()
     a.answer(ones(), device="b")
     stage.play()
-    assert not stage.told(Answered)
+    assert not stage.told(UpdateAccepted)
     assert not a.acks
     assert "dev/a/up/update: it names another device, b" in caplog.text
 
@@ -311,6 +313,6 @@ def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path
     first.say("claim", wire.Claim(**claim))
     stage.play()
     other = hands[({"a", "b"} - {first.name}).pop()]
-    assert [(fact.device, fact.reason) for fact in stage.told(Declined)] == [(first.name, "too big")]
+    assert [(fact.device, fact.reason) for fact in stage.told(TaskDeclined)] == [(first.name, "too big")]
     assert other.tasks
     stage.store.close()

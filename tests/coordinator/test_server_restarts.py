@@ -7,23 +7,24 @@ from pathlib import Path
 import pytest
 from by_hand import TABLE, Stage, ones
 
-from fedquilt import methods, tensors, wire
+from fedquilt import methods, wire
+from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.absence import RETURN_S
-from fedquilt.coordinator.facts import (
-    Answered,
-    Asked,
-    Committed,
-    Ended,
-    Extended,
-    Reopened,
+from fedquilt.coordinator.fleet.broker_outage import RETURN_S
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    DeadlineExtended,
+    JobEnded,
+    RoundCommitted,
+    RoundRetried,
+    UpdateAccepted,
 )
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.views import log, why
-from fedquilt.disk import Disk
+from fedquilt.coordinator.views import event_messages, round_outcomes
+from fedquilt.host.disk import Disk
 from fedquilt.methods import fedavg
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.transport.memory_link import MemoryBroker
 
 
 def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> None:
@@ -37,8 +38,8 @@ def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> 
     assert a.tasks[-1] is None
     b.answer(ones(3.0))
     stage.play()
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
-    assert stage.told(Ended)[0].status == "done"
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
+    assert stage.told(JobEnded)[0].status == "done"
 
 
 def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(stage: Stage) -> None:
@@ -51,13 +52,13 @@ def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(sta
     stage.play()
     hands[0].answer(ones(1.0))
     stage.play(25.0)  # longer than a grace
-    assert stage.told(Committed) == []
+    assert stage.told(RoundCommitted) == []
     for hand in hands[1:]:
         hand.say("presence", wire.Presence(online=True, boot="1"), retain=True)
         hand.answer(ones(6.0))
     stage.play()
-    assert sorted(fact.update.device for fact in stage.told(Answered)) == list("abcde")
-    assert stage.told(Ended)[0].status == "done"
+    assert sorted(fact.update.device for fact in stage.told(UpdateAccepted)) == list("abcde")
+    assert stage.told(JobEnded)[0].status == "done"
 
 
 def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_replaced(tmp_path: Path) -> None:
@@ -65,13 +66,13 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
     stage = Stage(tmp_path, cohort={"size": 1, "start_devices": 2, "deadline_s": 600.0})
     hands = {name: stage.hand(name) for name in "ab"}
     stage.play()
-    (first,) = stage.told(Asked)[0].devices
+    (first,) = stage.told(CohortSelected)[0].devices
     hands[first].say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.restart()
     stage.play(RETURN_S - 0.5)
-    assert len(stage.told(Asked)) == 1
+    assert len(stage.told(CohortSelected)) == 1
     stage.play(1.0)
-    assert [fact.devices for fact in stage.told(Asked)[1:]] == [tuple({"a", "b"} - {first})]
+    assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [tuple({"a", "b"} - {first})]
     stage.store.close()
 
 
@@ -82,10 +83,10 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     stage.play(20.0)
     a.answer(ones())
     stage.play()
-    first, second = stage.told(Asked)
-    assert (first.deadline_s, second.deadline_s) == (None, pytest.approx(1.5 * stage.told(Answered)[0].took_s))
+    first, second = stage.told(CohortSelected)
+    assert (first.deadline_s, second.deadline_s) == (None, pytest.approx(1.5 * stage.told(UpdateAccepted)[0].took_s))
     assert second.deadline_s == pytest.approx(30.0, abs=2.0)
-    assert "deadline 30 s, chosen for it" in log.format_single_event(second)[0]
+    assert "deadline 30 s, chosen for it" in event_messages.format_single_event(second)[0]
     task = a.tasks[-1]
     assert task is not None
     assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
@@ -95,13 +96,13 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     after = stage.server.find_job(stage.job).rounds
     assert (after.deadline_s, after.took, after.work) == (before.deadline_s, before.took, before.work)
     stage.play(60.0)
-    assert len(stage.told(Extended)) == 1
+    assert len(stage.told(DeadlineExtended)) == 1
     stage.restart()
     stage.play()
     assert stage.server.find_job(stage.job).rounds.extended
     a.answer(ones())
     stage.play()
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     stage.store.close()
 
 
@@ -110,7 +111,7 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
     stage = Stage(tmp_path, rounds=2, cohort={"size": 1, "min_devices": 3})
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
-    (asked,) = stage.told(Asked)
+    (asked,) = stage.told(CohortSelected)
     before = stage.server.find_job(stage.job).rounds
     assert before.eligible == {"a", "b", "c"}
     stage.restart()
@@ -119,7 +120,7 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
     assert (after.eligible, after.since, after.passed) == (before.eligible, before.since, before.passed)
     hands[asked.devices[0]].answer(ones())
     stage.play()
-    told = why.load_outcomes(stage.store, stage.job).found[0]
+    told = round_outcomes.load_outcomes(stage.store, stage.job).found[0]
     assert sorted(part.text for part in told.values()) == [
         "not drawn: place 2 of 3, 1 selected",
         "not drawn: place 3 of 3, 1 selected",
@@ -146,7 +147,7 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) 
     for hand in stage.hands:
         hand.answer(ones())
     stage.play()
-    assert [fact.status for fact in stage.told(Ended)] == ["stopped", "done"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
     assert all(stage.store.depot.blob_path(sha256) for sha256 in needed)
 
     stage.job = first
@@ -183,7 +184,7 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
         assert main(["stop", stage.job, "--home", str(stage.store.home)]) == 0
     row = stage.store.find_job(stage.job)
     assert row.status == "done"
-    assert Running(row, stage.store, 0.0, methods.load("fedavg")).rounds.phase == "done"
+    assert RunningJob(row, stage.store, 0.0, methods.load("fedavg")).rounds.phase == "done"
 
 
 def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage: Stage) -> None:
@@ -204,7 +205,7 @@ def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path
     for hand in hands:
         hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(30.0)
-    assert stage.told(Reopened)
+    assert stage.told(RoundRetried)
     before = len(stage.dues)
     stage.play(30.0)
     at_once = [now_s for now_s, due_s, _ in stage.dues[before:] if due_s <= now_s]
@@ -240,13 +241,13 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
     a.answer(ones(3.0))
     stage.play(1.0)
     lives = 0
-    while not stage.told(Ended):
+    while not stage.told(JobEnded):
         assert (lives := lives + 1) < 110
         wall.ahead_s += set_s
         stage.restart()
         stage.play(1.0)
-    assert [fact.status for fact in stage.told(Ended)] == ["done"]
-    (committed,) = stage.told(Committed)
+    assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
+    (committed,) = stage.told(RoundCommitted)
     state = tensors.unpack_state(stage.store.depot.load(committed.state.sha256), fedavg.State)
     assert state.model["1.bias"].tolist() == [3.0, 3.0]
     assert lives > 10
@@ -264,10 +265,10 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
         wall.ahead_s += set_s
         stage.restart()
         stage.play(30.0)
-        assert stage.told(Committed) == []
+        assert stage.told(RoundCommitted) == []
         b.answer(ones(3.0))
         stage.play()
-        assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
+        assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
         stage.store.close()
 
 
@@ -275,11 +276,11 @@ def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator
     """`start_timeout_s` counts from life to life."""
     stage, _ = by_wall(tmp_path, start_timeout_s=20.0)
     lives = 0
-    while not stage.told(Ended):
+    while not stage.told(JobEnded):
         assert (lives := lives + 1) < 30
         stage.play(2.0)
         stage.restart()
-    (ended,) = stage.told(Ended)
+    (ended,) = stage.told(JobEnded)
     assert (ended.status, "within 20 s ([cohort] start_timeout_s)" in ended.reason) == ("failed", True)
     assert lives >= 9
     stage.store.close()

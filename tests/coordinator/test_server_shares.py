@@ -10,10 +10,10 @@ from by_hand import ones
 from side_by_side import LONG, Staged, TwoJobs, Worker, facts, work
 
 from fedquilt.cli import main
-from fedquilt.coordinator import housekeeping
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Surveyed
-from fedquilt.coordinator.limits import Limits, Retention, Submitter
-from fedquilt.coordinator.views import log, why
+from fedquilt.coordinator.jobs import retention
+from fedquilt.coordinator.limits import CoordinatorLimits, RetentionSettings, SubmitterLimits
+from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.views import event_messages, round_outcomes
 
 
 @pytest.mark.parametrize(("priority", "share"), [(1.0, 0.5), (3.0, 0.75)])
@@ -22,7 +22,7 @@ def test_two_jobs_share_the_boards_time_fairly(staged: Staged, priority: float, 
     stage = staged(rounds=10_000, cohort=LONG, priority=priority)
     second = stage.add("k", rounds=10_000, cohort=LONG)
     work(stage, [Worker(stage.hand(name), {"j": 1.0, "k": 5.0}) for name in "abcd"], 400.0)
-    had = [sum(fact.took_s for fact in facts(stage, id, Answered)) for id in (stage.job, second)]
+    had = [sum(fact.took_s for fact in facts(stage, id, UpdateAccepted)) for id in (stage.job, second)]
     assert sum(had) > 0.9 * 4 * 400.0  # the boards are not left idle
     assert had[0] / sum(had) == pytest.approx(share, rel=0.1)
 
@@ -36,9 +36,9 @@ def test_a_job_that_comes_later_starts_level_with_the_others(staged: Staged, wai
     workers = [Worker(stage.hand(name), {}) for name in "ab"]
     work(stage, workers, 60.0)
     workers.append(Worker(stage.hand("c"), {}))
-    second, before = second or stage.add("k", **settings), len(facts(stage, stage.job, Answered))
+    second, before = second or stage.add("k", **settings), len(facts(stage, stage.job, UpdateAccepted))
     work(stage, workers, 40.0)
-    answers = len(facts(stage, stage.job, Answered)) - before, len(facts(stage, second, Answered))
+    answers = len(facts(stage, stage.job, UpdateAccepted)) - before, len(facts(stage, second, UpdateAccepted))
     assert answers[0] / sum(answers) == pytest.approx(0.25, abs=0.1)
 
 
@@ -48,14 +48,14 @@ def test_a_cohort_of_some_boards_is_drawn_from_the_free_ones_and_the_log_says_wh
     for name in "abc":
         stage.hand(name)
     stage.play()
-    (had,) = stage.told(Asked)[0].devices
+    (had,) = stage.told(CohortSelected)[0].devices
     second = stage.add("k", cohort={**LONG, "size": 2})
     stage.play()
-    (asked,) = facts(stage, second, Asked)
+    (asked,) = facts(stage, second, CohortSelected)
     assert set(asked.devices) == set("abc") - {had}
-    (noted,) = facts(stage, second, Surveyed)
+    (noted,) = facts(stage, second, EligibilityRecorded)
     assert noted.passed == {"busy": (had,)}
-    assert why.load_outcomes(stage.store, second).found[0][had].code == "busy"
+    assert round_outcomes.load_outcomes(stage.store, second).found[0][had].code == "busy"
 
 
 def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: Staged) -> None:
@@ -64,18 +64,18 @@ def test_a_job_that_waits_for_boards_of_others_writes_nothing_meanwhile(staged: 
     workers = [Worker(stage.hand(name), {}) for name in "ab"]
     waits = stage.add("k", cohort={**LONG, "min_devices": 3})
     work(stage, workers, 50.0)
-    assert len(facts(stage, stage.job, Committed)) > 10
+    assert len(facts(stage, stage.job, RoundCommitted)) > 10
     assert len(list(stage.store.read_events(waits))) <= 3
 
 
 def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged: Staged) -> None:
     """Two of four boards are at work at any time, and in the end all four have answered."""
-    stage = staged(Limits(submitter=Submitter(share=0.5)), cohort=LONG)
+    stage = staged(CoordinatorLimits(submitter=SubmitterLimits(share=0.5)), cohort=LONG)
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
     at_work = [hand for hand in hands if hand.tasks and hand.tasks[-1]]
     assert len(at_work) == 2
-    codes = {name: part.code for name, part in why.load_outcomes(stage.store, stage.job).found[0].items()}
+    codes = {name: part.code for name, part in round_outcomes.load_outcomes(stage.store, stage.job).found[0].items()}
     assert codes == {hand.name: "asked" if hand in at_work else "share" for hand in hands}
     at_work[0].answer(ones())
     stage.play()
@@ -83,23 +83,23 @@ def test_a_submitters_jobs_have_no_more_boards_than_its_share(staged: Staged) ->
     workers = [Worker(hand, {}) for hand in hands]
     work(stage, workers, 10.0)
     assert stage.store.stored_status(stage.job) == "done"
-    assert len(stage.told(Answered)) == 4
+    assert len(stage.told(UpdateAccepted)) == 4
 
 
 def test_why_says_that_a_job_waits_for_its_submitters_share(staged: Staged) -> None:
     """Once, though its wait is long; a cohort that the share does not limit has devices that were not drawn."""
-    stage = staged(Limits(submitter=Submitter(share=0.5)), cohort={**LONG, "size": 2})
+    stage = staged(CoordinatorLimits(submitter=SubmitterLimits(share=0.5)), cohort={**LONG, "size": 2})
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
     second = stage.add("k", cohort={**LONG, "size": 1})
     stage.play(30.0)
-    codes = [part.code for part in why.load_outcomes(stage.store, stage.job).found[0].values()]
+    codes = [part.code for part in round_outcomes.load_outcomes(stage.store, stage.job).found[0].values()]
     assert sorted(codes) == ["asked", "asked", "drawn", "drawn"]
-    assert "share" in {part.code for part in why.load_outcomes(stage.store, second).found[0].values()}
-    assert len(facts(stage, second, Surveyed)) == 1
+    assert "share" in {part.code for part in round_outcomes.load_outcomes(stage.store, second).found[0].values()}
+    assert len(facts(stage, second, EligibilityRecorded)) == 1
     work(stage, [Worker(hand, {}) for hand in hands], 10.0)
     assert [stage.store.stored_status(id) for id in (stage.job, second)] == ["done", "done"]
-    assert "share" not in {part.code for part in why.load_outcomes(stage.store, second).found[0].values()}
+    assert "share" not in {part.code for part in round_outcomes.load_outcomes(stage.store, second).found[0].values()}
 
 
 def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_jobs: TwoJobs) -> None:
@@ -107,31 +107,33 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
     stage, first, second, a, b = two_jobs
     third = stage.add("l", cohort={**LONG, "min_devices": 3})
     stage.play()
-    own = housekeeping.exclusive_bytes(stage.store)
-    assert {log.summarise_run(row, stage.store, own)["waits"] for row in stage.store.readable_jobs()} == {
+    own = retention.exclusive_bytes(stage.store)
+    assert {event_messages.summarise_run(row, stage.store, own)["waits"] for row in stage.store.readable_jobs()} == {
         None
     }  # nobody serves them
     stage.store.acquire_lock()  # as the coordinator's process does
-    rows = {row.id: log.summarise_run(row, stage.store, own) for row in stage.store.readable_jobs()}
+    rows = {row.id: event_messages.summarise_run(row, stage.store, own) for row in stage.store.readable_jobs()}
     assert rows[first]["waits"] is None
     said = "devices that run torch or numpy: 2 online, 2 of them at other jobs' tasks, at least "
     assert [rows[id]["waits"] for id in (second, third)] == [f"{said}1 needed", f"{said}3 needed"]
-    assert log.format_runs(list(rows.values()))[3:] == [f"{id} waits for {rows[id]['waits']}" for id in (second, third)]
+    assert event_messages.format_runs(list(rows.values()))[3:] == [
+        f"{id} waits for {rows[id]['waits']}" for id in (second, third)
+    ]
     (state,) = stage.store.latest_state_hashes()
     ref = stage.store.depot.ref(state)
     assert ref is not None
     assert all(own[id] > 0 for id in (first, second, third))
     a.answer(ones())
     stage.play()
-    grown = housekeeping.exclusive_bytes(stage.store)[first] - own[first]
-    assert grown > next(iter(stage.told(Answered)[0].update.bundles.values())).size  # and the fact
+    grown = retention.exclusive_bytes(stage.store)[first] - own[first]
+    assert grown > next(iter(stage.told(UpdateAccepted)[0].update.bundles.values())).size  # and the fact
     assert b.tasks[-1] is not None
 
 
 def test_ended_runs_are_deleted_as_the_settings_say_while_others_run(staged: Staged) -> None:
     """Retention keeps the latest run, and blobs that a running job needs stay."""
     ended = []
-    stage = staged(Limits(retention=Retention(keep=1)), cohort=LONG)
+    stage = staged(CoordinatorLimits(retention=RetentionSettings(keep=1)), cohort=LONG)
     a, second = stage.hand("a"), stage.job
     for name in ("k", "l", "m"):
         stage.play()
@@ -154,7 +156,7 @@ def test_a_run_that_took_long_is_not_deleted_as_soon_as_it_has_ended(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The age of a run, by which it is deleted, counts from its end."""
-    stage = staged(Limits(retention=Retention(older_than="1h")), cohort=LONG)
+    stage = staged(CoordinatorLimits(retention=RetentionSettings(older_than="1h")), cohort=LONG)
     now, a = time.time(), stage.hand("a")
     for later_s, left in ((7200.0, [stage.job]), (10_000.0, [stage.job]), (11_000.0, [])):
         monkeypatch.setattr(time, "time", lambda later_s=later_s: now + later_s)

@@ -9,10 +9,10 @@ from by_hand import ones
 from side_by_side import LONG, Staged, TwoJobs, begin_two_jobs, facts
 
 from fedquilt import wire
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Reopened
-from fedquilt.coordinator.fleet import GRACE_S
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.limits import Limits
+from fedquilt.coordinator.fleet.registry import GRACE_S
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, RoundRetried, UpdateAccepted
 from fedquilt.core import Task
 
 
@@ -21,20 +21,20 @@ def test_two_jobs_have_each_board_by_turns(two_jobs: TwoJobs) -> None:
     stage, first, second, a, b = two_jobs
     stage.play()
     assert [job.id for job in stage.server.active_jobs()] == [first, second]
-    assert facts(stage, second, Asked) == []
+    assert facts(stage, second, CohortSelected) == []
     a.answer(ones())
     stage.play()
     assert [task.job if task else None for task in a.tasks[-2:]] == [None, second]
-    assert [fact.devices for fact in facts(stage, second, Asked)] == [("a",)]
+    assert [fact.devices for fact in facts(stage, second, CohortSelected)] == [("a",)]
     b.answer(ones())
     stage.play()
     assert stage.store.stored_status(first) == "done"
-    assert [fact.devices for fact in facts(stage, second, Asked)] == [("a",), ("b",)]
+    assert [fact.devices for fact in facts(stage, second, CohortSelected)] == [("a",), ("b",)]
     a.answer(ones())
     b.answer(ones())
     stage.play()
     assert stage.store.stored_status(second) == "done"
-    assert {fact.update.device for fact in facts(stage, second, Answered)} == {"a", "b"}
+    assert {fact.update.device for fact in facts(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
 def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt(staged: Staged) -> None:
@@ -47,7 +47,7 @@ def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt
     stage.play()
     a.answer(ones())
     stage.play(35.0)
-    assert {fact.attempt for fact in facts(stage, second, Reopened)} == {0}
+    assert {fact.attempt for fact in facts(stage, second, RoundRetried)} == {0}
     b.answer(ones())
     stage.play()
     b.answer(ones())
@@ -57,7 +57,7 @@ def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt
 
 def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(staged: Staged) -> None:
     """The job gave its place away while its board was gone, and comes back when the board is at the other's task."""
-    stage = staged(Limits(running=1), cohort={"deadline_s": 300.0, "attempts": 1})
+    stage = staged(CoordinatorLimits(running=1), cohort={"deadline_s": 300.0, "attempts": 1})
     first, a = stage.job, stage.hand("a")
     stage.play()
     a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
@@ -66,11 +66,11 @@ def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(s
         stage.play(0.5)
     a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     stage.play(5.0)
-    stage.server._limits = Limits(running=2)
+    stage.server._limits = CoordinatorLimits(running=2)
     stage.play(5.0)
     assert stage.server.find_job(first) is not None
     stage.play(350.0)
-    assert {fact.attempt for fact in facts(stage, first, Reopened)} == {0}
+    assert {fact.attempt for fact in facts(stage, first, RoundRetried)} == {0}
     a.answer(ones())
     stage.play()
     a.answer(ones())
@@ -83,20 +83,20 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
     staged: Staged, monkeypatch: pytest.MonkeyPatch, bad: str
 ) -> None:
     """Its other boards are sent nothing for a job that has ended, and are another job's at once."""
-    plain = Running.build_task
+    plain = RunningJob.build_task
 
-    def task(self: Running, device: str, *rest: Any) -> Task | None:
+    def task(self: RunningJob, device: str, *rest: Any) -> Task | None:
         if device in bad and self.job.name == "j":
             raise ValueError("no task")
         return plain(self, device, *rest)
 
-    monkeypatch.setattr(Running, "build_task", task)
+    monkeypatch.setattr(RunningJob, "build_task", task)
     stage = staged(cohort=LONG)
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
     second = stage.add("k", cohort=LONG)
     stage.play()
-    assert [fact.status for fact in facts(stage, stage.job, Ended)] == ["failed"]
+    assert [fact.status for fact in facts(stage, stage.job, JobEnded)] == ["failed"]
     assert [hand.tasks[-1].job for hand in hands] == [second] * 4  # type: ignore[union-attr]
     assert {task.job for hand in hands for task in hand.tasks if task} == {second}
 
@@ -104,25 +104,25 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
 def test_a_job_that_can_never_start_delays_no_other(staged: Staged) -> None:
     """Even with one place for jobs, the second job has its first board within a second."""
     for places in (1, 8):
-        stage = staged(Limits(running=places), cohort={**LONG, "min_devices": 100})
+        stage = staged(CoordinatorLimits(running=places), cohort={**LONG, "min_devices": 100})
         stage.hand("a")
         stage.play(5.0)
         second = stage.add("k", cohort=LONG)
         before_s = stage.broker.now_s
-        while not facts(stage, second, Asked):
+        while not facts(stage, second, CohortSelected):
             stage.play(0.05)
         assert stage.broker.now_s - before_s <= 0.65  # a poll of the store, and two steps of time
 
 
 def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -> None:
     """Time that another job has its place counts towards the time-out of its start."""
-    stage = staged(Limits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 20.0})
+    stage = staged(CoordinatorLimits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 20.0})
     stage.hand("a")
     other = stage.add("k", cohort={**LONG, "min_devices": 4})
     stage.play(18.0)
-    assert stage.told(Ended) == []
+    assert stage.told(JobEnded) == []
     stage.play(6.0)
-    (ended,) = stage.told(Ended)
+    (ended,) = stage.told(JobEnded)
     assert ended.status == "failed"
     assert "within 20 s ([cohort] start_timeout_s): 1 device could be asked, 3 needed" in ended.reason
     assert stage.store.stored_status(other) in ("queued", "running")
@@ -130,21 +130,21 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -
 
 def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged: Staged) -> None:
     """Also where the clock's rounding makes it less than its time-out since the job was taken up."""
-    stage = staged(Limits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 0.6})
+    stage = staged(CoordinatorLimits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 0.6})
     assert 0.3 + 0.6 - 0.3 < 0.6
     stage.server.step(0.3)
     stage.server.step(0.3 + 0.6)
-    assert [fact.status for fact in stage.told(Ended)] == ["failed"]
+    assert [fact.status for fact in stage.told(JobEnded)] == ["failed"]
 
 
 def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other job asks the board while the round goes on in which the method had nothing for it."""
-    plain = Running.build_task
+    plain = RunningJob.build_task
     nothing = ("j", "a")
     monkeypatch.setattr(
-        Running,
+        RunningJob,
         "build_task",
         lambda job, device, *rest: None if (job.job.name, device) == nothing else plain(job, device, *rest),
     )
@@ -160,7 +160,7 @@ def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged
     stage.play()
     a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(35.0)
-    assert facts(stage, stage.job, Reopened)
+    assert facts(stage, stage.job, RoundRetried)
     assert stage.server.active_jobs()[0].rounds.silent == ("a",)
     assert a.tasks[-1] is not None
     stage.store.set_status(stage.job, "stopping")
@@ -198,7 +198,7 @@ def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJo
     stage.restart()
     stage.play()
     assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]  # type: ignore[union-attr]
-    assert len(facts(stage, second, Asked)) == len(facts(stage, first, Asked)) == 1
+    assert len(facts(stage, second, CohortSelected)) == len(facts(stage, first, CohortSelected)) == 1
     a.answer(ones())
     b.answer(ones())
     stage.play()
@@ -221,7 +221,7 @@ def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have
         hand.answers = False
     stage.restart()
     stage.play(60.0)
-    assert facts(stage, second, Committed) == []
+    assert facts(stage, second, RoundCommitted) == []
     for hand in (a, b):
         hand.say("presence", wire.Presence(online=True, boot="1"), retain=True)
     b.answer(ones())
@@ -229,7 +229,7 @@ def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have
     b.answer(ones(2.0))
     stage.play()
     assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
-    assert {fact.update.device for fact in facts(stage, second, Answered)} == {"a", "b"}
+    assert {fact.update.device for fact in facts(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
 def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged: Staged) -> None:
@@ -243,11 +243,11 @@ def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged: Stag
     a.answer(ones())
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play(GRACE_S - 1.0)
-    assert facts(stage, second, Committed) == []
+    assert facts(stage, second, RoundCommitted) == []
     stage.play(2.0)
-    assert facts(stage, second, Reopened) == []
+    assert facts(stage, second, RoundRetried) == []
     assert stage.store.stored_status(second) == "done"
-    assert [fact.update.device for fact in facts(stage, second, Answered)] == ["a"]
+    assert [fact.update.device for fact in facts(stage, second, UpdateAccepted)] == ["a"]
 
 
 def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs: TwoJobs) -> None:

@@ -99,7 +99,7 @@ def test_limits_from_the_command_line_replace_the_jobs_own_where_they_are_given(
     """The others stay."""
     job = settings.parse_job({"name": "j", "method": "fedavg", "stop": {"max_joules": 5.0, "max_bytes": 9}})
     assert settings.with_limits(job, None, None, None) == job
-    assert settings.with_limits(job, 7.0, None, 60.0).stop == settings.Stop(7.0, 9, 60.0)
+    assert settings.with_limits(job, 7.0, None, 60.0).stop == settings.JobLimits(7.0, 9, 60.0)
 
 
 def test_updates_travel_as_they_are_unless_the_job_says_else() -> None:

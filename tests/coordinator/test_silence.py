@@ -9,16 +9,22 @@ import pytest
 from by_hand import Hand, Stage, ones
 
 from fedquilt import wire
-from fedquilt.coordinator.absence import RETURN_S
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Rejected
-from fedquilt.coordinator.fleet import GRACE_S
-from fedquilt.coordinator.silence import AGAIN_S, QUIET_S, RATE, REQUESTS, Silence
+from fedquilt.coordinator.fleet.broker_outage import RETURN_S
+from fedquilt.coordinator.fleet.registry import GRACE_S
+from fedquilt.coordinator.fleet.silent_devices import AGAIN_S, QUIET_S, RATE, REQUESTS, SilenceDetector
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    RoundClosed,
+    RoundCommitted,
+    UpdateAccepted,
+    UpdateRejected,
+)
 
 SILENT_S = QUIET_S + REQUESTS * AGAIN_S
 TURN_S = 1.0  # two looks of the coordinator at its store, which are its turns where nothing comes
 
 
-def played(silence: Silence, seconds: float, begin_s: float, hears: bool = True) -> tuple[list[str], list[str]]:
+def played(silence: SilenceDetector, seconds: float, begin_s: float, hears: bool = True) -> tuple[list[str], list[str]]:
     """Devices that are asked and that become silent in so many steps of a second."""
     ask, silent = list[str](), list[str]()
     for step in range(1, int(seconds) + 1):
@@ -29,14 +35,14 @@ def played(silence: Silence, seconds: float, begin_s: float, hears: bool = True)
 
 
 @pytest.fixture
-def silence() -> Silence:
+def silence() -> SilenceDetector:
     """At second 100 of a clock that began long ago."""
-    found = Silence()
+    found = SilenceDetector()
     found.step(100.0, True)
     return found
 
 
-def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence: Silence) -> None:
+def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence: SilenceDetector) -> None:
     """Neither happens a second earlier."""
     silence.record_contact("a")
     assert played(silence, 34, 100.0) == ([], [])
@@ -46,7 +52,7 @@ def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence
     assert played(silence, 1000, 150.0) == ([], [])
 
 
-def test_any_message_brings_a_silent_device_back(silence: Silence) -> None:
+def test_any_message_brings_a_silent_device_back(silence: SilenceDetector) -> None:
     """Only the first one says so; the device is watched as before."""
     silence.record_contact("a")
     played(silence, SILENT_S, 100.0)
@@ -54,7 +60,7 @@ def test_any_message_brings_a_silent_device_back(silence: Silence) -> None:
     assert played(silence, SILENT_S, 150.0)[1] == ["a"]
 
 
-def test_a_device_that_answers_is_asked_again_after_as_long(silence: Silence) -> None:
+def test_a_device_that_answers_is_asked_again_after_as_long(silence: SilenceDetector) -> None:
     """Once in 35 s, however long that goes on."""
     silence.record_contact("a")
     for turn in range(10):
@@ -62,7 +68,7 @@ def test_a_device_that_answers_is_asked_again_after_as_long(silence: Silence) ->
         silence.record_contact("a")
 
 
-def test_a_retained_presence_is_no_sign_of_life(silence: Silence) -> None:
+def test_a_retained_presence_is_no_sign_of_life(silence: SilenceDetector) -> None:
     """The coordinator's own announcement has asked the device already: two more requests follow."""
     silence.expect_contact("a")
     assert played(silence, 14, 100.0) == (["a", "a"], [])
@@ -70,14 +76,14 @@ def test_a_retained_presence_is_no_sign_of_life(silence: Silence) -> None:
     assert played(silence, 1, 114.0) == ([], ["a"])
 
 
-def test_a_device_that_is_offline_is_not_asked(silence: Silence) -> None:
+def test_a_device_that_is_offline_is_not_asked(silence: SilenceDetector) -> None:
     """Its broker has published its last will."""
     silence.record_contact("a")
     silence.forget("a")
     assert played(silence, 1000, 100.0) == ([], [])
 
 
-def test_an_outage_of_the_broker_makes_nobody_silent(silence: Silence) -> None:
+def test_an_outage_of_the_broker_makes_nobody_silent(silence: SilenceDetector) -> None:
     """Nor does a coordinator that was suspended for an hour: a gap counts as one second."""
     silence.record_contact("a")
     assert played(silence, 1000, 100.0, hears=False) == ([], [])
@@ -86,7 +92,7 @@ def test_an_outage_of_the_broker_makes_nobody_silent(silence: Silence) -> None:
     assert played(silence, 1, 4733.0) == (["a"], [])
 
 
-def test_idle_devices_are_not_asked_in_a_storm(silence: Silence) -> None:
+def test_idle_devices_are_not_asked_in_a_storm(silence: SilenceDetector) -> None:
     """10,000 that were heard at one moment take 20 s, 500 in each; none is asked twice before it could answer."""
     names = [f"d{number}" for number in range(10_000)]
     for name in names:
@@ -108,14 +114,14 @@ def begun(folder: Path, **table: Any) -> tuple[Stage, list[Hand]]:
     stage = Stage(folder, **{"cohort": {"deadline_s": 600.0}, "rounds": 2, **table})
     hands = [stage.hand(name) for name in "abc"]
     stage.play(RETURN_S + TURN_S)
-    assert [fact.devices for fact in stage.told(Asked)] == [("a", "b", "c")]
+    assert [fact.devices for fact in stage.told(CohortSelected)] == [("a", "b", "c")]
     return stage, hands
 
 
 def closed_after_s(stage: Stage, most_s: float) -> float:
     """Virtual seconds until a round is committed, in steps of 50 ms."""
-    begin_s, count = stage.broker.now_s, len(stage.told(Closed))
-    while len(stage.told(Closed)) == count:
+    begin_s, count = stage.broker.now_s, len(stage.told(RoundClosed))
+    while len(stage.told(RoundClosed)) == count:
         assert stage.broker.now_s < begin_s + most_s, "the round is still open"
         stage.play(0.05)
     return stage.broker.now_s - begin_s
@@ -133,9 +139,9 @@ def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_no
     stage.play(60.0)
     goes_offline(c)
     assert GRACE_S - 0.1 <= closed_after_s(stage, 10.0) <= GRACE_S + TURN_S
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
     stage.play()
-    assert [fact.devices for fact in stage.told(Asked)[1:]] == [("a", "b")]
+    assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [("a", "b")]
     stage.store.close()
 
 
@@ -146,7 +152,7 @@ def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path:
     stage.play(60.0)
     a.answer(ones())
     stage.play(60.0)
-    assert stage.told(Closed) == []
+    assert stage.told(RoundClosed) == []
     b.answer(ones())
     assert closed_after_s(stage, 10.0) <= TURN_S
     stage.store.close()
@@ -161,10 +167,10 @@ def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path: Path) -> None:
     stage.play(GRACE_S - 1.0)
     c.say("presence", c.presence, retain=True)
     stage.play(500.0)
-    assert stage.told(Closed) == []
+    assert stage.told(RoundClosed) == []
     c.answer(ones())
     stage.play()
-    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b", "c"]
+    assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
     stage.store.close()
 
 
@@ -175,12 +181,12 @@ def test_an_update_of_a_device_that_returns_after_its_round_is_late(tmp_path: Pa
     a.answer(ones())
     b.answer(ones())
     stage.play(60.0)
-    assert [fact.devices for fact in stage.told(Asked)[1:]] == [("a", "b")]
+    assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [("a", "b")]
     c.answer(ones())
     c.say("presence", c.presence, retain=True)
     stage.play(5.0)
     assert [(ack.round, ack.accepted) for ack in c.acks] == [(0, False)]
-    assert [(fact.round, fact.devices) for fact in stage.told(Asked)[2:]] == [(1, ("c",))]
+    assert [(fact.round, fact.devices) for fact in stage.told(CohortSelected)[2:]] == [(1, ("c",))]
     stage.store.close()
 
 
@@ -191,7 +197,7 @@ def test_a_round_does_not_close_without_a_quorum_of_those_that_take_part(tmp_pat
     goes_offline(c)
     a.answer(ones())
     stage.play(300.0)
-    assert stage.told(Closed) == []
+    assert stage.told(RoundClosed) == []
     stage.store.close()
 
 
@@ -205,7 +211,7 @@ def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(
     a.answer(ones())
     b.answer(ones())
     stage.play(GRACE_S + TURN_S)
-    assert bool(stage.told(Closed)) == closes
+    assert bool(stage.told(RoundClosed)) == closes
     stage.store.close()
 
 
@@ -217,14 +223,14 @@ def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_messa
     b.answer(ones())
     assert closed_after_s(stage, 100.0) <= SILENT_S + TURN_S
     stage.play()
-    assert stage.told(Asked)[-1].devices == ("a", "b")
+    assert stage.told(CohortSelected)[-1].devices == ("a", "b")
     assert stage.server.registry.online_devices(stage.broker.now_s) == {"a", "b"}
     assert stage.server.registry.ineligible_devices(stage.server.active_jobs()[0].wants, stage.broker.now_s) == {
         "c": "silent"
     }
     c.say("telemetry", wire.Telemetry(power_w=1.0))
     stage.play()
-    assert stage.told(Asked)[-1].devices == ("c",)
+    assert stage.told(CohortSelected)[-1].devices == ("c",)
     stage.store.close()
 
 
@@ -234,10 +240,10 @@ def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path: Path) ->
     a.answer(ones())
     b.answer(ones())
     stage.play(540.0)
-    assert stage.told(Closed) == []
+    assert stage.told(RoundClosed) == []
     c.answer(ones())
     stage.play()
-    assert len(stage.told(Answered)) == 3
+    assert len(stage.told(UpdateAccepted)) == 3
     stage.store.close()
 
 
@@ -266,13 +272,13 @@ def test_an_outage_of_the_coordinators_connection_makes_nobody_silent_and_closes
     stage.link.connected = True
     stage.link.session += 1
     stage.play(15.0)
-    assert stage.told(Closed) == []
+    assert stage.told(RoundClosed) == []
     c.say("presence", c.presence, retain=True)
     stage.play(60.0)
-    assert stage.told(Closed) == []
+    assert stage.told(RoundClosed) == []
     c.answer(ones())
     stage.play()
-    assert len(stage.told(Answered)) == 3
+    assert len(stage.told(UpdateAccepted)) == 3
     stage.store.close()
 
 
@@ -287,7 +293,7 @@ def test_many_rounds_without_a_device_cost_no_more_than_its_first(tmp_path: Path
         for hand in hands[:2]:
             hand.answer(ones())
         stage.play(GRACE_S + TURN_S)
-    assert len(stage.told(Committed)) == 5
+    assert len(stage.told(RoundCommitted)) == 5
     assert stage.broker.now_s - begin_s < 5 * (GRACE_S + 2 * TURN_S)
-    assert stage.told(Rejected) == []
+    assert stage.told(UpdateRejected) == []
     stage.store.close()

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 from by_hand import Hand, Stage, ones
 
-from fedquilt import tensors, wire
-from fedquilt.coordinator import passed
-from fedquilt.coordinator.claims import LATER_EPOCHS
-from fedquilt.coordinator.facts import Answered, Committed, Rejected
-from fedquilt.coordinator.limits import Limits
-from fedquilt.core import Contribution, SiteRight, Task
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.claim_bounds import LATER_EPOCHS
+from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted, UpdateRejected
+from fedquilt.coordinator.updates import site_updates
+from fedquilt.core import DeviceUpdate, SiteRight, Task
 
 COHORT = {"deadline_s": 5.0, "attempts": 50, "quorum": 0.5, "min_devices": 1, "start_devices": 2}
 RIGHT = SiteRight(("cam-*", "a"), 2)
@@ -21,7 +22,7 @@ RIGHT = SiteRight(("cam-*", "a"), 2)
 
 def stage(folder: Path, **table: object) -> Stage:
     """A coordinator with a site "plant" by its limits.toml, and a device "a"."""
-    made = Stage(folder, limits=Limits(sites={"plant": RIGHT}), cohort=COHORT, **table)
+    made = Stage(folder, limits=CoordinatorLimits(sites={"plant": RIGHT}), cohort=COHORT, **table)
     made.hand("a")
     plant = made.hand("plant")
     plant.say("profile", msgspec.structs.replace(plant.profile, boards=9), retain=True)
@@ -35,9 +36,9 @@ def task_of(hand: Hand) -> Task:
 
 def speak(site: Hand, *names: str) -> None:
     """Submit updates of these devices."""
-    given = [Contribution(name, 0, 10.0, {}, {"model": ones(7.0)}) for name in names]
+    given = [DeviceUpdate(name, 0, 10.0, {}, {"model": ones(7.0)}) for name in names]
     bundles = {
-        name: site.depot.store_bytes(tensors.encode_tensors(each)) for name, each in passed.bundle_updates(given)
+        name: site.depot.store_bytes(tensors.encode_tensors(each)) for name, each in site_updates.bundle_updates(given)
     }
     site.answer(ones(), bundles=bundles, weight=10.0 * len(names))
 
@@ -60,11 +61,11 @@ def test_a_site_speaks_for_the_boards_of_its_right_alone(tmp_path: Path, names: 
     made.play()
     device.answer(ones(1.0), weight=10.0)
     made.play(8.0)
-    assert said in "".join(fact.reason for fact in made.told(Rejected))
-    updates = {fact.update.device: fact.update for fact in made.told(Answered)}
+    assert said in "".join(fact.reason for fact in made.told(UpdateRejected))
+    updates = {fact.update.device: fact.update for fact in made.told(UpdateAccepted)}
     assert updates.keys() == ({"a"} if said else {"a", "plant"})
     assert said or updates["plant"].boards == names
-    assert len(made.told(Committed)) == 1
+    assert len(made.told(RoundCommitted)) == 1
 
 
 def test_a_device_without_a_right_gets_the_task_of_a_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +87,7 @@ def test_a_site_that_loses_its_right_in_a_round_is_a_device(tmp_path: Path) -> N
     made.server._limits.sites.clear()
     speak(plant, "cam-1")
     made.play()
-    assert "it is what a site sends, and the device has no right to be one" in made.told(Rejected)[0].reason
+    assert "it is what a site sends, and the device has no right to be one" in made.told(UpdateRejected)[0].reason
     device.answer(ones(1.0))
     made.play(8.0)
     plant.tasks.clear()
@@ -107,10 +108,10 @@ def test_a_device_that_becomes_a_site_in_a_round_answers_once(tmp_path: Path) ->
     speak(plant, "cam-1")
     device.answer(ones(1.0), weight=10.0)
     made.play(0.5)
-    assert [fact.update.boards for fact in made.told(Answered)] == [(), ()]
+    assert [fact.update.boards for fact in made.told(UpdateAccepted)] == [(), ()]
     speak(plant, "cam-1")
     made.play(0.5)
-    assert made.told(Answered)[-1].update.boards == ("cam-1",)
+    assert made.told(UpdateAccepted)[-1].update.boards == ("cam-1",)
 
 
 def test_a_right_holds_after_a_restart(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_a_right_holds_after_a_restart(tmp_path: Path) -> None:
     made.play()
     speak(plant, "a", "cam-1")
     made.play()
-    assert "a is a device of this coordinator" in made.told(Rejected)[0].reason
+    assert "a is a device of this coordinator" in made.told(UpdateRejected)[0].reason
 
 
 @pytest.mark.parametrize(("ahead", "follows"), [(3, True), (LATER_EPOCHS, True), (LATER_EPOCHS + 1, False)])

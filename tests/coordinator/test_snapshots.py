@@ -17,10 +17,19 @@ from job_facts import BLOB
 from stored_job import JOB
 from stored_runs import DEVICES, Run, any_fact, blob_of, state, taken_up, whole
 
-from fedquilt.coordinator import snapshots
-from fedquilt.coordinator.facts import Closed, Committed, Ended, Folded, Rounds, Started, Surveyed, apply_event
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import (
+    EligibilityRecorded,
+    JobConstants,
+    JobEnded,
+    JobStarted,
+    JobState,
+    RoundClosed,
+    RoundCommitted,
+    UpdatesAggregated,
+    apply_event,
+)
+from fedquilt.coordinator.storage import snapshots
+from fedquilt.coordinator.storage.store import Store
 
 
 def behind(made: Run) -> int:
@@ -56,14 +65,14 @@ def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(
         assert standing == whole(made.store, made.id, made.plan, 99.0)
         used += upto > 0
     assert used > 20
-    assert {"Answered", "Committed", "Asked"} <= kinds
+    assert {"UpdateAccepted", "RoundCommitted", "CohortSelected"} <= kinds
 
 
 def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path: Path) -> None:
     """A round of few boards leaves a dozen facts; to write them all anew each time would cost more than it saves."""
     with Store(tmp_path, every=20) as store:
         made = Run(store)
-        made.record(Started(BLOB), Surveyed(0, DEVICES))
+        made.record(JobStarted(BLOB), EligibilityRecorded(0, DEVICES))
         upto = []
         for number in range(6):
             made.round(number, *DEVICES)
@@ -76,7 +85,7 @@ def test_a_snapshot_is_kept_once_enough_facts_have_come_and_at_the_end(tmp_path:
             29,
             56,
         ]  # 2 facts, and 9 a round: 20 and one for each of 6 boards from one to the next
-        made.record(Ended("stopped"))
+        made.record(JobEnded("stopped"))
         assert store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 57
 
 
@@ -84,7 +93,7 @@ def test_a_restart_counts_on_from_the_snapshot_that_it_takes_up(tmp_path: Path) 
     """Else each start of a coordinator would be followed by another snapshot."""
     with Store(tmp_path, every=20) as store:
         made = Run(store)
-        made.record(Started(BLOB), Surveyed(0, DEVICES))
+        made.record(JobStarted(BLOB), EligibilityRecorded(0, DEVICES))
         for number in range(3):
             made.round(number, *DEVICES)
     with Store(tmp_path, every=20) as made.store:
@@ -97,7 +106,7 @@ def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], S
     """A snapshot that rests on them would outlive them where the process is killed."""
     made = Run(often())
     with made.store.batch_events():
-        made.record(Started(BLOB))
+        made.record(JobStarted(BLOB))
         made.round(0, "a")
         assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
     made.round(1, "a")
@@ -107,8 +116,8 @@ def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], S
 def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Callable[[], Store]) -> None:
     """The state of this process is not what that log comes to."""
     made, other = Run(often()), often()
-    made.record(Started(BLOB))
-    other.append_event(made.id, Surveyed(0, ("z",)))
+    made.record(JobStarted(BLOB))
+    other.append_event(made.id, EligibilityRecorded(0, ("z",)))
     made.round(0, "a")
     assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
 
@@ -116,17 +125,17 @@ def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Ca
 def test_nothing_is_kept_of_a_log_that_is_damaged(often: Callable[[], Store]) -> None:
     """The damage would be behind a snapshot that fits, where no start looks for it."""
     made = Run(often())
-    made.record(Started(BLOB), Surveyed(0, DEVICES))
-    edited(made.store.home, "update facts set body = replace(body, 'Surveyed', 'surveyed') where seq = 2")
+    made.record(JobStarted(BLOB), EligibilityRecorded(0, DEVICES))
+    edited(made.store.home, "update facts set body = replace(body, 'EligibilityRecorded', 'surveyed') where seq = 2")
     made.round(0, "a")
     assert made.store.snapshots.load_state(made.id, made.plan, 0.0)[1] == 0
 
 
 def test_a_run_that_is_stopped_with_a_stored_sum_is_taken_up_with_it(run: Run) -> None:
     """The updates in it are nowhere else."""
-    run.record(Folded(3, ("a",), BLOB), Ended("stopped"))
+    run.record(UpdatesAggregated(3, ("a",), BLOB), JobEnded("stopped"))
     assert behind(run) == 0
-    assert run.standing.rounds.folded == Folded(3, ("a",), BLOB)
+    assert run.standing.rounds.folded == UpdatesAggregated(3, ("a",), BLOB)
 
 
 # -- what does not fit ----------------------------------------------------------------------------
@@ -154,7 +163,7 @@ def test_a_damaged_snapshot_is_passed_over_by_name_and_made_anew(
         f"the snapshot of {run.id} in {run.store.home} is passed over, and its log read from the first fact: "
         "it is not what was written"
     ]
-    run.record(Closed(3), Committed(3, state(3), False, {}))
+    run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
     assert behind(run) == 0
 
 
@@ -183,7 +192,7 @@ def test_a_snapshot_beyond_its_log_is_passed_over(run: Run, caplog: pytest.LogCa
 
 def test_a_snapshot_of_other_settings_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """Whether a round was the last one is part of the state."""
-    assert run.store.snapshots.load_state(run.id, Plan(0, 99, run.plan.cohort, 0), 0.0)[1] == 0
+    assert run.store.snapshots.load_state(run.id, JobConstants(0, 99, run.plan.cohort, 0), 0.0)[1] == 0
     assert "settings have changed" in caplog.text
 
 
@@ -192,7 +201,7 @@ def test_a_home_without_snapshots_is_opened_and_has_them_from_then_on(run: Run) 
     edited(run.store.home, "drop trigger snapshots_of_removed_jobs")
     edited(run.store.home, "drop table snapshots")
     assert behind(run) == run.standing.facts
-    run.record(Closed(3), Committed(3, state(3), False, {}))
+    run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
     assert behind(run) == 0
 
 
@@ -214,7 +223,7 @@ def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_fou
 def test_a_snapshot_that_cannot_be_written_is_done_without(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """The facts have been written; nothing needs the snapshot."""
     run.store._db.execute("create temp trigger full before insert on snapshots begin select raise(abort, 'full'); end")
-    run.record(Closed(3), Committed(3, state(3), False, {}))
+    run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
     assert f"no snapshot of {run.id} is kept" in caplog.text
     assert behind(run) == 4
 
@@ -222,15 +231,15 @@ def test_a_snapshot_that_cannot_be_written_is_done_without(run: Run, caplog: pyt
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fedquilt.coordinator import snapshots
-from fedquilt.coordinator.facts import Rounds, apply_event
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.store_rows import encode_lossless
+from fedquilt.coordinator.storage import snapshots
+from fedquilt.coordinator.rounds.events import JobState, apply_event
+from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.rows import encode_lossless
 
 store = Store(Path(sys.argv[1]), every=-9)
 row = store.readable_jobs()[0]
-plan = Plan.from_job(row.job)
+plan = JobConstants.from_job(row.job)
 standing, upto = store.snapshots.load_state(row.id, plan, 7.0)
 for _, _, fact in store.read_events(row.id, upto):
     standing.apply_event(fact, apply_event(standing.rounds, fact, 7.0))
@@ -251,7 +260,7 @@ def test_a_process_that_is_killed_over_a_snapshot_leaves_the_one_before(run: Run
 
 def test_the_rules_of_the_facts_are_those_that_snapshots_name() -> None:
     """A state that another rule makes of the same facts would be taken for today's: raise `snapshots.RULES` then."""
-    roll, now, seen = random.Random(5), Rounds(Plan.from_job(JOB)), hashlib.sha256()
+    roll, now, seen = random.Random(5), JobState(JobConstants.from_job(JOB)), hashlib.sha256()
     sorts = msgspec.json.Encoder(enc_hook=list, order="deterministic")
     for _ in range(400):
         now = apply_event(now, any_fact(roll, "run", now), 1.0)

@@ -16,10 +16,9 @@ import msgspec
 import pytest
 from stored_job import JOB
 
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Started
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.store_tables import VERSION
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, JobStarted, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import VERSION, Store
 from fedquilt.coordinator.views import scores
 from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
 
@@ -30,7 +29,7 @@ def test_facts_come_back_in_order_from_another_process_of_the_same_folder(
     """A second store on the folder stands for the process after a kill -9."""
     store = opened()
     id = store.add_job(JOB, tmp_path / "bundle")
-    facts = [Started(BlobRef(sha256="a" * 64, size=3)), Asked(0, 0, ("x", "y")), Ended("done")]
+    facts = [JobStarted(BlobRef(sha256="a" * 64, size=3)), CohortSelected(0, 0, ("x", "y")), JobEnded("done")]
     for fact in facts:
         store.append_event(id, fact)
     again = opened()
@@ -40,8 +39,8 @@ def test_facts_come_back_in_order_from_another_process_of_the_same_folder(
 
 def append_and_fail(store: Store, id: str) -> None:
     """One fact that can be kept, and one that cannot."""
-    store.append_event(id, Ended("done"))
-    store.append_event(id, Committed(0, BlobRef(sha256="c" * 64, size=3), False, {}, took_s=float("nan")))
+    store.append_event(id, JobEnded("done"))
+    store.append_event(id, RoundCommitted(0, BlobRef(sha256="c" * 64, size=3), False, {}, took_s=float("nan")))
 
 
 def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(
@@ -54,15 +53,15 @@ def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(
     store._db.set_trace_callback(said.append)
     with store.batch_events():
         for round in range(3):
-            store.append_event(id, Asked(round, 0, ("x",)))
+            store.append_event(id, CohortSelected(round, 0, ("x",)))
         assert list(other.read_events(id)) == []
         other.set_status(id, "running")
-    assert [fact.round for _, _, fact in other.read_events(id) if isinstance(fact, Asked)] == [0, 1, 2]
+    assert [fact.round for _, _, fact in other.read_events(id) if isinstance(fact, CohortSelected)] == [0, 1, 2]
     assert [line.lower() for line in said].count("commit") == 1
     with pytest.raises(JobError, match="cannot be kept"), store.batch_events():
         append_and_fail(store, id)
     assert len(list(other.read_events(id))) == 3
-    store.append_event(id, Ended("done"))
+    store.append_event(id, JobEnded("done"))
     assert len(list(other.read_events(id))) == 4
 
 
@@ -93,9 +92,9 @@ def test_the_latest_state_of_every_job_is_known(tmp_path: Path, opened: Callable
     store = opened()
     for letter in "ab":
         id = store.add_job(JOB, tmp_path)
-        store.append_event(id, Started(BlobRef(sha256=letter * 64, size=3)))
-    store.append_event(id, Committed(0, BlobRef(sha256="c" * 64, size=3), False, {}))
-    store.append_event(id, Ended("done"))
+        store.append_event(id, JobStarted(BlobRef(sha256=letter * 64, size=3)))
+    store.append_event(id, RoundCommitted(0, BlobRef(sha256="c" * 64, size=3), False, {}))
+    store.append_event(id, JobEnded("done"))
     assert store.latest_state_hashes() == {"a" * 64, "c" * 64}
 
 
@@ -185,7 +184,9 @@ def test_a_home_of_the_version_before_is_read_and_brought_up_to_date(
         db.executescript(OLD_SCHEMA)
         for id in ("digits-20260101-000000", "digits-20260101-000001"):
             db.execute("insert into jobs values (?, ?, '/b', 'running', 5.0)", (id, settings_then))
-        db.execute("insert into facts (job, at, body) values (?, 6.0, ?)", (id, '{"type":"Ended","status":"stopped"}'))
+        db.execute(
+            "insert into facts (job, at, body) values (?, 6.0, ?)", (id, '{"type":"JobEnded","status":"stopped"}')
+        )
         db.commit()
     (tmp_path / "agents" / "digits-20260101-000001" / "x86-host-00").mkdir(parents=True)
     store = opened()
@@ -193,7 +194,7 @@ def test_a_home_of_the_version_before_is_read_and_brought_up_to_date(
         ("0", "run", "running"),
         ("1", "fleet", "running"),
     ]
-    assert [fact for _, _, fact in store.read_events(id)] == [Ended("stopped")]
+    assert [fact for _, _, fact in store.read_events(id)] == [JobEnded("stopped")]
     assert store.add_job(JOB, tmp_path) in {row.id for row in opened().readable_jobs()}
     assert store._db.execute("pragma user_version").fetchone() == (VERSION,)
 
@@ -259,7 +260,7 @@ def test_what_a_jobs_log_has_counted_is_known_when_the_job_is_not_under_way(
     store = opened()
     id, other = store.add_job(JOB, tmp_path / "bundle"), store.add_job(JOB, tmp_path / "bundle")
     update = Update(job=id, round=1, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0))
-    store.append_event(id, Answered(1, update))
+    store.append_event(id, UpdateAccepted(1, update))
     assert store.is_update_counted(update)
     for change in ({"job": other}, {"job": "none"}, {"round": 0}, {"device": "b"}):
         assert not store.is_update_counted(msgspec.structs.replace(update, **change))
@@ -270,11 +271,11 @@ def test_a_new_home_is_for_its_owner_alone(tmp_path: Path) -> None:
     home = tmp_path / "home"
     before = os.umask(0o022)
     try:
-        with Store(home) as store, BoardStore(home, writes=True):
+        with Store(home) as store, TelemetryStore(home, writes=True):
             assert store.acquire_lock()
             store.depot.store_bytes(b"a model")
             store.begin_epoch()
-            scores.write_scores(scores.scores_path(home, "run"), scores.Scores({}))
+            scores.write_scores(scores.scores_path(home, "run"), scores.RunScores({}))
             modes = {path.name: path.stat().st_mode & 0o777 for path in (home, *home.rglob("*"))}
         assert {"fedquilt.db-wal", "boards.db-shm", "lock", "blobs"} < modes.keys()
         folders = {path.name for path in (home, *home.rglob("*")) if path.is_dir()}

@@ -12,10 +12,17 @@ from pathlib import Path
 import pytest
 from stored_job import JOB
 
-from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Ended, Started, Surveyed
-from fedquilt.coordinator.store import Row, Store
-from fedquilt.coordinator.store_rows import DamagedRunError, Unreadable
-from fedquilt.coordinator.views import log
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    EligibilityRecorded,
+    JobEnded,
+    JobStarted,
+    RoundCommitted,
+)
+from fedquilt.coordinator.storage.rows import DamagedRunError, UnreadableRow
+from fedquilt.coordinator.storage.store import Store, StoredJob
+from fedquilt.coordinator.views import event_messages
 from fedquilt.core import BlobRef, JobError, StoreError
 
 
@@ -37,11 +44,11 @@ def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path: Path, op
     assert [row.id for row in store.readable_jobs()] == [other]
     assert store.find_job("digits").id == other
     odd, fine = store.all_jobs()
-    assert isinstance(odd, Unreadable)
-    assert isinstance(fine, Row)
-    rows = [log.summarise_run(row, store) for row in store.all_jobs()]
+    assert isinstance(odd, UnreadableRow)
+    assert isinstance(fine, StoredJob)
+    rows = [event_messages.summarise_run(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, True]
-    assert f"{run} was made by another version" in log.format_runs(rows)[0]
+    assert f"{run} was made by another version" in event_messages.format_runs(rows)[0]
 
 
 BLOB = BlobRef(sha256="a" * 64, size=3)
@@ -50,23 +57,23 @@ BLOB = BlobRef(sha256="a" * 64, size=3)
 @pytest.mark.parametrize(
     ("fact", "said"),
     [
-        (Committed(0, BLOB, False, {"loss": math.inf}), "cannot be kept: .*float"),
-        (Committed(0, BLOB, False, {}, (), math.nan), "cannot be kept: .*float"),
-        (Surveyed(0, (), {}, {"a": math.inf}), "cannot be kept: .*float"),
-        (Asked(0, 0, ("a",), {}, math.inf), "holds a number that is not finite"),  # it would come back as None
-        (Ended("failed", "no file \udcff"), "cannot be kept: .*surrogates"),
+        (RoundCommitted(0, BLOB, False, {"loss": math.inf}), "cannot be kept: .*float"),
+        (RoundCommitted(0, BLOB, False, {}, (), math.nan), "cannot be kept: .*float"),
+        (EligibilityRecorded(0, (), {}, {"a": math.inf}), "cannot be kept: .*float"),
+        (CohortSelected(0, 0, ("a",), {}, math.inf), "holds a number that is not finite"),  # it would come back as None
+        (JobEnded("failed", "no file \udcff"), "cannot be kept: .*surrogates"),
     ],
 )
 def test_what_could_not_be_read_back_is_never_written(
-    tmp_path: Path, opened: Callable[[], Store], fact: AnyFact, said: str
+    tmp_path: Path, opened: Callable[[], Store], fact: AnyEvent, said: str
 ) -> None:
     """The job is told, and its log is as it was."""
     store = opened()
     run = store.add_job(JOB, tmp_path)
-    store.append_event(run, Started(BLOB))
+    store.append_event(run, JobStarted(BLOB))
     with pytest.raises(JobError, match=said):
         store.append_event(run, fact)
-    assert [fact for _, _, fact in store.read_events(run)] == [Started(BLOB)]
+    assert [fact for _, _, fact in store.read_events(run)] == [JobStarted(BLOB)]
 
 
 def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
@@ -74,15 +81,17 @@ def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[],
     store = opened()
     runs = [store.add_job(JOB, tmp_path) for _ in range(3)]
     for run, letter in zip(runs, "abc", strict=True):
-        store.append_event(run, Started(BlobRef(sha256=letter * 64, size=3)))
-    null = b'{"type":"Committed","round":0,"state":{"sha256":"%s","size":3},"finished":false,"metrics":{"loss":null}}'
+        store.append_event(run, JobStarted(BlobRef(sha256=letter * 64, size=3)))
+    null = (
+        b'{"type":"RoundCommitted","round":0,"state":{"sha256":"%s","size":3},"finished":false,"metrics":{"loss":null}}'
+    )
     for run, body in ((runs[0], (null % (b"d" * 64)).decode()), (runs[1], '{"type":"Comm')):
         with store._write_transaction():
             store._rows.append_events([(run, 0.0, body)])
-    rows = [log.summarise_run(row, store) for row in store.all_jobs()]
+    rows = [event_messages.summarise_run(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
     assert [row["rounds"] for row in rows] == [None, None, 0]
-    assert "cannot be read by this version" in log.format_runs(rows)[0]
+    assert "cannot be read by this version" in event_messages.format_runs(rows)[0]
     assert store.latest_state_hashes() == {"d" * 64, "b" * 64, "c" * 64}
     assert store.referenced_blobs() == store.latest_state_hashes()
 
@@ -104,8 +113,8 @@ def three_runs(home: Path) -> list[str]:
     with Store(home) as store:
         runs = [store.add_job(JOB, home / "bundle") for _ in range(3)]
         for run in runs:
-            store.append_event(run, Started(BLOB))
-            store.append_event(run, Ended("stopped", f"reason of {run}"))
+            store.append_event(run, JobStarted(BLOB))
+            store.append_event(run, JobEnded("stopped", f"reason of {run}"))
     return runs
 
 
@@ -117,9 +126,13 @@ def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path: Path, opened:
     assert [len(list(store.read_events(run))) for run in (runs[0], runs[2])] == [2, 2]
     with pytest.raises(DamagedRunError, match=rf"the log of {runs[1]} in .* is damaged: fact 4, .* put back a copy"):
         list(store.read_events(runs[1]))
-    assert [log.summarise_run(row, store)["problem"] is None for row in store.all_jobs()] == [True, False, True]
+    assert [event_messages.summarise_run(row, store)["problem"] is None for row in store.all_jobs()] == [
+        True,
+        False,
+        True,
+    ]
     assert store.find_damaged_ids() == [runs[1]]
-    assert store.end_inactive_job(runs[1], Ended("failed")) == "failed"
+    assert store.end_inactive_job(runs[1], JobEnded("failed")) == "failed"
     assert (store.stored_status(runs[1]), store.find_damaged_ids()) == ("failed", [runs[1]])
 
 
@@ -158,7 +171,7 @@ def test_a_changed_row_of_a_run_is_named_and_hides_no_other(
     column = {"/bundle": "bundle", "stopped": "status", "digits-": "id"}[text]
     store._db.execute(f"update jobs set {column} = {column} || 'x' where id = ?", (runs[1],))
     found = store.all_jobs()
-    assert [isinstance(row, Row) for row in found] == [True, False, True]
+    assert [isinstance(row, StoredJob) for row in found] == [True, False, True]
     assert "its row in the list of runs is not what was written" in found[1].reason  # type: ignore[union-attr]
     if column != "id":
         with pytest.raises(StoreError, match="is damaged"):
@@ -172,9 +185,9 @@ def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path: Path, opene
     store = opened()
     store._db.execute("update jobs set settings = cast(x'7bff' as text) where id = ?", (runs[0],))
     store._db.execute("update facts set body = cast(x'7bff' as text) where job = ?", (runs[1],))
-    rows = [log.summarise_run(row, store) for row in opened().all_jobs()]
+    rows = [event_messages.summarise_run(row, store) for row in opened().all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
-    assert "is damaged" in log.format_runs(rows)[0]
+    assert "is damaged" in event_messages.format_runs(rows)[0]
 
 
 def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path: Path, opened: Callable[[], Store]) -> None:
@@ -254,7 +267,7 @@ def test_a_home_without_checksums_is_given_them(tmp_path: Path, opened: Callable
     store = opened()
     assert [len(list(store.read_events(run))) for run in runs] == [2, 2, 2]
     assert store.find_damaged_ids() == []
-    store.append_event(runs[0], Ended("failed"))
+    store.append_event(runs[0], JobEnded("failed"))
     assert len(list(opened().read_events(runs[0]))) == 3
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import dashes
 import pytest
 
-from fedquilt.coordinator.facts import Ended
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.store_reader import Mark, Reader
+from fedquilt.coordinator.rounds.events import JobEnded
+from fedquilt.coordinator.storage.reader import ChangeDetector, StoreReader
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import StoreError
 
 FACTS = dashes.facts(dashes.names(6), 4)
@@ -27,13 +27,13 @@ def home(tmp_path: Path) -> Path:
 
 def test_it_reads_what_a_store_reads_and_writes_nothing(home: Path) -> None:
     """Each thing that writes is refused, and so is a lock."""
-    with Reader(home) as reader, Store(home) as store:
+    with StoreReader(home) as reader, Store(home) as store:
         (row,) = reader.all_jobs()
         assert row == store.find_job("digits")
         assert list(reader.read_events(row.id)) == list(store.read_events(row.id))
         for act in (
             lambda: reader.set_status(row.id, "done"),
-            lambda: reader.append_event(row.id, Ended("done")),
+            lambda: reader.append_event(row.id, JobEnded("done")),
             lambda: reader.delete_runs([row.id]),
             lambda: reader.mark_running(row.id),
         ):
@@ -44,7 +44,7 @@ def test_it_reads_what_a_store_reads_and_writes_nothing(home: Path) -> None:
 
 def test_facts_come_piece_by_piece(home: Path) -> None:
     """The pieces are the whole, and what is lost at the end is found with the last piece."""
-    with Reader(home) as reader:
+    with StoreReader(home) as reader:
         id = reader.all_jobs()[0].id
         found, seq = [], 0
         while piece := list(reader.read_events(id, seq, 4)):
@@ -62,7 +62,7 @@ def test_facts_come_piece_by_piece(home: Path) -> None:
 
 def test_it_sees_who_serves_without_making_a_lock(home: Path) -> None:
     """The file is made by who serves."""
-    with Reader(home) as reader:
+    with StoreReader(home) as reader:
         assert not reader.is_served()
         assert not (home / "lock").exists()
         with Store(home) as store:
@@ -77,31 +77,31 @@ def test_a_home_of_another_version_is_not_read(home: Path) -> None:
         db.execute("pragma user_version = 1")
     db.close()
     with pytest.raises(StoreError, match=r"tables of version 1, .*`fedquilt ls --home"):
-        Reader(home)
+        StoreReader(home)
     (home / "fedquilt.db").unlink()
     with pytest.raises(StoreError):
-        Reader(home)
+        StoreReader(home)
 
 
 def test_what_a_killed_coordinator_left_in_its_log_is_read(home: Path) -> None:
     """Facts that are in the write-ahead log alone."""
     code = (
-        "import os, signal, sys; from pathlib import Path; from fedquilt.coordinator.store import Store; "
-        "from fedquilt.coordinator.facts import Ended; store = Store(Path(sys.argv[1])); "
-        "store.append(store.all_jobs()[0].id, Ended('failed', 'killed')); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path; from fedquilt.coordinator.storage.store import Store; "
+        "from fedquilt.coordinator.rounds.events import JobEnded; store = Store(Path(sys.argv[1])); "
+        "store.append(store.all_jobs()[0].id, JobEnded('failed', 'killed')); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(home)], check=False)
     assert (home / "fedquilt.db-wal").stat().st_size
-    with Reader(home) as reader:
+    with StoreReader(home) as reader:
         assert [fact for _, _, fact in reader.read_events(reader.all_jobs()[0].id)] == [
             *FACTS,
-            Ended("failed", "killed"),
+            JobEnded("failed", "killed"),
         ]
 
 
 def test_a_mark_differs_after_every_change_and_only_then(home: Path) -> None:
     """Also when another database lies there, and when there is none."""
-    mark = Mark(home / "fedquilt.db")
+    mark = ChangeDetector(home / "fedquilt.db")
     first = mark.read_version()
     assert first == mark.read_version()
     assert first is not None

@@ -11,15 +11,15 @@ import pytest
 from by_hand import Stage, ones
 from msgspec.structs import replace
 
-from fedquilt import tensors
-from fedquilt.coordinator import summing
-from fedquilt.coordinator.claims import Bounds
-from fedquilt.coordinator.job import Running
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.claim_bounds import ClaimBounds
+from fedquilt.coordinator.updates import aggregator
 from fedquilt.core import Update, Usage
 
 
 @pytest.fixture(params=["fedavg", "robust"])
-def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]:
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningJob]:
     """A round in which three devices are asked; of "robust" updates are folded in the order of devices."""
     cohort = {"start_devices": 3, "deadline_s": 1000.0}
     stage = Stage(tmp_path, method=request.param, cohort=cohort)
@@ -30,13 +30,13 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]
     stage.store.close()
 
 
-def update(running: Running, device: str, factor: float) -> Update:
+def update(running: RunningJob, device: str, factor: float) -> Update:
     """An update that is on the coordinator's disk."""
     ref = running._store.depot.store_bytes(tensors.encode_tensors(ones(factor)))
     return Update(running.id, 0, 0, device, 1.0, {"model": ref}, {}, Usage())
 
 
-def closed(running: Running, *updates: Update) -> dict[str, np.ndarray]:
+def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
     """Model after the round in which exactly these count."""
     rounds = replace(
         running.rounds, phase="closing", asked=frozenset(), answered={each.device: each for each in updates}
@@ -45,13 +45,13 @@ def closed(running: Running, *updates: Update) -> dict[str, np.ndarray]:
 
 
 def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
-    running: Running, monkeypatch: pytest.MonkeyPatch
+    running: RunningJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the first one is in memory, as it waited for others, and there is no room for the second."""
     first, last = update(running, "c", 1.0), update(running, "c", 3.0)
-    assert running.build_update_reader(first, None, Bounds())(first) == first
-    monkeypatch.setattr(summing, "READ_BYTES", 0)
-    assert running.build_update_reader(last, None, Bounds())(last) == last
+    assert running.build_update_reader(first, None, ClaimBounds())(first) == first
+    monkeypatch.setattr(aggregator, "READ_BYTES", 0)
+    assert running.build_update_reader(last, None, ClaimBounds())(last) == last
     assert {name: set(array.ravel().tolist()) for name, array in closed(running, last).items()} == {
         "1.weight": {3.0},
         "1.bias": {3.0},
@@ -59,7 +59,7 @@ def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
 
 
 def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_sum(
-    running: Running, monkeypatch: pytest.MonkeyPatch
+    running: RunningJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Folds add in place: a method's error may come when half of the tensors are added."""
     one, other, fold = update(running, "a", 1.0), update(running, "b", 7.0), running._summing._fold
@@ -70,8 +70,8 @@ def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_su
             raise RuntimeError("halfway")
         return found
 
-    assert running.build_update_reader(one, None, Bounds())(one) == one
+    assert running.build_update_reader(one, None, ClaimBounds())(one) == one
     monkeypatch.setattr(running._summing, "_fold", fails)
     with pytest.raises(RuntimeError, match="halfway"):
-        running.build_update_reader(other, None, Bounds())(other)
+        running.build_update_reader(other, None, ClaimBounds())(other)
     assert set(closed(running, one)["1.bias"].tolist()) == {1.0}

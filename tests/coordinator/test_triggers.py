@@ -10,25 +10,25 @@ import pytest
 from by_hand import TABLE, Hand, Stage, ones
 
 from fedquilt import wire
-from fedquilt.coordinator import requests, settings, triggers
-from fedquilt.coordinator.boards_link import Boards
-from fedquilt.coordinator.facts import Noted
-from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store import ARMED, UNAPPROVED, Row
-from fedquilt.coordinator.triggers import Told, trigger_reason
-from fedquilt.coordinator.views import log, waits
+from fedquilt.coordinator import control_requests, settings, triggers
+from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import NoteRecorded
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage.store import ARMED, UNAPPROVED, StoredJob
+from fedquilt.coordinator.triggers import RunnerReport, trigger_reason
+from fedquilt.coordinator.views import event_messages, wait_reasons
 from fedquilt.core import JobError
 
 HOUR = 3600.0
 
 
-def job(**trigger: Any) -> Job:
+def job(**trigger: Any) -> JobSettings:
     return settings.parse_job({**TABLE, "trigger": {"pause": "12h", **trigger}})
 
 
-def boards(*drifts: float | None, accuracy: float | None = None) -> list[Told]:
-    return [Told(f"b{number}", drift, accuracy) for number, drift in enumerate(drifts)]
+def boards(*drifts: float | None, accuracy: float | None = None) -> list[RunnerReport]:
+    return [RunnerReport(f"b{number}", drift, accuracy) for number, drift in enumerate(drifts)]
 
 
 # -- the decision ---------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_a_trigger_that_is_none_is_refused(table: dict[str, Any], said: str) -> 
 @pytest.fixture
 def stage(tmp_path: Path) -> Any:
     """A coordinator whose first job is armed."""
-    made = Stage(tmp_path, Limits(), trigger={"pause": "12h", "boards": "50%"})
+    made = Stage(tmp_path, CoordinatorLimits(), trigger={"pause": "12h", "boards": "50%"})
     yield made
     made.store.close()
 
@@ -104,12 +104,12 @@ def tells(stage: Stage, hand: Hand, drift: float | None) -> None:
     hand.say("telemetry", wire.Telemetry(served=10, drift=drift))
 
 
-def others(stage: Stage) -> list[Row]:
+def others(stage: Stage) -> list[StoredJob]:
     return [row for row in stage.store.readable_jobs() if row.id != stage.job]
 
 
 def reasons(stage: Stage, run: str) -> list[str]:
-    return [fact.said for _, _, fact in stage.store.read_events(run) if isinstance(fact, Noted)]
+    return [fact.said for _, _, fact in stage.store.read_events(run) if isinstance(fact, NoteRecorded)]
 
 
 def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
@@ -136,7 +136,7 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
     why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
     assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
-    assert waits.replay_events(started, stage.store.read_events(started.id)).phase == "done"
+    assert wait_reasons.replay_events(started, stage.store.read_events(started.id)).phase == "done"
     stage.play(10.0)
     assert others(stage) == [stage.store.find_job(started.id)]  # it pauses, though the drift is there
     stage.restart()
@@ -148,7 +148,9 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
 
 def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) -> None:
     """A board without the label of [cohort] select starts nothing, however much its inputs drift."""
-    stage = Stage(tmp_path, Limits(), trigger={}, cohort={"deadline_s": 30.0, "attempts": 1, "select": ["site=lab"]})
+    stage = Stage(
+        tmp_path, CoordinatorLimits(), trigger={}, cohort={"deadline_s": 30.0, "attempts": 1, "select": ["site=lab"]}
+    )
     tells(stage, stage.hand("a"), 0.9)
     stage.play()
     assert others(stage) == []
@@ -157,38 +159,38 @@ def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) 
 
 def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
     """Before the approval no board is asked and no second run is started; `ls` says what the run waits for."""
-    stage = Stage(tmp_path, Limits(), trigger={"approve": True, "pause": "0m"})
+    stage = Stage(tmp_path, CoordinatorLimits(), trigger={"approve": True, "pause": "0m"})
     a = stage.hand("a")
     tells(stage, a, 0.9)
     stage.play(5.0)
     (started,) = others(stage)
     assert started.status == UNAPPROVED
     assert a.tasks == []
-    row = log.summarise_run(started, stage.store)
+    row = event_messages.summarise_run(started, stage.store)
     assert (row["status"], row["waits"]) == (
         "waiting for approval",
         f"its owner: `fedquilt approve {started.id} --home {stage.store.home}`",
     )
-    assert any("waits for its owner" in line for line in log.format_runs([row], 200))
-    assert "begins" in requests.approve_run(stage.store, started.id)
+    assert any("waits for its owner" in line for line in event_messages.format_runs([row], 200))
+    assert "begins" in control_requests.approve_run(stage.store, started.id)
     stage.play()
     assert a.tasks[-1] is not None
     assert [(row.id, row.status) for row in others(stage)] == [(started.id, "running")]
     assert reasons(stage, started.id)[-1].startswith("approved by ")
     with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
-        requests.approve_run(stage.store, started.id)
+        control_requests.approve_run(stage.store, started.id)
     stage.store.close()
 
 
 def test_an_armed_job_is_stopped_and_armed_again(stage: Stage) -> None:
     """`stop` ends the watch for drift, `resume` begins it anew."""
-    assert "stopped" in requests.stop_run(stage.store, stage.job)
+    assert "stopped" in control_requests.stop_run(stage.store, stage.job)
     stage.play()
     assert stage.store.stored_status(stage.job) == "stopped"
     tells(stage, stage.hand("a"), 0.9)
     stage.play()
     assert others(stage) == []
-    requests.resume_run(stage.store, stage.job)
+    control_requests.resume_run(stage.store, stage.job)
     stage.play()
     assert stage.store.stored_status(stage.job) == ARMED
     assert len(others(stage)) == 1
@@ -210,12 +212,12 @@ def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage: St
 
 def test_ls_says_what_an_armed_job_waits_for(stage: Stage) -> None:
     """`ls` is another process than the coordinator, and reads what is kept of boards."""
-    noted, now = Boards(stage.store.home), time.time()
+    noted, now = DeviceStatusTracker(stage.store.home), time.time()
     for name, drift in (("a", 0.9), ("b", 0.1), ("c", 0.1)):
         noted.record_message((name, wire.Presence(online=True, boot="1")), 0.0)
         noted.record_message((name, wire.Telemetry(drift=drift)), 0.0)
     noted.close()
     row = stage.store.find_job(stage.job)
-    told = waits.describe_wait(row, stage.store)
+    told = wait_reasons.describe_wait(row, stage.store)
     assert told == "drift 0.3: 1 of 3 boards that tell are beyond, at least 2 needed"
     assert triggers.describe_trigger_wait(row.job, [], now, now - HOUR) == "the end of its pause, in 11 h"

@@ -9,17 +9,26 @@ from pathlib import Path
 import pytest
 from by_hand import NETWORK, Stage, ones
 
-from fedquilt import bundle, compression, tensors
-from fedquilt.coordinator import unreadable
-from fedquilt.coordinator.facts import Answered, Committed, Ended, Folded, Lost, Rejected
-from fedquilt.coordinator.holds import Hold
-from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.worker import Here
+from fedquilt import compression
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.background_worker import SynchronousWorker
+from fedquilt.coordinator.jobs import startup
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import (
+    JobEnded,
+    RoundCommitted,
+    UpdateAccepted,
+    UpdateLost,
+    UpdateRejected,
+    UpdatesAggregated,
+)
+from fedquilt.coordinator.storage.suspended_jobs import Suspension
 from fedquilt.core import Encoding, JobError, Method
-from fedquilt.disk import Place, Private
+from fedquilt.formats import job_bundle
+from fedquilt.host.disk import Place, PrivateDisk
 
 
-class Bad(Private):
+class Bad(PrivateDisk):
     """A disk of which files with some names cannot be read, `left` times or for good."""
 
     def __init__(self, *names: str, left: float = float("inf"), code: int = errno.EIO) -> None:
@@ -43,7 +52,7 @@ class Bad(Private):
 
 def wait(stage: Stage, times: int = 1) -> None:
     """Let so many further tries of the disk come."""
-    stage.play(times * (unreadable.AGAIN_S + 1.0))
+    stage.play(times * (startup.AGAIN_S + 1.0))
 
 
 def second_round(stage: Stage) -> str:
@@ -52,7 +61,7 @@ def second_round(stage: Stage) -> str:
     stage.play()
     hand.answer(ones(2.0))
     stage.play()
-    (committed,) = stage.told(Committed)
+    (committed,) = stage.told(RoundCommitted)
     return str(committed.state.sha256)
 
 
@@ -70,13 +79,13 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     stage.play()
     assert stage.store.stored_status(other) == "done"
     assert stage.store.stored_status(stage.job) == "running"
-    wait(stage, unreadable.TRIES - 1)
+    wait(stage, startup.TRIES - 1)
     assert stage.store.stored_status(stage.job) == "failed"
     (_, _, ended) = list(stage.store.read_events(stage.job))[-1]
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, JobEnded)
     for said in (f"the state of {stage.job} ({sha256[:12]}) cannot be read", "Input/output error", "fedquilt restore"):
         assert said in ended.reason
-    assert caplog.text.count("is taken up again in 30 s") == unreadable.TRIES - 1
+    assert caplog.text.count("is taken up again in 30 s") == startup.TRIES - 1
     assert (tmp_path / "home" / "blobs" / sha256).exists()
     stage.store.close()
 
@@ -86,7 +95,7 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
-    wait(stage, unreadable.TRIES)
+    wait(stage, startup.TRIES)
     assert stage.store.stored_status(stage.job) == "failed"
     stage.disk.left = 0  # type: ignore[attr-defined]
     stage.store.set_status(stage.job, "queued")
@@ -100,7 +109,7 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
 
 def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_path: Path) -> None:
     """Nothing is left of what held it: neither the wait for the next try, nor what people are told of it."""
-    stage = Stage(tmp_path, limits=Limits(), rounds=2)
+    stage = Stage(tmp_path, limits=CoordinatorLimits(), rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
     stage.play()
@@ -120,7 +129,7 @@ def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path: Path
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
-    wait(stage, unreadable.TRIES)
+    wait(stage, startup.TRIES)
     assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("failed", None)
     stage.store.close()
 
@@ -147,7 +156,7 @@ def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> N
     (sha256,) = stage.store.latest_state_hashes()
     stage.disk = bad = Bad(sha256)
     stage.restart()
-    wait(stage, unreadable.TRIES - 1)
+    wait(stage, startup.TRIES - 1)
     bad.left = 0  # another file lies on other sectors
     stage.play()
     stage.hands[0].answer(ones())
@@ -164,15 +173,15 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> 
     stage.play()
     a.answer(ones(1.0))
     stage.play()
-    (answered,) = stage.told(Answered)
+    (answered,) = stage.told(UpdateAccepted)
     sha256 = answered.update.bundles["model"].sha256
     stage.store.depot.verified_path(sha256)  # a file of its own
     stage.disk = bad = Bad(sha256)
     stage.restart()
     stage.play()
     b.answer(ones(5.0))
-    wait(stage, unreadable.TRIES)
-    (lost,) = stage.told(Lost)
+    wait(stage, startup.TRIES)
+    (lost,) = stage.told(UpdateLost)
     assert lost.device == "a"
     bad.left = 0
     a.answer(ones(1.0))
@@ -186,7 +195,7 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
     tmp_path: Path, caplog: pytest.LogCaptureFixture, large: bool
 ) -> None:
     """It is put aside and fetched once more; the coordinator and the job go on, and its device is refused nothing."""
-    stage = Stage(tmp_path, worker=Here(large_bytes=0) if large else None)
+    stage = Stage(tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None)
     hand = stage.hand("a")
     ref = hand.depot.store_bytes(tensors.encode_tensors(ones()))
     stage.disk = Bad(ref.sha256, left=1)
@@ -194,11 +203,11 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
     stage.play()
     hand.answer(ones())
     stage.play()
-    assert not stage.told(Answered)
+    assert not stage.told(UpdateAccepted)
     assert "a's update could not be read" in caplog.text
     hand.answer(ones())
     stage.play()
-    assert not stage.told(Rejected)
+    assert not stage.told(UpdateRejected)
     assert (tmp_path / "home" / "blobs" / f"{ref.sha256}.damaged").exists()
     assert stage.store.stored_status(stage.job) == "done"
     stage.store.close()
@@ -208,22 +217,22 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: 
     """Its devices are not asked to work again: what they have sent is in it alone."""
     states = []
     for name, left in (("calm", 0), ("fails", 1)):
-        worker = Here(large_bytes=0)
+        worker = SynchronousWorker(large_bytes=0)
         worker.stored_at = 0.0
         stage = Stage(tmp_path / name, worker=worker, cohort={"min_devices": 2})
         a, b = stage.hand("a"), stage.hand("b")
         stage.play()
         a.answer(ones(1.0))
         stage.play()
-        (folded,) = stage.told(Folded)
+        (folded,) = stage.told(UpdatesAggregated)
         stage.disk = Bad(folded.sum.sha256, left=left)
         stage.restart()
         wait(stage)
         b.answer(ones(5.0))
         wait(stage)
-        assert not stage.told(Lost)
+        assert not stage.told(UpdateLost)
         assert stage.store.stored_status(stage.job) == "done"
-        states.append(stage.told(Committed)[-1].state)
+        states.append(stage.told(RoundCommitted)[-1].state)
         stage.store.close()
     assert states[0] == states[1]
 
@@ -232,7 +241,7 @@ def apart(stage: Stage) -> str:
     """Queue another job, with a bundle of its own."""
     id = stage.add("other")
     files = {"model": tensors.encode_tensors(ones(7.0))}
-    bundle.write_bundle(stage.folder / "apart", {"network": NETWORK, "flops": 8}, files)
+    job_bundle.write_bundle(stage.folder / "apart", {"network": NETWORK, "flops": 8}, files)
     job = stage.store.find_job(id).job
     stage.store.delete_runs([id])
     return stage.store.add_job(job, stage.folder / "apart")
@@ -244,8 +253,8 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     tmp_path: Path, what: str, large: bool
 ) -> None:
     """At the third try; once it lies on another disk, the job can be resumed."""
-    stage = Stage(tmp_path, worker=Here(large_bytes=0) if large else None)
-    name = what if what == "bundle.json" else bundle.load_bundle(tmp_path / "bundle").files[what].sha256
+    stage = Stage(tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None)
+    name = what if what == "bundle.json" else job_bundle.load_bundle(tmp_path / "bundle").files[what].sha256
     stage.disk = bad = Bad(name)
     bad.but = tmp_path / "apart"
     stage.restart()
@@ -254,7 +263,7 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     a.answer(ones())
     stage.play()
     assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
-    wait(stage, unreadable.TRIES - 1)
+    wait(stage, startup.TRIES - 1)
     assert stage.store.stored_status(stage.job) == "failed"
     (_, _, ended) = list(stage.store.read_events(stage.job))[-1]
     place = f"move the bundle {tmp_path / 'bundle'} to another disk, then `fedquilt resume {stage.job}`"
@@ -272,7 +281,7 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
 def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) -> None:
     """It is read when the job is tried again."""
     stage = Stage(tmp_path)
-    stage.disk = Bad(bundle.load_bundle(tmp_path / "bundle").files["model"].sha256, left=1)
+    stage.disk = Bad(job_bundle.load_bundle(tmp_path / "bundle").files["model"].sha256, left=1)
     stage.restart()
     a = stage.hand("a")
     stage.play()
@@ -289,7 +298,9 @@ def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) 
 def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Path, left: float, large: bool) -> None:
     """The coordinator has sent it, and makes it again at the third failure; its device is refused nothing."""
     cohort = {"deadline_s": 1000.0}
-    stage = Stage(tmp_path, worker=Here(large_bytes=0) if large else None, wire={"codec": "fp16"}, cohort=cohort)
+    stage = Stage(
+        tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None, wire={"codec": "fp16"}, cohort=cohort
+    )
     other, a = apart(stage), stage.hand("a")
     stage.store.set_status(other, "stopped")
     stage.play()
@@ -309,35 +320,34 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
     a.answer(ones())
     stage.play()
     assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
-    for _ in range(1, unreadable.TRIES if left > 1 else 1):
+    for _ in range(1, startup.TRIES if left > 1 else 1):
         wait(stage)
         a.answer(sent, bases={"model": base})
         stage.play()
-        assert [fact.update.job for fact in stage.told(Answered)] == [other]
+        assert [fact.update.job for fact in stage.told(UpdateAccepted)] == [other]
     assert (tmp_path / "home" / "blobs" / f"{base}.damaged").exists() == (left > 1)
     bad.left = 0
     wait(stage)
     a.answer(sent, bases={"model": base})
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    assert not stage.told(Rejected)
+    assert not stage.told(UpdateRejected)
     stage.store.close()
 
 
 def test_failures_of_different_days_do_not_add_up() -> None:
-    waiting, day_s = unreadable.Waiting(), 86_400.0
-    assert all(waiting.record_failure("job", "a state", day * day_s) for day in range(2 * unreadable.TRIES))
-    again = 3 * day_s * unreadable.TRIES
+    waiting, day_s = startup.DiskRetries(), 86_400.0
+    assert all(waiting.record_failure("job", "a state", day * day_s) for day in range(2 * startup.TRIES))
+    again = 3 * day_s * startup.TRIES
     tried = [
-        waiting.record_failure("job", "a state", again + number * unreadable.AGAIN_S)
-        for number in range(unreadable.TRIES)
+        waiting.record_failure("job", "a state", again + number * startup.AGAIN_S) for number in range(startup.TRIES)
     ]
     assert [each and (each.number, each.since_s) for each in tried] == [(1, again), (2, again), None]
 
 
 def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coordinator(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
-    hold = Hold(1.0, 2.0, "a state", "a state", 2)
+    hold = Suspension(1.0, 2.0, "a state", "a state", 2)
     stage.store.holds.record_suspension(stage.job, hold)
     assert stage.store.holds.current_suspension(stage.job) == hold
     stage.store.mark_running(stage.job)

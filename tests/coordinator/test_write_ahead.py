@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 from stored_job import JOB
 
-from fedquilt.coordinator import write_ahead
-from fedquilt.coordinator.facts import Asked, Started
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted
+from fedquilt.coordinator.storage import write_ahead_log
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef
-from fedquilt.disk import REAL, Disk, Place
+from fedquilt.host.disk import REAL, Disk, Place
 
 
 def killed(folder: Path) -> tuple[Path, str]:
     """A home as SIGKILL leaves it, with a run of eleven facts whose last ones are in the log alone."""
     with Store(folder / "alive") as store:
         run = store.add_job(JOB, folder)
-        store.append_event(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        store.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=3)))
         for attempt in range(10):
-            store.append_event(run, Asked(0, attempt, ("x",)))
+            store.append_event(run, CohortSelected(0, attempt, ("x",)))
         shutil.copytree(folder / "alive", folder / "killed")
     return folder / "killed", run
 
@@ -75,12 +75,12 @@ def test_a_log_that_another_process_is_writing_is_no_damaged_one(
     """It has begun anew since it was looked at, or has more than it had."""
     with Store(tmp_path) as writer:
         run = writer.add_job(JOB, tmp_path)
-        before = write_ahead.read_log(REAL, tmp_path / "fedquilt.db")
+        before = write_ahead_log.read_log(REAL, tmp_path / "fedquilt.db")
         assert before.committed > 0
-        writer.append_event(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        writer.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=3)))
         before.report_damage(REAL, writer._db)
         writer._db.execute("pragma wal_checkpoint(restart)")
-        writer.append_event(run, Asked(0, 0, ("x",)))
+        writer.append_event(run, CohortSelected(0, 0, ("x",)))
         before.report_damage(REAL, writer._db)
     assert caplog.text == ""
 
@@ -113,10 +113,10 @@ def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> 
     home, path = tmp_path / "home", tmp_path / "committing" / "fedquilt.db"
     with Store(home) as writer:
         run = writer.add_job(JOB, tmp_path)
-        taken = write_ahead.read_log(REAL, home / "fedquilt.db").committed
-        writer.append_event(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        taken = write_ahead_log.read_log(REAL, home / "fedquilt.db").committed
+        writer.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=3)))
         shutil.copytree(home, path.parent)
-    found = write_ahead.read_log(REAL, path)
+    found = write_ahead_log.read_log(REAL, path)
     assert found.committed > taken > 0
     assert found.count_lost_frames(REAL, taken) == 0
     log = path.with_name("fedquilt.db-wal")
@@ -135,14 +135,14 @@ def test_a_log_that_has_a_new_head_and_no_frame_yet_has_lost_nothing(
         run = writer.add_job(JOB, tmp_path)
         writer._db.execute("pragma wal_checkpoint(passive)")
         shutil.copytree(tmp_path / "first", home)
-        writer.append_event(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        writer.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=3)))
         head = (tmp_path / "first" / "fedquilt.db-wal").read_bytes()[:32]
     before = log.read_bytes()
     assert head[:16] == before[:12] + head[12:16]
     assert head[16:24] != before[16:24]
     log.write_bytes(head + before[32:])
     (home / "fedquilt.db-shm").unlink()
-    assert write_ahead.read_log(REAL, home / "fedquilt.db").committed == 0
+    assert write_ahead_log.read_log(REAL, home / "fedquilt.db").committed == 0
     with Store(home) as store:
         assert [row.id for row in store.readable_jobs()] == [run]
     assert caplog.text == ""
@@ -158,7 +158,7 @@ def test_a_first_frame_whose_salt_is_damaged_is_one_of_this_log(tmp_path: Path, 
     payload[32 + 4 : 32 + 8] = (1).to_bytes(4, "big")  # a commit
     payload[32 + 8 + at - 16] ^= 1
     log.write_bytes(payload)
-    found = write_ahead.read_log(REAL, home / "fedquilt.db")
+    found = write_ahead_log.read_log(REAL, home / "fedquilt.db")
     assert found.committed == 1
     assert found.count_lost_frames(REAL, 0) == 1
 
@@ -172,5 +172,5 @@ def test_a_log_that_is_gone_once_it_was_seen_has_lost_nothing(tmp_path: Path) ->
             return super().read(path, offset, size)
 
     (tmp_path / "fedquilt.db-wal").write_bytes(bytes(100))
-    found = write_ahead.read_log(Closing(), tmp_path / "fedquilt.db")
+    found = write_ahead_log.read_log(Closing(), tmp_path / "fedquilt.db")
     assert (found.head, found.committed) == (b"", 0)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 
 import documents
-from fedquilt.coordinator import transitions
+from fedquilt.coordinator.rounds import events
 
 PAGE = (documents.ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_the_diagram_of_a_job_is_the_tables() -> None:
-    """Drawn from `coordinator/transitions.py`: paste `transitions.format_diagram()` into the page when it changes."""
+    """Drawn from `coordinator/rounds/events.py`: paste `events.format_diagram()` into the page when it changes."""
     found = re.search(r"```mermaid\n(.*?)\n```", PAGE, re.DOTALL)
     assert found is not None
-    assert found[1] == transitions.format_diagram()
+    assert found[1] == events.format_diagram()
 
 
 def test_every_path_that_it_names_is_there() -> None:

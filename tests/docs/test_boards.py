@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fedquilt import config
 from fedquilt.edge_agent import settings
-from fedquilt.tools.flash import coordinator, targets
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import coordinator, targets
 
 PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 
@@ -15,9 +15,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 def test_its_settings_are_valid() -> None:
     """As an agent reads them, and the coordinator's as `flash --role coordinator` does."""
     agent, service = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
-    assert settings.parse_settings(config.parse_toml(agent, "docs/boards.md")).device == "orin-07"
-    known = config.convert_table(
-        config.parse_toml(service, "docs/boards.md"), coordinator.Settings, "a coordinator's settings"
+    assert settings.parse_settings(toml.parse_toml(agent, "docs/boards.md")).device == "orin-07"
+    known = toml.convert_table(
+        toml.parse_toml(service, "docs/boards.md"), coordinator.CoordinatorSettings, "a coordinator's settings"
     )
     assert known.enrol is not None
     assert known.enrol.hosts == ("hub.site",)

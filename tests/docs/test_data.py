@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedquilt import config, methods, metrics
+from fedquilt import methods, metrics
 from fedquilt.coordinator import settings
 from fedquilt.data.spec import HOW, Audio, DataSpec, Text, Windows
+from fedquilt.formats import toml
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 BLOCKS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
@@ -19,7 +20,7 @@ BLOCKS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_table_on_the_page_is_one_that_a_job_takes(block: str) -> None:
     """Its [data], and its network."""
-    job = settings.parse_job({"name": "j", "method": "fedavg", **config.parse_toml(block, "docs/data.md")})
+    job = settings.parse_job({"name": "j", "method": "fedavg", **toml.parse_toml(block, "docs/data.md")})
     DataSpec.parse(job.data)
     if job.model:
         pytest.importorskip("torch")

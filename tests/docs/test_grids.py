@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fedquilt.coordinator import settings
-from fedquilt.tools.experiments.papers import grid
+from fedquilt.tools.lab.papers import grid
 
 PAGE = (Path(__file__).parents[2] / "docs" / "grids.md").read_text()
 
@@ -30,7 +30,9 @@ def test_the_example_is_a_grid_whose_jobs_are_right(tmp_path: Path) -> None:
     assert list(found.columns) == ["even", "odd"]
 
 
-@pytest.mark.parametrize("kind", [grid.Grid, grid.Row, grid.Point, grid.Pretrain, grid.Claim, grid.Show])
+@pytest.mark.parametrize(
+    "kind", [grid.Grid, grid.GridRow, grid.AxisPoint, grid.PretrainSettings, grid.ClaimSpec, grid.GridColumn]
+)
 def test_every_key_is_named(kind: type[msgspec.Struct]) -> None:
     """Of a grid, and of the tables in it."""
     missing = [name for name in kind.__struct_fields__ if not re.search(rf"\b{name}\b", PAGE)]

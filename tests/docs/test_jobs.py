@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedquilt import connections
 from fedquilt.coordinator import limits, settings
 from fedquilt.core import Encoding, SiteRight
 from fedquilt.data import images, inputs
 from fedquilt.data.spec import DataSpec
+from fedquilt.host import connection_limits
 from fedquilt.tools.artefacts import prepare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
@@ -27,19 +27,19 @@ def section(heading: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "heading", "prefix"),
     [
-        (settings.Cohort, "[cohort]", ""),
+        (settings.CohortSettings, "[cohort]", ""),
         (Encoding, "[wire]", "wire."),
-        (settings.Stop, "[stop]", "stop."),
-        (settings.Check, "[check]", "check."),
-        (limits.Limits, "How a round goes", ""),
-        (limits.Submitter, "How a round goes", "submitter."),
-        (limits.Retention, "How a round goes", "retention."),
-        (connections.Limits, "How a round goes", "http."),
-        (settings.Fleet, "[fleet]", ""),
+        (settings.JobLimits, "[stop]", "stop."),
+        (settings.EvaluationSettings, "[check]", "check."),
+        (limits.CoordinatorLimits, "How a round goes", ""),
+        (limits.SubmitterLimits, "How a round goes", "submitter."),
+        (limits.RetentionSettings, "How a round goes", "retention."),
+        (connection_limits.ConnectionLimits, "How a round goes", "http."),
+        (settings.FleetSettings, "[fleet]", ""),
         (DataSpec, "[data]", ""),
-        (prepare.Donor, "[[donors]]", ""),
-        (images.Input, "[model]", ""),
-        (inputs.Values, "[model]", ""),
+        (prepare.DonorSettings, "[[donors]]", ""),
+        (images.ImageInput, "[model]", ""),
+        (inputs.ValueInput, "[model]", ""),
     ],
 )
 def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix: str) -> None:
@@ -54,7 +54,7 @@ def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix:
 
 def test_the_jobs_own_keys_and_tables_are_all_there() -> None:
     """Scalars in the first table, tables as sections."""
-    for field in msgspec.structs.fields(settings.Job):
+    for field in msgspec.structs.fields(settings.JobSettings):
         told = (f"| `{field.name}` |", f"`[{field.name}]`", f"`[[{field.name}]]`", f"`[{field.name}.")
         assert any(each in PAGE for each in told), field.name
 
@@ -68,21 +68,28 @@ def test_the_networks_are_those_there_are() -> None:
 
 def test_no_key_is_told_that_is_not_there() -> None:
     """Every row's first cell is a key of the job, of one of its tables, or a network's name."""
-    kinds = (settings.Job, settings.Cohort, settings.Fleet, DataSpec, prepare.Donor, images.Input)
+    kinds = (
+        settings.JobSettings,
+        settings.CohortSettings,
+        settings.FleetSettings,
+        DataSpec,
+        prepare.DonorSettings,
+        images.ImageInput,
+    )
     known = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
-    known |= {field.name for field in msgspec.structs.fields(limits.Limits)}
+    known |= {field.name for field in msgspec.structs.fields(limits.CoordinatorLimits)}
     tables = {
-        "submitter": limits.Submitter,
-        "retention": limits.Retention,
-        "http": connections.Limits,
+        "submitter": limits.SubmitterLimits,
+        "retention": limits.RetentionSettings,
+        "http": connection_limits.ConnectionLimits,
         "sites.NAME": SiteRight,
     }
     for table, kind in {
         **tables,
         "wire": Encoding,
-        "stop": settings.Stop,
-        "check": settings.Check,
-        "trigger": settings.Trigger,
+        "stop": settings.JobLimits,
+        "check": settings.EvaluationSettings,
+        "trigger": settings.DriftTrigger,
     }.items():
         known |= {f"{table}.{field.name}" for field in msgspec.structs.fields(kind)}
     zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")

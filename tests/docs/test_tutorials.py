@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import documents
-from fedquilt import config
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent import settings as agents
+from fedquilt.formats import toml
 
 TUTORIALS = "docs/tutorials"
 SIMULATE = [
@@ -73,7 +73,7 @@ def test_every_file_that_is_shown_is_valid(page: str, tmp_path: Path) -> None:
     assert shown
     for name, text in shown.items():
         (tmp_path / name).write_text(text)
-        table = config.read_toml(tmp_path / name)
+        table = toml.read_toml(tmp_path / name)
         assert agents.parse_settings(table) if name == "agent.toml" else settings.parse_job(table)
 
 

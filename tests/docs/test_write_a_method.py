@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from waiting import LIMIT_S, until
 
-from fedquilt import config, methods
+from fedquilt import methods
 from fedquilt.core import Method
 from fedquilt.edge_agent import devices, settings
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.formats import toml
 from fedquilt.testing import conformance
-from fedquilt.testing.toys import point_members, run_method, toy_bundle
+from fedquilt.testing.toy_networks import point_members, run_method, toy_bundle
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -73,7 +74,7 @@ def test_the_settings_on_the_pages_are_a_boards(folder: Path) -> None:
         lines = [text for text in blocks(page, "toml") if text.startswith("# agent.toml")]
         assert lines
         for text in lines:
-            settings.parse_settings({"device": "d", "home": "h", **config.parse_toml(text, page)})
+            settings.parse_settings({"device": "d", "home": "h", **toml.parse_toml(text, page)})
 
 
 def test_the_usb_meter_of_the_page_reads_its_file(folder: Path) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from one_agent import MODEL, TOPICS, Site, until_offered
 
-from fedquilt import tensors, wire
+from fedquilt import wire
+from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, Profile
-from fedquilt.edge_agent.task.protocol import Outcome, Progressed
+from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
 
 
 # -- a task goes round ----------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def test_a_blob_that_is_here_is_not_fetched_again(site: Site) -> None:
 def test_work_that_fails_is_refused_with_its_reason(site: Site) -> None:
     """The coordinator can ask somebody else."""
     site.ask()
-    site.bench.events.append(Outcome(code="data", reason="no examples of class 3"))
+    site.bench.events.append(WorkResult(code="data", reason="no examples of class 3"))
     site.run()
     claim = site.all("claim")[-1]
     assert (claim.accepted, claim.code, claim.reason) == (False, "data", "no examples of class 3")
@@ -90,7 +91,7 @@ def test_work_that_fails_is_refused_with_its_reason(site: Site) -> None:
 def test_a_task_whose_process_somebody_killed_is_carried_out_all_the_same(site: Site) -> None:
     """The coordinator hears of it once it is done, and is never told of a refusal."""
     site.ask()
-    site.bench.events.append(Outcome(code="failed", reason="killed by somebody", killed=True))
+    site.bench.events.append(WorkResult(code="failed", reason="killed by somebody", killed=True))
     site.run()
     first, second = site.bench.orders
     assert first.task == second.task
@@ -245,7 +246,7 @@ def test_progress_is_told_now_and_then(site: Site) -> None:
     """Ten steps a second come out as one in two seconds."""
     site.ask()
     for step in range(55):
-        site.bench.events.append(Progressed(step / 55))
+        site.bench.events.append(ProgressReport(step / 55))
         site.run(0.1)
     told = [progress.fraction for progress in site.all("progress")]
     assert len(told) == 3

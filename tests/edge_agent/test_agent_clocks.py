@@ -10,13 +10,14 @@ import pytest
 from msgspec.structs import replace
 from one_agent import Board, Site
 
-from fedquilt import profiles, tensors
-from fedquilt.core import Work
-from fedquilt.edge_agent.devices.simulated import SimulatedDevice
-from fedquilt.edge_agent.events import Acked, Failed
+from fedquilt import profiles
+from fedquilt.arrays import tensors
+from fedquilt.core import WorkEstimate
+from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
+from fedquilt.edge_agent.events import TaskFailed, UpdateAcked
 from fedquilt.edge_agent.power.governor import Policy
 from fedquilt.edge_agent.settings import GovernorSettings
-from fedquilt.edge_agent.task.protocol import Loaded, Outcome, Progressed
+from fedquilt.edge_agent.task.protocol import DataLoaded, ProgressReport, WorkResult
 from fedquilt.edge_agent.task.worker import InlineWorker
 
 LINEAR = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}
@@ -26,7 +27,7 @@ SGD = {"network": {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}, "epo
 def working(site: Site, **changes: Any) -> None:
     """A task whose data is there, due in a minute unless the test says otherwise."""
     site.ask(**changes)
-    site.bench.events.append(Loaded(10))
+    site.bench.events.append(DataLoaded(10))
     site.run(1.1)
 
 
@@ -51,7 +52,7 @@ def test_time_spent_on_fetching_counts_against_the_deadline(site: Site) -> None:
     """45 s remain when the task comes, which 40 s and a tenth of it fit into, but not 3 s later."""
     site.ask(deadline_s=45.0)
     site.run(3.0)
-    site.bench.events.append(Loaded(10))
+    site.bench.events.append(DataLoaded(10))
     site.run(1.1)
     assert site.board.clocks == ["fast"]
 
@@ -69,10 +70,10 @@ def test_a_repeated_message_does_not_lengthen_the_deadline(site: Site) -> None:
 
 def test_work_by_the_example_waits_for_the_number_of_examples(site: Site) -> None:
     """Ten of 100 kFLOP are a task of 40 s; before that is known nothing is held."""
-    site.ask(work=Work(flops_per_example=1e5))
+    site.ask(work=WorkEstimate(flops_per_example=1e5))
     site.run(2.0)
     assert site.board.clocks == []
-    site.bench.events.append(Loaded(10))
+    site.bench.events.append(DataLoaded(10))
     site.run(1.1)
     assert site.board.clocks == ["slow"]
 
@@ -82,7 +83,7 @@ def test_a_task_that_turns_out_late_is_stepped_up_once(site: Site) -> None:
     working(site)
     for _ in range(3):
         site.run(3.0)
-        site.bench.events.append(Progressed(0.1))
+        site.bench.events.append(ProgressReport(0.1))
         site.run(1.1)
     assert site.board.clocks == ["slow", "fast"]
     site.bench.finish()
@@ -95,7 +96,7 @@ def test_a_task_that_turns_out_late_is_stepped_up_once(site: Site) -> None:
 def test_clocks_are_not_changed_at_once(site: Site) -> None:
     """However late the first second looks."""
     working(site)
-    site.bench.events.append(Progressed(0.021))
+    site.bench.events.append(ProgressReport(0.021))
     site.run(1.1)
     assert site.board.clocks == ["slow"]
 
@@ -119,12 +120,12 @@ def test_a_boards_pace_is_remembered_for_the_next_task(site: Site, restarted: bo
 
 ENDS: dict[str, Callable[[Site], object]] = {
     "done": lambda site: site.bench.finish(),
-    "failed": lambda site: site.bench.events.append(Outcome(code="memory", reason="too much")),
+    "failed": lambda site: site.bench.events.append(WorkResult(code="memory", reason="too much")),
     "withdrawn": lambda site: site.say("task", b"", retain=True),
     "overtaken": lambda site: site.ask(round=1),
     "goodbye": lambda site: site.agent.shut_down(),
-    "counted meanwhile": lambda site: site.agent.duty.handle_event(Acked(("j-1", 0), True), site.broker.now_s),
-    "disk": lambda site: site.agent.duty.handle_event(Failed("disk", "full"), site.broker.now_s),
+    "counted meanwhile": lambda site: site.agent.duty.handle_event(UpdateAcked(("j-1", 0), True), site.broker.now_s),
+    "disk": lambda site: site.agent.duty.handle_event(TaskFailed("disk", "full"), site.broker.now_s),
 }
 
 
@@ -169,7 +170,7 @@ def test_a_step_up_that_fails_lets_go_of_what_was_held(site: Site) -> None:
     working(site)
     site.board.stuck = "the clocks did not take"
     site.run(10.0)
-    site.bench.events.append(Progressed(0.1))
+    site.bench.events.append(ProgressReport(0.1))
     site.run(1.1)
     assert site.board.clocks == ["slow", "-"]
 
@@ -252,7 +253,9 @@ def test_a_simulated_board_takes_the_time_and_joules_of_its_point(
     data = {"path": str(site.folder / "own.npz")}
     site.start(InlineWorker(board), data=data, governor=GovernorSettings(policy))
     site.ask(
-        params=SGD, bundles={"model": site.depot.store_bytes(tensors.encode_tensors(LINEAR))}, work=Work(flops=5e12)
+        params=SGD,
+        bundles={"model": site.depot.store_bytes(tensors.encode_tensors(LINEAR))},
+        work=WorkEstimate(flops=5e12),
     )
     site.run(taken[1])
     usage = site.all("update")[-1].usage

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from one_agent import MODEL, Site, until_claimed, until_finished, until_offered
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import StoreError
-from fedquilt.disk import REAL, Disk, Found, Place
-from fedquilt.edge_agent.task.protocol import Outcome
+from fedquilt.edge_agent.task.protocol import WorkResult
+from fedquilt.host.disk import REAL, Disk, PathInfo, Place
 
 
 def until_pulled(site: Site) -> None:
@@ -137,7 +137,7 @@ def test_a_task_that_finds_its_model_damaged_is_refused_and_has_it_fetched_the_n
     site.ask(1, bundles=first.bundles)
     with pytest.raises(StoreError, match="is damaged"):
         tensors.read_tensors(Path(site.bench.orders[-1].bundles["model"]), blob.sha256)  # as `task.main` does
-    site.bench.events.append(Outcome(code="disk", reason="it is damaged"))
+    site.bench.events.append(WorkResult(code="disk", reason="it is damaged"))
     site.run()
     site.ask(1, bundles=first.bundles, attempt=1)
     np.testing.assert_array_equal(tensors.read_tensors(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
@@ -163,7 +163,7 @@ def test_an_update_whose_blobs_the_disk_lost_is_worked_for_again(site: Site) -> 
 class Silent(Disk):
     """A disk that fails whenever it is asked what a path leads to."""
 
-    def stat(self, path: Place) -> Found | None:
+    def stat(self, path: Place) -> PathInfo | None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 

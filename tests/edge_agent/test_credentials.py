@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent import credentials, settings
+from fedquilt.edge_agent import settings
 
 
 def told(**broker: str) -> settings.AgentSettings:
@@ -18,7 +18,7 @@ def test_a_file_that_systemd_handed_over_is_taken_by_its_name(tmp_path: Path) ->
     """The others stay where they are."""
     (tmp_path / "device.key").write_text("key")
     before = told(ca="/etc/fedquilt/ca.crt", cert="/etc/fedquilt/device.crt", key="/etc/fedquilt/device.key")
-    after = credentials.apply_systemd_credentials(before, tmp_path)
+    after = settings.apply_systemd_credentials(before, tmp_path)
     assert after.broker.key == str(tmp_path / "device.key")
     assert (after.broker.ca, after.broker.cert) == (before.broker.ca, before.broker.cert)
     assert (after.device, after.home) == (before.device, before.home)
@@ -27,7 +27,7 @@ def test_a_file_that_systemd_handed_over_is_taken_by_its_name(tmp_path: Path) ->
 def test_a_password_too(tmp_path: Path) -> None:
     """Of a broker that asks for one."""
     (tmp_path / "password").write_text("secret")
-    after = credentials.apply_systemd_credentials(told(password_file="/etc/fedquilt/password"), tmp_path)
+    after = settings.apply_systemd_credentials(told(password_file="/etc/fedquilt/password"), tmp_path)
     assert after.broker.password_file == str(tmp_path / "password")
 
 
@@ -35,14 +35,14 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     """A credential has the name of one file: systemd's folder can hold no two."""
     (tmp_path / "x.pem").write_text("certificate")
     with pytest.raises(JobError, match=r"broker.ca /a/x\.pem and broker.cert /b/x\.pem have the same name"):
-        credentials.apply_systemd_credentials(told(ca="/a/x.pem", cert="/b/x.pem"), tmp_path)
-    both = credentials.apply_systemd_credentials(told(cert="/a/x.pem", key="/a/x.pem"), tmp_path)
+        settings.apply_systemd_credentials(told(ca="/a/x.pem", cert="/b/x.pem"), tmp_path)
+    both = settings.apply_systemd_credentials(told(cert="/a/x.pem", key="/a/x.pem"), tmp_path)
     assert (both.broker.cert, both.broker.key) == (str(tmp_path / "x.pem"),) * 2
     (tmp_path / "x.pem").unlink()
-    assert credentials.apply_systemd_credentials(told(ca="/a/x.pem", cert="/b/x.pem"), tmp_path).broker.ca == "/a/x.pem"
+    assert settings.apply_systemd_credentials(told(ca="/a/x.pem", cert="/b/x.pem"), tmp_path).broker.ca == "/a/x.pem"
 
 
 def test_without_such_a_folder_nothing_changes() -> None:
     """An agent started by hand."""
     before = told(key="/etc/fedquilt/device.key")
-    assert credentials.apply_systemd_credentials(before, None) is before
+    assert settings.apply_systemd_credentials(before, None) is before

@@ -16,7 +16,7 @@ from fedquilt import wire
 from fedquilt.core import JobError, Profile
 from fedquilt.edge_agent.daemon import run_agent
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.upgrade.central import FILE, Kept
+from fedquilt.edge_agent.upgrade.remote_settings import FILE, StoredSettings
 
 
 def test_a_budget_that_no_engine_fits_is_told_at_the_start(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -45,7 +45,7 @@ def test_a_daemon_introduces_itself_and_on_sigterm_says_goodbye(
     """A real process on a real broker has what was set from afar, ends with code 0, and stays known as offline."""
     settings = tmp_path / "agent.toml"
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / FILE).write_bytes(wire.encode(Kept(serial=1, set={"budget": "300MB"})))
+    (tmp_path / "home" / FILE).write_bytes(wire.encode(StoredSettings(serial=1, set={"budget": "300MB"})))
     settings.write_text(
         f'device = "d"\nhome = "home"\nboard = "jetson-nano"\n[broker]\nurl = "{embedded_broker.url}"\n'
     )

@@ -21,10 +21,10 @@ from engine_cases import (
     torch_start,
 )
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import Examples, Fit, Hooks, ModelError, Step, UpdateError
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.evaluation import compute_metrics
+from fedquilt.core.evaluation import compute_metrics
+from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
 
 
 def changed(engine, hooks: Hooks, fit: Fit = Fit(epochs=2, batch=8), budget: int = AMPLE, **more):
@@ -213,7 +213,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics():
 
 def dropped(hooks: Hooks, **settings: object):
     """First and trained tensors of a network with dropout."""
-    network = {"name": "fedquilt.testing.awkward:root_parameter", "inputs": 6, "classes": 3, **settings}
+    network = {"name": "fedquilt.testing.difficult_networks:root_parameter", "inputs": 6, "classes": 3, **settings}
     start, x = torch_start(network), np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
     return start, torch_one(AMPLE).train(
         network, start, Examples(x, np.arange(20) % 3), Fit(batch=8), tensors.seeded_rng(0), hooks=hooks
@@ -239,7 +239,7 @@ def test_a_frozen_parameter_at_the_root_leaves_the_modules_within_in_training(ro
 def test_mixed_precision_computes_in_16_bits_and_keeps_32(half: str):
     """Near to the 32-bit result but not the same; what is returned is float32 and C-ordered, and learning happens."""
     torch = pytest.importorskip("torch")
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     start, fit = torch_start(CNN), Fit(epochs=5, batch=6, lr=0.2)
     engine = TorchEngine(AMPLE, half=getattr(torch, half))
@@ -254,7 +254,7 @@ def test_mixed_precision_computes_in_16_bits_and_keeps_32(half: str):
 def test_a_scaled_loss_is_unscaled_before_clipping(half: str):
     """A small bound on the gradient's norm: the 16-bit steps end about where the 32-bit ones do."""
     torch = pytest.importorskip("torch")
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     start, fit = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2, clip=0.1)
     engine = TorchEngine(AMPLE, half=getattr(torch, half))
@@ -284,7 +284,7 @@ def test_mixed_precision_is_left_aside_on_a_cpu():
 def test_the_layout_of_training_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Channels last, as a processor has small convolutions, or as they come: sums in another order."""
     torch = pytest.importorskip("torch")
-    from fedquilt.edge_agent.engines import torch_engine
+    from fedquilt.edge_agent.engines.torch import engine as torch_engine
 
     start, fit, engine = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2), torch_engine.TorchEngine(AMPLE)
     seen: list[bool] = []

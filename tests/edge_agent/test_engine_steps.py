@@ -22,10 +22,11 @@ from engine_cases import (
     torch_start,
 )
 
-from fedquilt import methods, tensors
-from fedquilt.core import Examples, Fit, Hooks, ModelError, Site, Step, Task, Work
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.evaluation import compute_metrics
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.core import ClientContext, Examples, Fit, Hooks, ModelError, Step, Task, WorkEstimate
+from fedquilt.core.evaluation import compute_metrics
+from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
 
 
 # -- one step, by hand ----------------------------------------------------------------------------
@@ -119,9 +120,9 @@ def test_fedprox_without_pull_is_fedavg_bit_for_bit(engine):
             params["mu"] = mu
         task = Task(
             job="j", round=0, attempt=0, method=name, engine="numpy", actions=("work",), params=params,
-            bundles={}, work=Work(), seed=0, deadline_s=1.0,
+            bundles={}, work=WorkEstimate(), seed=0, deadline_s=1.0,
         )  # fmt: skip
-        site = Site(
+        site = ClientContext(
             "d", AMPLE, engine(AMPLE), tensors.seeded_rng(5), table(), table(4), {}, lambda _: start, Path, Path()
         )
         moved[name, mu] = methods.load(name).work(task, site).bundles["model"]
@@ -204,7 +205,7 @@ def test_a_residual_network_takes_the_same_steps_under_any_budget():
 def test_what_is_kept_for_the_backward_pass_is_held_in_pieces(monkeypatch):
     """Of 40 layers' inputs never more than a piece and one layer's are there at once, and all are in the end."""
     torch = pytest.importorskip("torch")
-    from fedquilt.edge_agent.engines import torch_recompute
+    from fedquilt.edge_agent.engines.torch import recomputation
 
     class Watched(torch.autograd.Function):
         held, most = 0, 0
@@ -221,13 +222,13 @@ def test_what_is_kept_for_the_backward_pass_is_held_in_pieces(monkeypatch):
             Watched.held, Watched.most = Watched.held + 1, max(Watched.most, alive)
             return gradient + 0 * x
 
-    class Placed(torch_recompute._Kept):
+    class Placed(recomputation._SavedTensor):
         def __init__(self, index):
             super().__init__(index)
             placed.add(self)
 
     placed = weakref.WeakSet()
-    monkeypatch.setattr(torch_recompute, "_Kept", Placed)
+    monkeypatch.setattr(recomputation, "_SavedTensor", Placed)
     model, x = torch.nn.Linear(4, 4), torch.ones(5, 4)
 
     def forward():
@@ -236,7 +237,7 @@ def test_what_is_kept_for_the_backward_pass_is_held_in_pieces(monkeypatch):
             value = Watched.apply(value)
         return value.sum()
 
-    torch_recompute.run_with_recomputation(model, forward, (x,), 5 * 80).backward()  # each is 5 x 4 float32: 80 bytes
+    recomputation.run_with_recomputation(model, forward, (x,), 5 * 80).backward()  # each is 5 x 4 float32: 80 bytes
     assert Watched.held == 40
     assert 2 <= Watched.most <= 6
     again = model.weight.grad.clone()

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from engine_cases import AMPLE, CNN, LINEAR, MLP, TIGHT, both, pictures, same_bits, table, torch_one, torch_start
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import DataError, Examples, Fit, JobError, ModelError, UpdateError
+from fedquilt.core.evaluation import compute_metrics
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.engines import numpy_engine, training
-from fedquilt.evaluation import compute_metrics
+from fedquilt.edge_agent.engines import training
+from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
 
 
 # -- making them ----------------------------------------------------------------------------------
@@ -135,15 +136,15 @@ def test_a_training_that_explodes_is_refused(engine):
 def test_one_odd_step_is_no_explosion():
     """A single loss of 50 among tenths passes, as does a bad beginning; a mean above ten times the first does not."""
     told: list[float] = []
-    steps = training.Steps(20, Fit(batch=1, epochs=2), told.append)
+    steps = training.TrainingProgress(20, Fit(batch=1, epochs=2), told.append)
     for loss in [0.1] * 5 + [50.0] + [0.1] * 14:
         steps.add_step(loss, 1)
     assert steps.metrics() == {"loss": pytest.approx((50 + 1.9) / 20), "steps": 20.0}
     assert told[-1] == 0.5
-    bad = training.Steps(3, Fit(batch=1), told.append)
+    bad = training.TrainingProgress(3, Fit(batch=1), told.append)
     for loss in (30.0, 200.0, 250.0):  # at most 300
         bad.add_step(loss, 1)
-    worse = training.Steps(3, Fit(batch=1), told.append)
+    worse = training.TrainingProgress(3, Fit(batch=1), told.append)
     worse.add_step(0.5, 1)  # at most 10
     worse.add_step(15.0, 1)
     with pytest.raises(UpdateError, match=r"the loss rose from 0\.5 to 10\.2 by step 3 of 3"):

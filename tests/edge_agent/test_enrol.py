@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from fedquilt.core import JobError, LinkError, StoreError
-from fedquilt.edge_agent import enrol, settings
-from fedquilt.edge_agent.enrol import Held, Paths, select_step
-from fedquilt.enrolment import Answer, Request
-from fedquilt.tools.identity.authority import Authority, clock_s
-from fedquilt.tools.identity.desk import Desk
+from fedquilt.edge_agent import enrolment, settings
+from fedquilt.edge_agent.enrolment import CertificateValidity, CredentialPaths, select_step
+from fedquilt.security.enrolment import SigningRequest, SigningResponse
+from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s
+from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService
 
 
 def day(number: int) -> datetime.datetime:
@@ -27,18 +27,18 @@ def day(number: int) -> datetime.datetime:
     [
         (None, False, 0, None),
         (None, True, 0, "enrol"),
-        (Held(day(0), day(90)), False, 1, "keep"),
-        (Held(day(0), day(90)), False, 59, "keep"),
-        (Held(day(0), day(90)), False, 60, "renew"),
-        (Held(day(0), day(90)), False, 89, "renew"),
-        (Held(day(0), day(90)), False, 90, None),
-        (Held(day(0), day(90)), True, 90, "enrol"),
-        (Held(day(0), day(90)), True, 1, "enrol"),
-        (Held(day(0), day(90)), False, -20000, "renew"),
+        (CertificateValidity(day(0), day(90)), False, 1, "keep"),
+        (CertificateValidity(day(0), day(90)), False, 59, "keep"),
+        (CertificateValidity(day(0), day(90)), False, 60, "renew"),
+        (CertificateValidity(day(0), day(90)), False, 89, "renew"),
+        (CertificateValidity(day(0), day(90)), False, 90, None),
+        (CertificateValidity(day(0), day(90)), True, 90, "enrol"),
+        (CertificateValidity(day(0), day(90)), True, 1, "enrol"),
+        (CertificateValidity(day(0), day(90)), False, -20000, "renew"),
     ],
 )
 def test_the_next_step_follows_from_certificate_token_and_clock(
-    held: Held | None, token: bool, now: int, step: str | None
+    held: CertificateValidity | None, token: bool, now: int, step: str | None
 ) -> None:
     """A token is a wish to enrol; a clock before the certificate's beginning is wrong, so the endpoint is asked."""
     assert select_step(held, token, day(now)) == step
@@ -48,9 +48,9 @@ class Site:
     """An authority whose desk answers without a network, and one board."""
 
     def __init__(self, folder: Path) -> None:
-        self.authority = Authority.create(folder / "ca", "site", clock_s())
-        self.desk = Desk(self.authority)
-        self.asked: list[tuple[str, Request]] = []
+        self.authority = CertificateAuthority.create(folder / "ca", "site", clock_s())
+        self.desk = EnrolmentService(self.authority)
+        self.asked: list[tuple[str, SigningRequest]] = []
         (folder / "etc").mkdir()
         (folder / "etc" / "ca.crt").write_bytes((folder / "ca" / "ca.crt").read_bytes())
         (folder / "etc" / "agent.toml").write_text(
@@ -58,17 +58,19 @@ class Site:
             'key = "device.key"\n[enrol]\nurl = "https://site:8884"\n'
         )
         self.board = settings.load_settings(folder / "etc" / "agent.toml")
-        self.files = enrol.paths_from_settings(self.board)
+        self.files = enrolment.paths_from_settings(self.board)
 
     def give_token(self) -> None:
         self.files.token.write_text(self.authority.register.create_token("orin-7", 3600.0, clock_s()))
 
-    def post(self, url: str, files: Paths, path: str, request: Request, certified: bool) -> Answer:
+    def post(
+        self, url: str, files: CredentialPaths, path: str, request: SigningRequest, certified: bool
+    ) -> SigningResponse:
         self.asked.append((path, request))
-        return Answer(certificate=self.desk.enrol_device(request).pem)
+        return SigningResponse(certificate=self.desk.enrol_device(request).pem)
 
     def enrol(self) -> str:
-        return enrol.enrol(self.board, datetime.datetime.now(datetime.timezone.utc), self.post)
+        return enrolment.enrol(self.board, datetime.datetime.now(datetime.timezone.utc), self.post)
 
 
 @pytest.fixture
@@ -82,19 +84,19 @@ def test_files_lie_where_agent_toml_says_and_the_token_beside_the_key(site: Site
     assert [path.name for path in site.files] == ["ca.crt", "device.crt", "device.key", "token"]
     assert site.files.token.parent == site.files.key.parent
     with pytest.raises(JobError, match="must name ca"):
-        enrol.paths_from_settings(settings.parse_settings({"device": "a", "home": "b"}))
+        enrolment.paths_from_settings(settings.parse_settings({"device": "a", "home": "b"}))
 
 
 def test_an_answer_that_is_lost_is_asked_for_again_with_the_same_key(site: Site) -> None:
     """The board has kept key and token; the authority gives the same certificate."""
     site.give_token()
 
-    def lost(url: str, files: Paths, path: str, request: Request, certified: bool) -> Answer:
+    def lost(url: str, files: CredentialPaths, path: str, request: SigningRequest, certified: bool) -> SigningResponse:
         site.post(url, files, path, request, certified)
         raise LinkError("reset")
 
     with pytest.raises(LinkError):
-        enrol.enrol(site.board, datetime.datetime.now(datetime.timezone.utc), lost)
+        enrolment.enrol(site.board, datetime.datetime.now(datetime.timezone.utc), lost)
     assert site.files.token.exists()
     assert not site.files.cert.exists()
     assert "is enrolled" in site.enrol()
@@ -107,7 +109,7 @@ def test_waiting_tries_until_the_endpoint_answers_and_a_refusal_ends_it(site: Si
     pauses: list[float] = []
     tries = iter([LinkError("down")] * 8)
 
-    def flaky(*args: object) -> Answer:
+    def flaky(*args: object) -> SigningResponse:
         for error in tries:
             raise error
         return site.post(*args)  # type: ignore[arg-type]
@@ -115,28 +117,28 @@ def test_waiting_tries_until_the_endpoint_answers_and_a_refusal_ends_it(site: Si
     def clock() -> datetime.datetime:
         return datetime.datetime.now(datetime.timezone.utc)
 
-    assert "is enrolled" in enrol.enrol_with_retries(site.board, clock, pauses.append, flaky)
+    assert "is enrolled" in enrolment.enrol_with_retries(site.board, clock, pauses.append, flaky)
     assert len(pauses) == 8
     assert max(pauses) <= 60.0
     assert pauses[0] <= 2.0
     site.files.cert.unlink()
     with pytest.raises(JobError, match="no token"):
-        enrol.enrol_with_retries(site.board, clock, pauses.append, flaky)
+        enrolment.enrol_with_retries(site.board, clock, pauses.append, flaky)
 
 
 def test_an_authority_of_another_version_is_named(site: Site) -> None:
-    own = enrol.load_or_create_key(site.files).public_key()
+    own = enrolment.load_or_create_key(site.files).public_key()
     pem = site.authority.sign("orin-7", "device", own, clock_s()).pem
     site.files.ca.write_text(of_another_version(site.files.ca.read_text()))
     with pytest.raises(JobError, match="holds no certificate in PEM"):
-        enrol.install_certificate(site.board, pem.encode())
+        enrolment.install_certificate(site.board, pem.encode())
 
 
 def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path: Path) -> None:
     """Another id, another key, another authority, no certificate: what was there stays."""
     key = ec.generate_private_key(ec.SECP256R1())
-    other = Authority.create(tmp_path / "other", "site", clock_s())
-    own = enrol.load_or_create_key(site.files).public_key()
+    other = CertificateAuthority.create(tmp_path / "other", "site", clock_s())
+    own = enrolment.load_or_create_key(site.files).public_key()
     cases = (
         (site.authority.sign("orin-8", "device", own, clock_s()).pem, "for 'orin-8', and agent.toml says"),
         (site.authority.sign("orin-7", "device", key.public_key(), clock_s()).pem, "for another key"),
@@ -146,14 +148,14 @@ def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path:
     )
     for pem, said in cases:
         with pytest.raises(JobError, match=said):
-            enrol.install_certificate(site.board, pem.encode())
+            enrolment.install_certificate(site.board, pem.encode())
     assert not site.files.cert.exists()
 
 
 def test_a_certificate_on_disk_that_cannot_serve_counts_as_none(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """A device that was renamed says so, and enrols anew once it has a token."""
     site.files.cert.write_text(
-        site.authority.sign("old", "device", enrol.load_or_create_key(site.files).public_key(), 0.0).pem
+        site.authority.sign("old", "device", enrolment.load_or_create_key(site.files).public_key(), 0.0).pem
     )
     with pytest.raises(JobError, match="no certificate and no token"):
         site.enrol()
@@ -164,9 +166,9 @@ def test_a_certificate_on_disk_that_cannot_serve_counts_as_none(site: Site, capl
 
 def test_a_key_that_others_could_read_is_closed_and_told(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """The mend is a new identity, which only the operator can decide."""
-    enrol.load_or_create_key(site.files)
+    enrolment.load_or_create_key(site.files)
     site.files.key.chmod(0o644)
-    enrol.load_or_create_key(site.files)
+    enrolment.load_or_create_key(site.files)
     assert site.files.key.stat().st_mode & 0o777 == 0o600
     assert "others could read" in caplog.text
 
@@ -201,11 +203,11 @@ def test_without_an_endpoint_it_says_how_to_name_one(site: Site) -> None:
         "broker": {k: str(v) for k, v in site.files._asdict().items() if k != "token"},
     }
     with pytest.raises(JobError, match=r"under \[enrol\], or carry a request"):
-        enrol.enrol(settings.parse_settings(table), day(0))
+        enrolment.enrol(settings.parse_settings(table), day(0))
 
 
 @pytest.mark.parametrize("url", ["http://site", "https://", "https://site/path", "https://site:99999", "site"])
 def test_an_address_that_is_none_is_refused(site: Site, url: str) -> None:
     """Above all one without TLS: a token would be sent in the clear."""
     with pytest.raises(JobError, match=r"\[enrol\] url"):
-        enrol._post_request(url, site.files, "/v1/enrol", Request("orin-7", "csr"), False)
+        enrolment._post_request(url, site.files, "/v1/enrol", SigningRequest("orin-7", "csr"), False)

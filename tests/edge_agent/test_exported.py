@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.edge_agent.engines import exported
+from fedquilt.edge_agent.engines import exported_model
 
 
 def test_what_export_writes_is_read() -> None:
     facts = {"input": json.dumps({"channels": 1, "size": 4}), "labels": json.dumps(["day", "night"])}
-    found = exported.read_metadata(facts)
+    found = exported_model.read_metadata(facts)
     assert (found.labels, found.task) == (("day", "night"), "classes")
     assert found.prepare_inputs(np.zeros((2, 4, 4), np.uint8)).shape == (2, 1, 4, 4)
 
@@ -41,10 +41,10 @@ def test_what_export_writes_is_read() -> None:
 def test_anything_else_is_refused(name: str, table: Any) -> None:
     """Metadata that nobody can use are refused when read, not when the first examples are prepared."""
     with pytest.raises(ModelError, match=f"what its metadata say under '{name}' is not as `fedquilt export` writes it"):
-        exported.read_metadata({name: json.dumps(table)})
+        exported_model.read_metadata({name: json.dumps(table)})
 
 
 def test_what_prepare_has_computed_to_standardise_is_read() -> None:
     """An [input] table may hold `standardise` beside the mean and the deviation that came of it."""
     table = {"mean": [0.5], "std": [0.25], "standardise": True}
-    assert exported.read_metadata({"input": json.dumps(table)}).input == table
+    assert exported_model.read_metadata({"input": json.dumps(table)}).input == table

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent import exposed, settings
+from fedquilt.edge_agent import metrics_exporter, settings
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.worker import InlineWorker
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.transport.memory_link import MemoryBroker
 from fedquilt.wire import Telemetry
 
 
@@ -23,7 +23,7 @@ def test_an_agent_tells_what_it_told_last(tmp_path: Path) -> None:
     options = AgentSettings(device="a", home=str(tmp_path), budget="1GB")
     agent = Agent(broker.connect(), options, board, InlineWorker(board))
     agent.told = Telemetry(power_w=7.5)
-    found = {each.name: each.samples for each in exposed.collect_metrics(agent)}
+    found = {each.name: each.samples for each in metrics_exporter.collect_metrics(agent)}
     assert found["fedquilt_agent_power_watts"] == [(("a",), 7.5)]
     assert found["fedquilt_agent_budget_bytes"] == [(("a",), 1e9)]
     assert found["fedquilt_agent_working"] == [(("a",), 0.0)]

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import DataError, Examples, Fit, Hooks, UpdateError
-from fedquilt.edge_agent.engines.numpy_batched import BatchedNumpyEngine
+from fedquilt.edge_agent.engines.numpy.batch_engine import BatchedNumpyEngine
 
 MLP = {"name": "mlp", "inputs": 70, "hidden": [9], "classes": 10}
 SIZES = (40, 40, 17, 40, 3, 17)  # with batches of 16: full and short last ones

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import evaluation
-from fedquilt.core import DataError, Examples, Fit, TaskKind, UpdateError
-from fedquilt.edge_agent.engines import numpy_engine, objectives
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.core import DataError, Examples, Fit, TaskKind, UpdateError, evaluation
+from fedquilt.edge_agent.engines import objectives
+from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 
 AMPLE = 1 << 40
 
@@ -33,7 +33,7 @@ def drawn(task: TaskKind, seed: int, count: int = 30) -> Examples:
 
 def test_the_errors_of_a_regression_are_those_computed_by_hand() -> None:
     """Errors 1, -1, 0 and 2 of four numbers: mean square 6/4; R² is the mean of 1 - 1/2 and 1 - 5/2."""
-    found = objectives.Evaluation("regression")
+    found = objectives.EvaluationAccumulator("regression")
     scores, y = np.array([[2.0, 1.0], [3.0, 4.0]]), np.array([[1.0, 2.0], [3.0, 2.0]], np.float32)
     losses, gradient = objectives.losses_and_gradients("regression", scores, y)
     assert losses.tolist() == [1.0, 2.0]
@@ -46,14 +46,14 @@ def test_the_errors_of_a_regression_are_those_computed_by_hand() -> None:
 def test_what_never_varies_has_no_share_explained() -> None:
     """R² is of the second output alone; of none where neither varies."""
     for y, wanted in ([[5.0, 1.0], [5.0, 2.0]], 1.0), ([[5.0, 1.0], [5.0, 1.0]], None):
-        found = objectives.Evaluation("regression")
+        found = objectives.EvaluationAccumulator("regression")
         found.add_batch(np.array([[0.0, 1.0], [0.0, 2.0]]), np.array(y, np.float32), 1.0)
         assert evaluation.compute_metrics(found.sums()).get("r2") == wanted
 
 
 def test_the_metrics_of_several_labels_are_those_computed_by_hand() -> None:
     """Label 0 is right in all, label 1 in one of two; label 2 is nobody's and counts in no F1."""
-    found = objectives.Evaluation("labels")
+    found = objectives.EvaluationAccumulator("labels")
     scores = np.array([[1.0, 1.0, -1.0], [-1.0, 1.0, -1.0]])
     y = np.array([[1, 1, 0], [0, 0, 0]], np.uint8)
     losses, gradient = objectives.losses_and_gradients("labels", scores, y)
@@ -80,7 +80,7 @@ def test_large_scores_overflow_nothing() -> None:
 
 def test_a_loss_that_is_not_finite_is_refused_and_no_examples_tell_nothing() -> None:
     """As for classes."""
-    found = objectives.Evaluation("regression")
+    found = objectives.EvaluationAccumulator("regression")
     assert evaluation.compute_metrics(found.sums()) == {}
     found.add_batch(np.array([[math.nan]]), np.zeros((1, 1), np.float32), math.nan)
     with pytest.raises(UpdateError, match="1 held-out examples is nan: it is of no use"):
@@ -119,7 +119,7 @@ def test_targets_of_another_task_are_named(task: TaskKind, y: np.ndarray, said: 
 @pytest.mark.parametrize("task", ["regression", "labels"])
 def test_the_engines_train_and_evaluate_alike(task: TaskKind, optimizer: Any) -> None:
     """numpy, torch, and torch with several devices in one graph: the same tensors and metrics but for rounding."""
-    batched = pytest.importorskip("fedquilt.edge_agent.engines.torch_batched")
+    batched = pytest.importorskip("fedquilt.edge_agent.engines.torch.batch_engine")
     network, fit = table(task, 2), Fit(epochs=3, batch=8, lr=0.05, optimizer=optimizer)
     start = numpy_engine.init_tensors(network, 0)
     plain, engine = NumpyEngine(AMPLE, base_bytes=0), batched.BatchedTorchEngine(AMPLE, base_bytes=0)
@@ -144,7 +144,7 @@ def test_the_engines_train_and_evaluate_alike(task: TaskKind, optimizer: Any) ->
 @pytest.mark.parametrize("task", ["regression", "labels"])
 def test_fisher_information_is_of_the_tasks_loss(task: TaskKind) -> None:
     """The same in both engines, example by example and by groups."""
-    torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     network = table(task, 2)
     start, share = numpy_engine.init_tensors(network, 0), drawn(task, 0, 10)
     for each in (1, 4):
@@ -156,7 +156,7 @@ def test_fisher_information_is_of_the_tasks_loss(task: TaskKind) -> None:
 
 def test_tokens_that_the_network_does_not_know_are_named() -> None:
     """On the device, where its own files decide."""
-    torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     engine = torch_engine.TorchEngine(AMPLE, base_bytes=0)
     network = {"name": "transformer", "vocabulary": 5, "length": 3, "classes": 2, "width": 4, "heads": 1, "depth": 1}
     from fedquilt.models.networks import registry

@@ -19,8 +19,8 @@ pytest.importorskip("onnxruntime")
 
 from product_graphs import MB, product  # noqa: E402
 
-from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, OnnxEngine  # noqa: E402
-from fedquilt.footprint import SESSION_BYTES  # noqa: E402
+from fedquilt.costs.peak_memory import SESSION_BYTES  # noqa: E402
+from fedquilt.edge_agent.engines.onnx.engine import LARGEST_BATCH, OnnxEngine  # noqa: E402
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ KEEPS = """
 import sys
 import numpy as np
 import psutil
-from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
 
 SIZE = 64 << 20
 engine, process = OnnxEngine(int(sys.argv[1])), psutil.Process()

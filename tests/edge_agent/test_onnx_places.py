@@ -18,11 +18,12 @@ ort = pytest.importorskip("onnxruntime")
 
 from product_graphs import MB, product  # noqa: E402
 
-from fedquilt.edge_agent.engines import onnx_engine, onnx_session  # noqa: E402
-from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine  # noqa: E402
-from fedquilt.edge_agent.engines.onnx_places import CUDA, TENSORRT, Places  # noqa: E402
+from fedquilt.edge_agent.engines.onnx import engine as onnx_engine  # noqa: E402
+from fedquilt.edge_agent.engines.onnx import session  # noqa: E402
+from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine  # noqa: E402
+from fedquilt.edge_agent.engines.onnx.providers import CUDA, TENSORRT, ExecutionProviders  # noqa: E402
 
-PROCESSOR = onnx_session.CPU[0]
+PROCESSOR = session.CPU[0]
 EYE = np.eye(3, dtype=np.float32)
 WEIGHTS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
@@ -163,7 +164,7 @@ def test_a_graph_that_nothing_can_run_costs_no_provider(engine: Any, tmp_path: P
 @pytest.mark.parametrize("said", ["CUDA failure 700: an illegal memory access", "Failed to allocate memory for buffer"])
 def test_memory_that_runs_out_and_a_gpu_that_is_gone_are_no_failure_of_a_provider(said: str) -> None:
     """The task steps down, or its process is replaced: neither goes on here with the next provider."""
-    places, asked = Places([TENSORRT, CUDA, PROCESSOR], 100), []
+    places, asked = ExecutionProviders([TENSORRT, CUDA, PROCESSOR], 100), []
 
     def make(providers: Sequence[Any]) -> Any:
         asked.append(providers)
@@ -176,7 +177,7 @@ def test_memory_that_runs_out_and_a_gpu_that_is_gone_are_no_failure_of_a_provide
 
 def test_engines_of_tensorrt_are_bounded_the_oldest_goes_first(tmp_path: Path) -> None:
     """Three of 40 bytes where 100 are allowed, when a session has been made and when the next task begins."""
-    places = Places([TENSORRT, PROCESSOR], 100)
+    places = ExecutionProviders([TENSORRT, PROCESSOR], 100)
     places.use_tensorrt(tmp_path, 100)
 
     def engines() -> list[str]:
@@ -196,4 +197,4 @@ def test_engines_of_tensorrt_are_bounded_the_oldest_goes_first(tmp_path: Path) -
 
 def test_a_runtime_for_processors_alone_says_nothing_of_places() -> None:
     """Its profile has no line for it."""
-    assert Places([PROCESSOR], 100).provider_name == ""
+    assert ExecutionProviders([PROCESSOR], 100).provider_name == ""

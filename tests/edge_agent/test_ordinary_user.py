@@ -17,27 +17,30 @@ import pytest
 from ordinary import Served, User
 from waiting import until
 
-from fedquilt import cli, tensors
-from fedquilt.core import DataError, JobError, OperatingPoint, StoreError, Task, Work
+from fedquilt import cli
+from fedquilt.arrays import tensors
+from fedquilt.core import DataError, JobError, OperatingPoint, StoreError, Task, WorkEstimate
 from fedquilt.data.examples import load_share as load_examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent import credentials, enrol
-from fedquilt.edge_agent.clocks.client import Clocks
+from fedquilt.edge_agent import enrolment
+from fedquilt.edge_agent import settings as edge_agent_settings
+from fedquilt.edge_agent.clocks.client import ClockClient
 from fedquilt.edge_agent.settings import AgentSettings, BrokerSettings
-from fedquilt.edge_agent.task import budget
-from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.testing.boards import write_fake_board
-from fedquilt.tools.doctor import agent as checks
-from fedquilt.tools.doctor import facts, folders, identity, machine
-from fedquilt.transport.broker import Broker
+from fedquilt.tools.boards.doctor import folders, machine_facts
+from fedquilt.tools.boards.doctor.checks import agent as checks
+from fedquilt.tools.boards.doctor.checks import identity, machine
+from fedquilt.transport.mqtt.broker import Broker
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}
 PARAMS = {"epochs": 1, "batch": 4, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0, "network": NETWORK}
 
 
-def order(home: Path, examples: Path, budget_bytes: int) -> Order:
+def order(home: Path, examples: Path, budget_bytes: int) -> WorkRequest:
     out = home / "out"
     out.mkdir(exist_ok=True)
     (home / "model").write_bytes(tensors.encode_tensors(MODEL))
@@ -52,9 +55,9 @@ def order(home: Path, examples: Path, budget_bytes: int) -> Order:
         bundles={},
         seed=7,
         deadline_s=60.0,
-        work=Work(flops=1e9),
+        work=WorkEstimate(flops=1e9),
     )
-    return Order(
+    return WorkRequest(
         task=task,
         device="d",
         budget_bytes=budget_bytes,
@@ -66,11 +69,11 @@ def order(home: Path, examples: Path, budget_bytes: int) -> Order:
     )
 
 
-def carried_out(given: Order) -> Outcome:
+def carried_out(given: WorkRequest) -> WorkResult:
     worker = ChildWorker(60.0)
 
-    def outcomes() -> Iterator[Outcome]:
-        return (event for event in worker.poll(time.monotonic()) if isinstance(event, Outcome))
+    def outcomes() -> Iterator[WorkResult]:
+        return (event for event in worker.poll(time.monotonic()) if isinstance(event, WorkResult))
 
     try:
         worker.start(given, 0.0)
@@ -133,7 +136,7 @@ def test_examples_that_may_not_be_read_are_an_error_of_the_data(user: User, exam
 
 
 def finds_a_cage(groups: Path, proc: Path) -> bool:
-    return budget.Cage(groups, proc).apply_limit(os.getpid(), 1 << 30)
+    return memory_budget.MemoryLimit(groups, proc).apply_limit(os.getpid(), 1 << 30)
 
 
 def test_a_cage_that_may_not_be_looked_into_is_none(user: User):
@@ -151,11 +154,13 @@ def test_a_cage_that_may_not_be_looked_into_is_none(user: User):
 
 
 def names_secrets(settings: AgentSettings, etc: Path, run: Path) -> str | None:
-    assert credentials.apply_systemd_credentials(settings, run) == settings
+    assert edge_agent_settings.apply_systemd_credentials(settings, run) == settings
     with pytest.raises(JobError, match=r"ca\.crt cannot be read: check its path and permissions"):
         Broker.from_url(url="mqtts://127.0.0.1", ca=settings.broker.ca)
     with pytest.raises(StoreError, match=r"look for .*device\.key: Permission denied"):
-        enrol.load_or_create_key(enrol.Paths(*(etc / name for name in ("ca.crt", "device.crt", "device.key", "token"))))
+        enrolment.load_or_create_key(
+            enrolment.CredentialPaths(*(etc / name for name in ("ca.crt", "device.crt", "device.key", "token")))
+        )
     return identity.check_credentials(settings, Path("agent.toml")).mend
 
 
@@ -215,7 +220,7 @@ def test_the_clock_commands_are_an_ordinary_users(user: User):
 
 
 def found(root: Path) -> Any:
-    seen = facts.read_machine(root, 1.8e9, 0.0)
+    seen = machine_facts.read_machine(root, 1.8e9, 0.0)
     return [[one.severity, one.sentence] for one in machine.check_machine(seen) if one.number == "FQ172"]
 
 
@@ -232,7 +237,7 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
     ((severity, sentence),) = user.does(found, root)
     assert (severity, sentence.split(":")[0]) == ("ok", "the frequencies of emc are for root alone to read")
     with Served(whole, root / "run/fedquilt", user.gid) as served:
-        assert served.path == root / facts.HELPER
+        assert served.path == root / machine_facts.HELPER
         assert user.does(found, root) == [
             ["ok", "the clock helper tells the frequencies of emc, which this user may not read"]
         ]
@@ -248,7 +253,7 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
 
 
 def holds(socket: Path, limit: Path) -> Any:
-    clocks = Clocks.connect(socket)
+    clocks = ClockClient.connect(socket)
     assert clocks is not None
     clocks.pin(OperatingPoint(name="slow", cpu_hz=345.6e6))
     return [limit.read_text().strip(), len(clocks.request_status().clocks)]

@@ -6,82 +6,82 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import MEANS, A, B, after, claim, task, update
 
-from fedquilt.edge_agent import plan
+from fedquilt.edge_agent import state_machine
 from fedquilt.edge_agent.events import (
     REFETCH_S,
-    Abandon,
-    Acked,
-    Arrived,
-    Begin,
-    Cleared,
-    Connected,
-    Done,
+    BlobFetched,
+    CancelFetch,
+    DeviceState,
     Event,
-    Failed,
-    Fetch,
-    Fetched,
-    Say,
-    Send,
-    State,
-    Stop,
-    Tick,
+    FetchBlobs,
+    PublishClaim,
+    SendUpdate,
+    SessionStarted,
+    StartTask,
+    StopTask,
+    TaskCancelled,
+    TaskCompleted,
+    TaskFailed,
+    TaskReceived,
+    TimerFired,
+    UpdateAcked,
 )
-from fedquilt.edge_agent.plan import KILLED_MOST, advance, next_due_s
-from fedquilt.edge_agent.remembered import Counted
+from fedquilt.edge_agent.state_machine import KILLED_MOST, advance, next_due_s
+from fedquilt.edge_agent.storage.job_records import CountedRound
 
 
 # -- a process that is killed ----------------------------------------------------------------------
 def test_a_task_whose_process_is_killed_from_outside_is_begun_again_twice_then_refused() -> None:
     """An operator, or a kernel that others have brought out of memory, does not cost the board its round."""
-    killed = Failed("memory", "killed by the kernel", overrun=True, killed=True)
-    state, _ = after(Arrived(task()))
+    killed = TaskFailed("memory", "killed by the kernel", overrun=True, killed=True)
+    state, _ = after(TaskReceived(task()))
     for _ in range(KILLED_MOST):
         state, actions = advance(state, killed, 1.0)
-        assert actions == (Begin(task()),)
-        assert plan.plan_limit_bytes(state, task()) == MEANS.budget_bytes  # the same bits as the first time
+        assert actions == (StartTask(task()),)
+        assert state_machine.plan_limit_bytes(state, task()) == MEANS.budget_bytes  # the same bits as the first time
     state, actions = advance(state, killed, 1.0)
     stop, say = actions
-    assert stop == Stop()
-    assert isinstance(say, Say)
+    assert stop == StopTask()
+    assert isinstance(say, PublishClaim)
     assert (say.claim.code, say.claim.reason) == ("memory", "killed by the kernel (3 times)")
-    assert plan.plan_limit_bytes(state, task()) < MEANS.budget_bytes
+    assert state_machine.plan_limit_bytes(state, task()) < MEANS.budget_bytes
 
 
 def test_the_kills_of_one_task_are_not_held_against_the_next() -> None:
     """Each begins with both tries; a failure of its own doing is refused at once."""
-    killed = Failed("failed", "killed", killed=True)
-    state, _ = after(Arrived(task()), killed, killed)
-    state, actions = advance(state, Arrived(task(round=1)), 1.0)
-    assert Begin(task(round=1)) in actions
-    assert advance(state, killed, 1.0)[1] == (Begin(task(round=1)),)
-    assert Begin(task(round=1)) not in advance(state, Failed("failed", "a bug"), 1.0)[1]
+    killed = TaskFailed("failed", "killed", killed=True)
+    state, _ = after(TaskReceived(task()), killed, killed)
+    state, actions = advance(state, TaskReceived(task(round=1)), 1.0)
+    assert StartTask(task(round=1)) in actions
+    assert advance(state, killed, 1.0)[1] == (StartTask(task(round=1)),)
+    assert StartTask(task(round=1)) not in advance(state, TaskFailed("failed", "a bug"), 1.0)[1]
 
 
 # -- taking a task --------------------------------------------------------------------------------
 def test_a_task_is_claimed_and_its_missing_blobs_are_fetched() -> None:
     """Nothing is begun before they are here."""
-    _, actions = after(Arrived(task(), frozenset({B, A})))
-    assert actions == (claim(), Fetch((A, B)))
+    _, actions = after(TaskReceived(task(), frozenset({B, A})))
+    assert actions == (claim(), FetchBlobs((A, B)))
 
 
 def test_a_task_begins_when_its_last_blob_is_here() -> None:
     """What came is counted as downloaded."""
-    state, actions = after(Arrived(task(), frozenset({A, B})), Fetched(A.sha256))
+    state, actions = after(TaskReceived(task(), frozenset({A, B})), BlobFetched(A.sha256))
     assert actions == ()
-    state, actions = advance(state, Fetched(B.sha256), 0.0)
-    assert actions == (Begin(task()),)
+    state, actions = advance(state, BlobFetched(B.sha256), 0.0)
+    assert actions == (StartTask(task()),)
     assert state.open is not None
     assert state.open.down_bytes == 30
 
 
 def test_a_task_whose_blobs_are_all_here_begins_at_once() -> None:
     """No transfer, no wait."""
-    assert after(Arrived(task()))[1] == (claim(), Begin(task()))
+    assert after(TaskReceived(task()))[1] == (claim(), StartTask(task()))
 
 
 def test_a_task_repeated_is_claimed_again_and_not_begun_again() -> None:
     """The first claim may be lost; the attempt is the coordinator's latest."""
-    state, actions = after(Arrived(task()), Arrived(task(attempt=1, deadline_s=5.0)))
+    state, actions = after(TaskReceived(task()), TaskReceived(task(attempt=1, deadline_s=5.0)))
     assert actions == (claim(attempt=1),)
     assert state.open is not None
     assert state.open.working
@@ -91,73 +91,73 @@ def test_a_task_repeated_is_claimed_again_and_not_begun_again() -> None:
 def test_the_same_round_with_other_work_starts_over() -> None:
     """What is worked on would answer another question."""
     other = task(params={"lr": 0.5})
-    assert after(Arrived(task()), Arrived(other))[1] == (Stop(), claim(), Begin(other))
+    assert after(TaskReceived(task()), TaskReceived(other))[1] == (StopTask(), claim(), StartTask(other))
 
 
 def test_a_later_round_supersedes_the_task_in_hand() -> None:
     """The old work is killed, the old blobs are let go of, what both need is fetched on."""
-    state, _ = after(Arrived(task(), frozenset({A, B})))
-    assert advance(state, Arrived(task(1), frozenset({B})), 0.0)[1] == (Abandon(A.sha256), claim(1))
-    state, _ = after(Arrived(task()))
-    assert advance(state, Arrived(task(1)), 0.0)[1] == (Stop(), claim(1), Begin(task(1)))
+    state, _ = after(TaskReceived(task(), frozenset({A, B})))
+    assert advance(state, TaskReceived(task(1), frozenset({B})), 0.0)[1] == (CancelFetch(A.sha256), claim(1))
+    state, _ = after(TaskReceived(task()))
+    assert advance(state, TaskReceived(task(1)), 0.0)[1] == (StopTask(), claim(1), StartTask(task(1)))
 
 
 def test_another_job_supersedes_the_task_in_hand_whatever_its_round() -> None:
     """The coordinator runs one job at a time, and has gone on."""
     other = task(job="k-1")
-    assert Begin(other) in after(Arrived(task(5)), Arrived(other))[1]
+    assert StartTask(other) in after(TaskReceived(task(5)), TaskReceived(other))[1]
 
 
 def test_an_earlier_round_that_comes_late_is_ignored() -> None:
     """Messages overtake each other."""
-    state, _ = after(Arrived(task(2)))
-    assert advance(state, Arrived(task(1)), 0.0) == (state, ())
+    state, _ = after(TaskReceived(task(2)))
+    assert advance(state, TaskReceived(task(1)), 0.0) == (state, ())
 
 
 def test_a_cleared_task_is_given_up() -> None:
     """Its process is killed, its half blobs go, and the coordinator hears of it: it may not have been the one."""
-    state, (stop, say) = after(Arrived(task()), Cleared())
-    assert (stop, state.open) == (Stop(), None)
-    assert isinstance(say, Say)
+    state, (stop, say) = after(TaskReceived(task()), TaskCancelled())
+    assert (stop, state.open) == (StopTask(), None)
+    assert isinstance(say, PublishClaim)
     assert (say.claim.accepted, say.claim.code, say.claim.round) == (False, "cleared", 0)
-    assert after(Arrived(task(), frozenset({A})), Cleared())[1][0] == Abandon(A.sha256)
-    assert advance(state, Cleared(), 0.0)[1] == ()
+    assert after(TaskReceived(task(), frozenset({A})), TaskCancelled())[1][0] == CancelFetch(A.sha256)
+    assert advance(state, TaskCancelled(), 0.0)[1] == ()
 
 
 def test_a_superseding_task_fetches_anew_what_had_failed_before() -> None:
     """A blob that waits for its next try is not under way."""
-    state, _ = after(Arrived(task(), frozenset({A})), Fetched(A.sha256, "gone"))
-    assert advance(state, Arrived(task(1), frozenset({A})), 0.0)[1] == (claim(1), Fetch((A,)))
+    state, _ = after(TaskReceived(task(), frozenset({A})), BlobFetched(A.sha256, "gone"))
+    assert advance(state, TaskReceived(task(1), frozenset({A})), 0.0)[1] == (claim(1), FetchBlobs((A,)))
 
 
 # -- fetching -------------------------------------------------------------------------------------
 def test_a_blob_that_cannot_be_had_is_asked_for_again_ever_more_rarely() -> None:
     """First after REFETCH_S, then after twice as long."""
-    state, actions = after(Arrived(task(), frozenset({A})), Fetched(A.sha256, "not offered"))
+    state, actions = after(TaskReceived(task(), frozenset({A})), BlobFetched(A.sha256, "not offered"))
     assert actions == ()
     assert next_due_s(state) == REFETCH_S
-    state, actions = advance(state, Tick(), REFETCH_S)
-    assert actions == (Fetch((A,)),)
-    state, _ = advance(state, Fetched(A.sha256, "not offered"), 10.0)
+    state, actions = advance(state, TimerFired(), REFETCH_S)
+    assert actions == (FetchBlobs((A,)),)
+    state, _ = advance(state, BlobFetched(A.sha256, "not offered"), 10.0)
     assert next_due_s(state) == 10.0 + 2 * REFETCH_S
-    assert advance(state, Fetched(A.sha256), 11.0)[1] == (Begin(task()),)
+    assert advance(state, BlobFetched(A.sha256), 11.0)[1] == (StartTask(task()),)
 
 
 def test_a_blob_of_no_task_is_nothing() -> None:
     """It was fetched for a task that is gone."""
-    assert after(Fetched(A.sha256)) == (State(MEANS), ())
+    assert after(BlobFetched(A.sha256)) == (DeviceState(MEANS), ())
 
 
 # -- any order of events --------------------------------------------------------------------------
 EVENTS = st.one_of(
     st.builds(
-        Arrived,
+        TaskReceived,
         st.builds(task, st.integers(0, 2), attempt=st.integers(0, 1), engine=st.sampled_from(["numpy", "torch"])),
         st.sets(st.sampled_from([A, B])).map(frozenset),
     ),
-    st.builds(Fetched, st.sampled_from([A.sha256, B.sha256]), st.sampled_from([None, "gone"])),
-    st.builds(Acked, st.tuples(st.just("j-1"), st.integers(0, 2)), st.booleans()),
-    st.sampled_from([Connected(), Cleared(), Tick(), Failed("data", "none")]),
+    st.builds(BlobFetched, st.sampled_from([A.sha256, B.sha256]), st.sampled_from([None, "gone"])),
+    st.builds(UpdateAcked, st.tuples(st.just("j-1"), st.integers(0, 2)), st.booleans()),
+    st.sampled_from([SessionStarted(), TaskCancelled(), TimerFired(), TaskFailed("data", "none")]),
     st.booleans(),  # the work in hand is done, with private state or without
 )
 
@@ -166,26 +166,26 @@ EVENTS = st.one_of(
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 def test_whatever_happens_one_task_is_worked_on_at_a_time_and_none_that_was_counted(events: list[Event | bool]) -> None:
     """Nor is anything offered that is not in the outbox, or begun with blobs missing; and time always moves on."""
-    state, busy, now_s = State(MEANS), False, 0.0
+    state, busy, now_s = DeviceState(MEANS), False, 0.0
     for event in events:
         now_s += 3.0
         if isinstance(event, bool):
             if state.open is None or not state.open.working:
                 continue
-            event, busy = Done(update(state.open.task.round), event), False
-        elif isinstance(event, Failed) and busy:
+            event, busy = TaskCompleted(update(state.open.task.round), event), False
+        elif isinstance(event, TaskFailed) and busy:
             busy = False  # the worker is free; the plan may stop it all the same
         state, actions = advance(state, event, now_s)
         for action in actions:
-            if isinstance(action, Stop):
+            if isinstance(action, StopTask):
                 busy = False
-            elif isinstance(action, Begin):
+            elif isinstance(action, StartTask):
                 assert not busy
-                assert action.task.round > state.counted.get("j-1", Counted(-1)).round
+                assert action.task.round > state.counted.get("j-1", CountedRound(-1)).round
                 assert state.open is not None
                 assert not state.open.missing
                 busy = True
-            elif isinstance(action, Send):
+            elif isinstance(action, SendUpdate):
                 assert (action.update.job, action.update.round) in state.outbox
         assert busy == (state.open is not None and state.open.working)
-        assert next_due_s(advance(state, Tick(), now_s)[0]) > now_s
+        assert next_due_s(advance(state, TimerFired(), now_s)[0]) > now_s

@@ -8,19 +8,30 @@ import msgspec
 import pytest
 from planned import MEANS, after, task, update
 
-from fedquilt.core import Encoding, OperatingPoint, Reading, Task, Update, Usage, Work
-from fedquilt.edge_agent import plan
-from fedquilt.edge_agent.events import Arrived, Begin, Cleared, Done, Failed, Learn, Open, Say, State, Stop
-from fedquilt.edge_agent.plan import REMEMBERED_WORKLOADS, advance
-from fedquilt.edge_agent.power.learned import Learned, Seen, learn_segment
-from fedquilt.edge_agent.task.budget import ASSUMED_BASE_BYTES
+from fedquilt.core import Encoding, OperatingPoint, Reading, Task, Update, Usage, WorkEstimate
+from fedquilt.edge_agent import state_machine
+from fedquilt.edge_agent.events import (
+    DeviceState,
+    OpenTask,
+    PublishClaim,
+    StartTask,
+    StopTask,
+    StoreLearnedCosts,
+    TaskCancelled,
+    TaskCompleted,
+    TaskFailed,
+    TaskReceived,
+)
+from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
+from fedquilt.edge_agent.state_machine import REMEMBERED_WORKLOADS, advance
+from fedquilt.edge_agent.task.memory_budget import ASSUMED_BASE_BYTES
 from fedquilt.wire import Claim
 
 
 def refusal(wanted: Task, reading: Reading = Reading()) -> Claim:
-    _, actions = advance(State(MEANS), Arrived(wanted), 0.0, reading)
+    _, actions = advance(DeviceState(MEANS), TaskReceived(wanted), 0.0, reading)
     (say,) = actions
-    assert isinstance(say, Say)
+    assert isinstance(say, PublishClaim)
     assert not say.claim.accepted
     return say.claim
 
@@ -49,7 +60,7 @@ def test_a_codec_that_is_not_known_here_is_refused_with_those_that_are() -> None
 
 def test_work_above_the_budget_is_refused_with_numbers() -> None:
     """1000 MB for the work do not go into 105 MB."""
-    said = refusal(task(work=Work(peak_bytes=1000 * 10**6)))
+    said = refusal(task(work=WorkEstimate(peak_bytes=1000 * 10**6)))
     assert said.code == "budget"
     assert "1000 MB for the work" in said.reason
     assert "budget here is 105 MB" in said.reason
@@ -58,8 +69,8 @@ def test_work_above_the_budget_is_refused_with_numbers() -> None:
 def test_the_engines_own_size_counts_against_the_budget() -> None:
     """The budget is the whole process's."""
     room = MEANS.budget_bytes - ASSUMED_BASE_BYTES["numpy"]
-    assert after(Arrived(task(work=Work(peak_bytes=room))))[0].open is not None
-    assert refusal(task(work=Work(peak_bytes=room + 1))).code == "budget"
+    assert after(TaskReceived(task(work=WorkEstimate(peak_bytes=room))))[0].open is not None
+    assert refusal(task(work=WorkEstimate(peak_bytes=room + 1))).code == "budget"
 
 
 def test_work_above_what_the_board_has_left_is_refused() -> None:
@@ -67,33 +78,33 @@ def test_work_above_what_the_board_has_left_is_refused() -> None:
     said = refusal(task(), Reading(available_bytes=1 << 20))
     assert said.code == "memory"
     assert "the board has 1 MB left" in said.reason
-    assert after(Arrived(task()))[0].open is not None
+    assert after(TaskReceived(task()))[0].open is not None
 
 
 def test_the_engines_size_as_seen_here_replaces_the_assumed_one() -> None:
     """The least that was seen: a warm process holds more than its engine."""
-    state, _ = after(Arrived(task()), Done(update(base_bytes=90 << 20), False), Arrived(task(1)))
-    state, _ = advance(state, Done(update(1, base_bytes=95 << 20), False), 0.0)
+    state, _ = after(TaskReceived(task()), TaskCompleted(update(base_bytes=90 << 20), False), TaskReceived(task(1)))
+    state, _ = advance(state, TaskCompleted(update(1, base_bytes=95 << 20), False), 0.0)
     assert state.base_bytes == {"numpy": 90 << 20}
-    _, actions = advance(state, Arrived(task(2, work=Work(peak_bytes=11 << 20))), 0.0)
-    assert isinstance(actions[0], Say)
+    _, actions = advance(state, TaskReceived(task(2, work=WorkEstimate(peak_bytes=11 << 20))), 0.0)
+    assert isinstance(actions[0], PublishClaim)
     assert actions[0].claim.code == "budget"
 
 
 def test_a_task_that_ran_out_of_memory_is_planned_smaller_the_next_time_and_refused_once_nothing_smaller_fits() -> None:
     """Beside 38 MB of the engine, 66.8 MB are planned with, then 53.4, then 42.8; 30 MB of work grow to 37.5, 46.9
     and 58.6 MB, which still fit, and then to 73.2 MB, which do not."""
-    asked = task(work=Work(peak_bytes=30 * 10**6))
-    room, state = MEANS.budget_bytes - ASSUMED_BASE_BYTES["numpy"], State(MEANS)
+    asked = task(work=WorkEstimate(peak_bytes=30 * 10**6))
+    room, state = MEANS.budget_bytes - ASSUMED_BASE_BYTES["numpy"], DeviceState(MEANS)
     for failures in range(3):
-        state, actions = after(Arrived(again(asked, failures)), state=state)
-        assert actions[-1] == Begin(again(asked, failures))
-        planned = plan.plan_limit_bytes(state, asked)
+        state, actions = after(TaskReceived(again(asked, failures)), state=state)
+        assert actions[-1] == StartTask(again(asked, failures))
+        planned = state_machine.plan_limit_bytes(state, asked)
         assert planned == ASSUMED_BASE_BYTES["numpy"] + int(room / 1.25**failures)
-        state, _ = after(Failed("memory", "it was killed", overrun=True), state=state)
-    state, _ = after(Arrived(again(asked, 3)), Failed("memory", "it was killed", overrun=True), state=state)
-    _, actions = after(Arrived(again(asked, 4)), state=state)
-    assert isinstance(actions[0], Say)
+        state, _ = after(TaskFailed("memory", "it was killed", overrun=True), state=state)
+    state, _ = after(TaskReceived(again(asked, 3)), TaskFailed("memory", "it was killed", overrun=True), state=state)
+    _, actions = after(TaskReceived(again(asked, 4)), state=state)
+    assert isinstance(actions[0], PublishClaim)
     assert actions[0].claim.code == "budget"
     assert "2.44 times what was predicted" in actions[0].claim.reason
 
@@ -105,63 +116,67 @@ def again(asked: Task, attempt: int) -> Task:
 
 def test_an_engine_that_refuses_beforehand_teaches_nothing() -> None:
     """Planning with even less would have it refuse the more."""
-    state, _ = after(Arrived(task()), Failed("budget", "one example does not fit"))
-    assert plan.plan_limit_bytes(state, task()) == MEANS.budget_bytes
+    state, _ = after(TaskReceived(task()), TaskFailed("budget", "one example does not fit"))
+    assert state_machine.plan_limit_bytes(state, task()) == MEANS.budget_bytes
 
 
 def test_what_a_method_taught_of_memory_holds_for_it_and_its_engine_alone() -> None:
     """The peak beside the engine was 1.5 times what was planned: 1 + 0.3 / 2 = 1.15, one step of 1.25."""
     usage = Usage(base_bytes=40 * 10**6, peak_bytes=70 * 10**6)
     seen = msgspec.structs.replace(update(), usage=usage)
-    state, _ = after(Arrived(task()), Done(seen, False, planned_bytes=20 * 10**6))
+    state, _ = after(TaskReceived(task()), TaskCompleted(seen, False, planned_bytes=20 * 10**6))
     assert state.cautions[("fedavg", "numpy")].ratio == pytest.approx(1.15)
-    assert plan.plan_limit_bytes(state, task()) < MEANS.budget_bytes
-    assert plan.plan_limit_bytes(state, task(method="fedprox")) == MEANS.budget_bytes
-    untold, _ = after(Arrived(task()), Done(seen, False))
+    assert state_machine.plan_limit_bytes(state, task()) < MEANS.budget_bytes
+    assert state_machine.plan_limit_bytes(state, task(method="fedprox")) == MEANS.budget_bytes
+    untold, _ = after(TaskReceived(task()), TaskCompleted(seen, False))
     assert not untold.cautions
 
 
 def test_a_refused_task_still_ends_the_one_in_hand() -> None:
     """The coordinator no longer wants the old one."""
-    state, actions = after(Arrived(task()), Arrived(task(1, engine="torch")))
-    assert actions[0] == Stop()
+    state, actions = after(TaskReceived(task()), TaskReceived(task(1, engine="torch")))
+    assert actions[0] == StopTask()
     assert state.open is None
 
 
 def test_a_refusal_is_repeated_with_its_task_and_reconsidered_at_the_next_attempt() -> None:
     """The claim may be lost; the work is not tried again for that."""
-    state, (_, said) = after(Arrived(task()), Failed("data", "no examples"))
-    assert advance(state, Arrived(task(deadline_s=1.0)), 0.0)[1] == (said,)
-    assert Begin(task(attempt=1)) in advance(state, Arrived(task(attempt=1)), 0.0)[1]
-    assert Begin(task()) in after(Cleared(), Arrived(task()), state=state)[1]
+    state, (_, said) = after(TaskReceived(task()), TaskFailed("data", "no examples"))
+    assert advance(state, TaskReceived(task(deadline_s=1.0)), 0.0)[1] == (said,)
+    assert StartTask(task(attempt=1)) in advance(state, TaskReceived(task(attempt=1)), 0.0)[1]
+    assert StartTask(task()) in after(TaskCancelled(), TaskReceived(task()), state=state)[1]
 
 
 def test_work_that_fails_becomes_a_refusal_with_its_reason() -> None:
     """And the device is free again, with no process left that has failed once."""
-    state, (stop, say) = after(Arrived(task()), Failed("memory", "too much"))
-    assert stop == Stop()
-    assert isinstance(say, Say)
+    state, (stop, say) = after(TaskReceived(task()), TaskFailed("memory", "too much"))
+    assert stop == StopTask()
+    assert isinstance(say, PublishClaim)
     assert (say.claim.accepted, say.claim.code, say.claim.reason) == (False, "memory", "too much")
     assert state.open is None
 
 
 def test_a_failure_without_a_task_is_nothing() -> None:
     """Its task has been cleared meanwhile."""
-    assert after(Failed("disk", "full")) == (State(MEANS), ())
+    assert after(TaskFailed("disk", "full")) == (DeviceState(MEANS), ())
 
 
 def test_what_was_learned_is_kept_of_the_latest_workloads_and_written_down() -> None:
     """By engine and method; the longest unseen goes first, and a task that taught nothing writes nothing."""
-    state = State(MEANS)
-    learned = learn_segment(Learned(), Seen(OperatingPoint(name="a", flops_per_s=1.0), Work(flops=1.0), 2.0, None))
+    state = DeviceState(MEANS)
+    learned = learn_segment(
+        LearnedModel(), TaskSegment(OperatingPoint(name="a", flops_per_s=1.0), WorkEstimate(flops=1.0), 2.0, None)
+    )
     for index in range(REMEMBERED_WORKLOADS + 1):
         each = task(method=f"m{index}")
-        done = Done(Update(**{**vars_of(each), "usage": Usage()}), False, learned)
-        state, actions = advance(msgspec.structs.replace(state, open=Open(each, frozenset(), working=True)), done, 0.0)
-        assert actions[-1] == Learn(state.learned)
+        done = TaskCompleted(Update(**{**vars_of(each), "usage": Usage()}), False, learned)
+        state, actions = advance(
+            msgspec.structs.replace(state, open=OpenTask(each, frozenset(), working=True)), done, 0.0
+        )
+        assert actions[-1] == StoreLearnedCosts(state.learned)
     assert list(state.learned) == [f"numpy m{index}" for index in range(1, REMEMBERED_WORKLOADS + 1)]
-    again = msgspec.structs.replace(state, open=Open(each, frozenset(), working=True))
-    assert not any(isinstance(action, Learn) for action in advance(again, done, 0.0)[1])
+    again = msgspec.structs.replace(state, open=OpenTask(each, frozenset(), working=True))
+    assert not any(isinstance(action, StoreLearnedCosts) for action in advance(again, done, 0.0)[1])
 
 
 def vars_of(each: Task) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings
-from fedquilt.edge_agent.power.governor import Rule
+from fedquilt.edge_agent.power.governor import GovernorPolicy
 
 GOOD = """
 device = "orin-07"
@@ -38,11 +38,11 @@ def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
 
 def test_the_governor_saves_energy_unless_told_otherwise(tmp_path: Path) -> None:
     """A twentieth of the time to spare; a recorded profile lies beside the file."""
-    assert settings.load_settings(write(tmp_path, GOOD)).governor.to_policy() == Rule("energy", 0.05)
+    assert settings.load_settings(write(tmp_path, GOOD)).governor.to_policy() == GovernorPolicy("energy", 0.05)
     told = settings.load_settings(
         write(tmp_path, f"profile = 'mine.toml'\n{GOOD}[governor]\npolicy = 'max'\nmargin = 0\n")
     )
-    assert told.governor.to_policy() == Rule("max", 0)
+    assert told.governor.to_policy() == GovernorPolicy("max", 0)
     assert told.profile == str(tmp_path / "mine.toml")
 
 

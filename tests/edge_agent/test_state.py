@@ -12,17 +12,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import tensors, wire
-from fedquilt.core import BlobRef, JobError, OperatingPoint, StoreError, Update, Usage, Work
-from fedquilt.edge_agent.power.learned import Learned, Seen, learn_segment
-from fedquilt.edge_agent.remembered import Counted, Private
-from fedquilt.edge_agent.state import SPARE_BYTES, UPDATE, Local
+from fedquilt import wire
+from fedquilt.arrays import tensors
+from fedquilt.core import BlobRef, JobError, OperatingPoint, StoreError, Update, Usage, WorkEstimate
+from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
+from fedquilt.edge_agent.storage.agent_state import SPARE_BYTES, UPDATE, AgentState
+from fedquilt.edge_agent.storage.job_records import CountedRound, PrivateState
 from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
 
 KEY = ("j-1", 3)
 
 
-def worked(local: Local, private: float | None = None, round: int = 3, job: str = "j-1") -> Update:
+def worked(local: AgentState, private: float | None = None, round: int = 3, job: str = "j-1") -> Update:
     """What the task's process leaves in its output folder, and its manifest."""
     out = local.empty_output()
     ref = write_tensors(out / "bundle", {"w": np.full(4, round, np.float32)})
@@ -34,7 +35,7 @@ def worked(local: Local, private: float | None = None, round: int = 3, job: str 
     )
 
 
-def commit(local: Local, update: Update) -> bool:
+def commit(local: AgentState, update: Update) -> bool:
     """Keep what the task's process has left, with the hash that it says of its private state."""
     left = local.home / "task/out" / PRIVATE
     payload = left.read_bytes() if left.exists() else None
@@ -42,17 +43,17 @@ def commit(local: Local, update: Update) -> bool:
     return local.commit_update(update, private=ref)
 
 
-def state_of(local: Local, job: str = "j-1", counted: int | None = 3) -> float | None:
+def state_of(local: AgentState, job: str = "j-1", counted: int | None = 3) -> float | None:
     found = local.find_private_state(job, counted)
     return None if found.path is None else float(tensors.read_tensors(Path(found.path))["c"][0])
 
 
 def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
     """With its blobs in the depot, and whether it leaves private state."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     update = worked(local, private=1.0)
     assert commit(local, update)
-    again = Local(tmp_path)
+    again = AgentState(tmp_path)
     assert again.load_outbox() == ({KEY: (update, True)}, {})
     assert again.depot.has_blob(update.bundles["model"])
     assert not (tmp_path / "scratch").exists()
@@ -60,41 +61,41 @@ def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
 
 def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_path: Path) -> None:
     """The task is worked for again, from what it began with."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0, round=2))
-    local.record_ack(("j-1", 2), True, {"j-1": Counted(2)})
+    local.record_ack(("j-1", 2), True, {"j-1": CountedRound(2)})
     update = worked(local, private=2.0)
     for name in update.bundles.values():  # the blobs were stored already, the folder was not renamed
         local.depot.store_file(tmp_path / "task/out" / name.sha256, name)
-    again = Local(tmp_path)
-    assert again.load_outbox() == ({}, {"j-1": Counted(2)})
+    again = AgentState(tmp_path)
+    assert again.load_outbox() == ({}, {"j-1": CountedRound(2)})
     assert state_of(again, counted=2) == 1.0
 
 
 def test_private_state_counts_only_when_the_contribution_does(tmp_path: Path) -> None:
     """Until the coordinator has answered, a job's private state is the old one; a refusal leaves it so."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0))
     assert state_of(local) is None
     local.record_ack(KEY, False, {})
-    assert Local(tmp_path).load_outbox() == ({}, {})
+    assert AgentState(tmp_path).load_outbox() == ({}, {})
     assert state_of(local) is None
     commit(local, worked(local, private=1.0))
-    local.record_ack(KEY, True, {"j-1": Counted(3)})
-    assert Local(tmp_path).load_outbox() == ({}, {"j-1": Counted(3)})
+    local.record_ack(KEY, True, {"j-1": CountedRound(3)})
+    assert AgentState(tmp_path).load_outbox() == ({}, {"j-1": CountedRound(3)})
     assert state_of(local) == 1.0
 
 
 def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp_path: Path) -> None:
     """It is acknowledged again, and settled then; the moved state stays, and the next task waits for the answer."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     update = worked(local, private=1.0)
     commit(local, update)
     (left,) = (tmp_path / "outbox/j-1@3").glob("*.private")
     os.replace(left, tmp_path / f"private/j-1@3.{left.stem}")
-    again = Local(tmp_path)
+    again = AgentState(tmp_path)
     assert again.load_outbox() == ({KEY: (update, True)}, {})
-    again.record_ack(KEY, True, {"j-1": Counted(3)})
+    again.record_ack(KEY, True, {"j-1": CountedRound(3)})
     assert state_of(again) == 1.0
 
 
@@ -104,20 +105,20 @@ def test_private_state_of_an_answer_that_is_half_noted_outlives_another_jobs_ans
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, restarted: bool
 ) -> None:
     """The disk fails in the middle of one job's answer, another job's comes, and then the first one's again."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     for job in ("j-1", "k-1"):
         commit(local, worked(local, private=1.0, job=job))
     with monkeypatch.context() as failing:
-        failing.setattr(f"fedquilt.disk.Disk.{call}", refuse)
+        failing.setattr(f"fedquilt.host.disk.Disk.{call}", refuse)
         with pytest.raises(StoreError):
-            local.record_ack(KEY, True, {"j-1": Counted(3)})
+            local.record_ack(KEY, True, {"j-1": CountedRound(3)})
     waiting, counted = ({KEY: None}, {})
     if restarted:
-        local = Local(tmp_path)
+        local = AgentState(tmp_path)
         waiting, counted = local.load_outbox()
-    local.record_ack(("k-1", 3), True, {**counted, "k-1": Counted(3)})
+    local.record_ack(("k-1", 3), True, {**counted, "k-1": CountedRound(3)})
     if KEY in waiting:
-        local.record_ack(KEY, True, {"k-1": Counted(3), "j-1": Counted(3)})
+        local.record_ack(KEY, True, {"k-1": CountedRound(3), "j-1": CountedRound(3)})
     assert state_of(local) == state_of(local, "k-1") == 1.0
 
 
@@ -128,57 +129,57 @@ def refuse(*args: object, **named: object) -> None:
 
 def test_a_crash_after_the_count_was_noted_does_not_deliver_again(tmp_path: Path) -> None:
     """Counted is counted, although the folder is still there."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     commit(local, worked(local))
     (tmp_path / "counted.json").write_text('{"j-1": 3}')
-    again = Local(tmp_path)
-    assert again.load_outbox() == ({}, {"j-1": Counted(3)})
+    again = AgentState(tmp_path)
+    assert again.load_outbox() == ({}, {"j-1": CountedRound(3)})
     assert list((tmp_path / "outbox").iterdir()) == []
 
 
 def test_a_crash_while_an_entry_is_removed_leaves_no_update(tmp_path: Path) -> None:
     """update.json goes first, and without it there is no entry."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0))
     (tmp_path / "outbox/j-1@3" / UPDATE).unlink()
-    assert Local(tmp_path).load_outbox() == ({}, {})
+    assert AgentState(tmp_path).load_outbox() == ({}, {})
     assert list((tmp_path / "outbox").iterdir()) == []
 
 
 @pytest.mark.parametrize("place", [0, 30, 200])
 def test_a_damaged_entry_is_worked_for_again(tmp_path: Path, place: int) -> None:
     """A flipped bit on the card is seen by the checksum."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     commit(local, worked(local))
     path = tmp_path / "outbox/j-1@3" / UPDATE
     payload = bytearray(path.read_bytes())
     payload[place] ^= 1
     path.write_bytes(payload)
-    assert Local(tmp_path).load_outbox() == ({}, {})
+    assert AgentState(tmp_path).load_outbox() == ({}, {})
 
 
 def test_an_entry_whose_blobs_are_gone_is_worked_for_again(tmp_path: Path) -> None:
     """It could never be delivered."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     update = worked(local)
     commit(local, update)
     local.depot.remove_blob(update.bundles["model"].sha256)
-    assert Local(tmp_path).load_outbox() == ({}, {})
+    assert AgentState(tmp_path).load_outbox() == ({}, {})
 
 
 def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At worst a round is worked for in vain; the agent starts."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0))
-    local.record_ack(KEY, True, {"j-1": Counted(3, 7)})
+    local.record_ack(KEY, True, {"j-1": CountedRound(3, 7)})
     file = tmp_path / "counted.json"
     for bit in range(8 * file.stat().st_size):
         whole = file.read_bytes()
         file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
-        again = Local(tmp_path)
-        assert again.load_outbox() == ({}, {"j-1": Counted(3)})
+        again = AgentState(tmp_path)
+        assert again.load_outbox() == ({}, {"j-1": CountedRound(3)})
         assert state_of(again) == 1.0
         file.write_bytes(whole)
     assert f"{file} is damaged" in caplog.text
@@ -186,23 +187,23 @@ def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
 
 def test_a_home_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     """Its private states had no round and no checksum; those of jobs that it had forgotten are not taken."""
-    Local(tmp_path)
+    AgentState(tmp_path)
     write_tensors(tmp_path / "private/j-1.safetensors", {"c": np.array([1.0])})
     (tmp_path / "counted.json").write_text('{"j-1":3,"other":5}')
-    local = Local(tmp_path)
-    assert local.load_outbox() == ({}, {"j-1": Counted(3), "other": Counted(5)})
+    local = AgentState(tmp_path)
+    assert local.load_outbox() == ({}, {"j-1": CountedRound(3), "other": CountedRound(5)})
     assert state_of(local) == 1.0
-    assert local.find_private_state("other", 5) == Private()
+    assert local.find_private_state("other", 5) == PrivateState()
 
 
 def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_last(tmp_path: Path) -> None:
     """Of two rounds it is here; for any other it is said to be lost, and nothing else takes its place."""
-    local, counted = Local(tmp_path), {}
+    local, counted = AgentState(tmp_path), {}
     for round in (1, 2, 4):
         commit(local, worked(local, private=float(round), round=round))
-        counted["j-1"] = Counted(round)
+        counted["j-1"] = CountedRound(round)
         local.record_ack(("j-1", round), True, counted)
-    for now in (local, Local(tmp_path)):
+    for now in (local, AgentState(tmp_path)):
         now.load_outbox()
         assert [state_of(now, counted=last) for last in (4, 3, 2)] == [4.0, 2.0, 2.0]
         for last in (None, 0, 1, 5):
@@ -210,56 +211,56 @@ def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_las
             assert found.path is None
             assert "only that of round 4" in found.lost
     assert "nothing of round 2 of j-2" in local.find_private_state("j-2", 2).forgotten
-    assert local.find_private_state("j-2", None) == Private()
+    assert local.find_private_state("j-2", None) == PrivateState()
 
 
 def test_private_states_of_a_coordinator_that_was_replaced_by_an_older_copy_go(tmp_path: Path) -> None:
     """Once a round counts that the copy has asked for, those of later rounds are nobody's; the one before stays."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     local.load_outbox()
     for round, epoch, private in ((1, 1, 1.0), (2, 1, 2.0), (2, 2, 2.5)):
         commit(local, worked(local, private=private, round=round))
-        local.record_ack(("j-1", round), True, {"j-1": Counted(round, epoch)})
+        local.record_ack(("j-1", round), True, {"j-1": CountedRound(round, epoch)})
     assert [state_of(local, counted=last) for last in (1, 2)] == [1.0, 2.5]
     commit(local, worked(local, private=1.5, round=1))
-    local.record_ack(("j-1", 1), True, {"j-1": Counted(1, 3)})
+    local.record_ack(("j-1", 1), True, {"j-1": CountedRound(1, 3)})
     assert len(os.listdir(tmp_path / "private")) == 1
     assert state_of(local, counted=1) == 1.5
 
 
 def test_private_state_counts_after_a_round_that_left_none(tmp_path: Path) -> None:
     """An evaluation leaves no private state, and the one from before it is the one to work from."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     local.load_outbox()
     commit(local, worked(local, private=1.0))
-    local.record_ack(KEY, True, {"j-1": Counted(3)})
+    local.record_ack(KEY, True, {"j-1": CountedRound(3)})
     commit(local, worked(local, round=4))
-    local.record_ack(("j-1", 4), True, {"j-1": Counted(4)})
+    local.record_ack(("j-1", 4), True, {"j-1": CountedRound(4)})
     assert state_of(local, counted=4) == 1.0
 
 
 def test_private_states_of_forgotten_jobs_go(tmp_path: Path) -> None:
     """Only jobs that are remembered keep theirs."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     for job in ("old-1", "new-1"):
         commit(local, worked(local, private=1.0, job=job))
-        local.record_ack((job, 3), True, {job: Counted(3)})
+        local.record_ack((job, 3), True, {job: CountedRound(3)})
     assert state_of(local, "old-1") is None
     assert state_of(local, "new-1") == 1.0
 
 
 def test_a_commit_replaces_what_an_earlier_one_of_the_same_round_left(tmp_path: Path) -> None:
     """Only the last can have been asked for."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     commit(local, worked(local, private=1.0))
     update = worked(local)
     assert not commit(local, update)
-    assert Local(tmp_path).load_outbox() == ({KEY: (update, False)}, {})
+    assert AgentState(tmp_path).load_outbox() == ({KEY: (update, False)}, {})
 
 
 def test_an_update_too_large_to_send_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     """2000 long bundle names do not fit one message."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     update = worked(local)
     ref = update.bundles["model"]
     huge = {**{f"{n:0200}": ref for n in range(2000)}}
@@ -268,12 +269,12 @@ def test_an_update_too_large_to_send_is_refused_and_leaves_nothing(tmp_path: Pat
             local,
             Update(job="j-1", round=3, attempt=0, device="d", weight=1.0, bundles=huge, metrics={}, usage=Usage()),
         )
-    assert Local(tmp_path).load_outbox() == ({}, {})
+    assert AgentState(tmp_path).load_outbox() == ({}, {})
 
 
 def test_the_longest_unused_blobs_make_room_and_needed_ones_never_do(tmp_path: Path) -> None:
     """Four blobs of 100 bytes, room for 300 and 100 more to come: the two oldest that may go, go."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     refs = [local.depot.store_bytes(bytes([n]) * 100) for n in range(4)]
     for age, ref in enumerate(refs):
         os.utime(tmp_path / "blobs" / ref.sha256, (1000 + age, 1000 + age))
@@ -288,7 +289,7 @@ def test_caches_of_tasks_and_checks_make_room_as_blobs_do(tmp_path: Path, idle: 
 
     While a task runs, its caches stay, whatever their age.
     """
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     outside = tmp_path.with_name("outside")
     outside.write_bytes(bytes(10**7))
     blob = tmp_path / "blobs" / local.depot.store_bytes(bytes(10**6)).sha256
@@ -309,7 +310,7 @@ def test_caches_of_tasks_and_checks_make_room_as_blobs_do(tmp_path: Path, idle: 
 def test_folders_too_deep_to_be_measured_go_once_nothing_runs_and_cost_no_blob(
     request: pytest.FixtureRequest, tmp_path: Path, idle: bool
 ) -> None:
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     ref = local.depot.store_bytes(bytes(1000))
     request.addfinalizer(lambda: subprocess.run(["rm", "-rf", tmp_path / "task"], check=True))  # pytest cannot
     (tmp_path / "task/libraries/deep").mkdir(parents=True)
@@ -328,7 +329,7 @@ def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as 150 bytes are free, 250 are to come, and the limit would allow a million: the oldest goes."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     refs = [local.depot.store_bytes(bytes([n]) * 100) for n in range(4)]
     for age, ref in enumerate(refs):
         os.utime(tmp_path / "blobs" / ref.sha256, (1000 + age, 1000 + age))
@@ -347,7 +348,7 @@ def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
 
 def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
     """Asking for more than any disk has."""
-    local = Local(tmp_path)
+    local = AgentState(tmp_path)
     local.require_room(1)
     with pytest.raises(StoreError, match=r"are free, .* are wanted, some to spare; free some space"):
         local.require_room(1 << 60)
@@ -356,16 +357,16 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
     """/proc takes no folders, not even from root."""
     with pytest.raises(StoreError, match=r"cannot make the folder /proc/nowhere"):
-        Local(Path("/proc/nowhere"))
+        AgentState(Path("/proc/nowhere"))
 
 
 def test_two_agents_may_not_share_a_home(tmp_path: Path) -> None:
     """The second is told; the first one's end frees it."""
-    first = Local(tmp_path).lock_home()
+    first = AgentState(tmp_path).lock_home()
     with pytest.raises(JobError, match="another agent runs in"):
-        Local(tmp_path).lock_home()
+        AgentState(tmp_path).lock_home()
     first.release()
-    Local(tmp_path).lock_home().release()
+    AgentState(tmp_path).lock_home().release()
 
 
 def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -> None:
@@ -377,25 +378,25 @@ def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -
 
 def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a task leaves is found by the job's next one, also after a restart of the agent; nothing else stays."""
-    (Local(tmp_path).cache_folder("a") / "kept").write_bytes(b"x")
-    assert (Local(tmp_path).cache_folder("a") / "kept").exists()
-    assert not list(Local(tmp_path).cache_folder("b").iterdir())
+    (AgentState(tmp_path).cache_folder("a") / "kept").write_bytes(b"x")
+    assert (AgentState(tmp_path).cache_folder("a") / "kept").exists()
+    assert not list(AgentState(tmp_path).cache_folder("b").iterdir())
     assert [path.name.partition("@")[0] for path in tmp_path.glob("task/cache/*")] == ["b"]
-    (Local(tmp_path).cache_folder("b") / "kept").write_bytes(b"x")
-    monkeypatch.setattr("fedquilt.edge_agent.state._boot", lambda: "another")
-    assert not list(Local(tmp_path).cache_folder("b").iterdir())
+    (AgentState(tmp_path).cache_folder("b") / "kept").write_bytes(b"x")
+    monkeypatch.setattr("fedquilt.edge_agent.storage.agent_state._boot", lambda: "another")
+    assert not list(AgentState(tmp_path).cache_folder("b").iterdir())
     assert [path.name for path in tmp_path.glob("task/cache/*")] == ["b@another"]
 
 
 POINT = OperatingPoint(name="MAXN", gpu_hz=1.3e9, flops_per_s=10.0, busy_w=9.0)
-KNOWN = {"torch fedavg": learn_segment(Learned(), Seen(POINT, Work(flops=100.0), 12.0, 8.0))}
+KNOWN = {"torch fedavg": learn_segment(LearnedModel(), TaskSegment(POINT, WorkEstimate(flops=100.0), 12.0, 8.0))}
 
 
 def test_what_a_board_has_learned_is_there_after_a_restart(tmp_path: Path) -> None:
     """As it was, by workload; a home without it knows nothing."""
-    assert Local(tmp_path).load_learned_costs() == {}
-    Local(tmp_path).store_learned_costs(KNOWN)
-    assert Local(tmp_path).load_learned_costs() == KNOWN
+    assert AgentState(tmp_path).load_learned_costs() == {}
+    AgentState(tmp_path).store_learned_costs(KNOWN)
+    assert AgentState(tmp_path).load_learned_costs() == KNOWN
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 40, b"{}", None])
@@ -403,10 +404,10 @@ def test_damaged_lessons_are_learned_anew(
     tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Torn, overwritten, of another format, or with one digit changed: said, and no reason not to start."""
-    Local(tmp_path).store_learned_costs(KNOWN)
+    AgentState(tmp_path).store_learned_costs(KNOWN)
     file = tmp_path / "learned.json"
     file.write_bytes(file.read_bytes().replace(b"0.", b"1.", 1) if damage is None else damage)
-    assert Local(tmp_path).load_learned_costs() == {}
+    assert AgentState(tmp_path).load_learned_costs() == {}
     assert "learned.json is damaged" in caplog.text
 
 
@@ -415,11 +416,11 @@ def test_lessons_of_a_law_of_other_sizes_are_left_out(tmp_path: Path) -> None:
     known = KNOWN["torch fedavg"]
     assert known.time is not None
     small = msgspec.structs.replace(known, time=msgspec.structs.replace(known.time, aims=(1.0,)))
-    Local(tmp_path).store_learned_costs({**KNOWN, "onnx fedstitch": small})
-    assert Local(tmp_path).load_learned_costs() == KNOWN
+    AgentState(tmp_path).store_learned_costs({**KNOWN, "onnx fedstitch": small})
+    assert AgentState(tmp_path).load_learned_costs() == KNOWN
 
 
 def test_devices_that_are_not_durable_keep_no_lessons(tmp_path: Path) -> None:
     """A simulated fleet writes no files for them."""
-    Local(tmp_path / "d", durable=False).store_learned_costs(KNOWN)
+    AgentState(tmp_path / "d", durable=False).store_learned_costs(KNOWN)
     assert not (tmp_path / "d/learned.json").exists()

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Step, UpdateError
 
-batched = pytest.importorskip("fedquilt.edge_agent.engines.torch_batched")
+batched = pytest.importorskip("fedquilt.edge_agent.engines.torch.batch_engine")
 torch = pytest.importorskip("torch")
 nn = torch.nn
 

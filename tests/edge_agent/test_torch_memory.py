@@ -1,4 +1,4 @@
-"""The torch engine plans its memory by `fedquilt.footprint` and fits itself to its budget."""
+"""The torch engine plans its memory by `fedquilt.costs.peak_memory` and fits itself to its budget."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import footprint, tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import Examples, Fit, Hooks, Step
+from fedquilt.costs import peak_memory
 
 NETWORK = {"name": "plain", "channels": 1, "classes": 2, "input": {"channels": 1, "size": 16}}
 # no batch norm
@@ -24,10 +25,10 @@ WITHOUT = {
 
 def planned(
     room_bytes: int, fit: Fit, hooks: Hooks = Hooks(), network: dict[str, Any] = NETWORK
-) -> tuple[int, footprint.Trained]:
+) -> tuple[int, peak_memory.TrainingProperties]:
     """What the engine plans for a training with so much room beside torch at work and its margin, and what the
     network takes."""
-    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")  # before torch: it says how threads wait
     import torch
 
     from fedquilt.models.networks import registry
@@ -36,13 +37,13 @@ def planned(
     model = registry.build({key: value for key, value in network.items() if key != "input"})
     start = {name: value.numpy().copy() for name, value in model.state_dict().items()}
     examples = Examples(np.zeros((16, 16, 16), np.uint8), np.arange(16) % 2)
-    whole = math.ceil(footprint.MARGIN * (footprint.FIRST_USE_BYTES["torch"] + room_bytes))
+    whole = math.ceil(peak_memory.MARGIN * (peak_memory.FIRST_USE_BYTES["torch"] + room_bytes))
     engine = module.TorchEngine(whole, base_bytes=0)
     assert engine.planned_bytes is None
     engine.train(network, start, examples, fit, tensors.seeded_rng(1), hooks=hooks)
     if not torch.cuda.is_available():  # as the engine lays small convolutions out
         model = model.to(memory_format=torch.channels_last)
-    trained, _ = footprint.measure_training(model, torch.zeros(2, 1, 16, 16))
+    trained, _ = peak_memory.measure_training(model, torch.zeros(2, 1, 16, 16))
     return engine.planned_bytes, trained
 
 
@@ -50,15 +51,15 @@ def planned(
 def test_the_plan_is_the_prediction_for_the_micro_batch_that_fits(room_for: int, at_once: int) -> None:
     """A mini-batch of 16 is halved until it fits."""
     _, network = planned(0, Fit(batch=16), network=WITHOUT)
-    told, _ = planned(footprint.training_bytes(network, room_for), Fit(batch=16), network=WITHOUT)
-    assert told == footprint.FIRST_USE_BYTES["torch"] + footprint.training_bytes(network, at_once)
+    told, _ = planned(peak_memory.training_bytes(network, room_for), Fit(batch=16), network=WITHOUT)
+    assert told == peak_memory.FIRST_USE_BYTES["torch"] + peak_memory.training_bytes(network, at_once)
 
 
 def test_one_example_that_does_not_fit_goes_through_in_pieces() -> None:
     """What the backward pass needs of it is computed again, which takes less."""
     _, network = planned(0, Fit(batch=16), network=WITHOUT)
-    told, _ = planned(footprint.training_bytes(network, 0), Fit(batch=16), network=WITHOUT)
-    assert told < footprint.FIRST_USE_BYTES["torch"] + footprint.training_bytes(network, 1)
+    told, _ = planned(peak_memory.training_bytes(network, 0), Fit(batch=16), network=WITHOUT)
+    assert told < peak_memory.FIRST_USE_BYTES["torch"] + peak_memory.training_bytes(network, 1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fedquilt.core import Fit  # noqa: E402
-from fedquilt.edge_agent.engines.torch_moves import Moves  # noqa: E402
+from fedquilt.edge_agent.engines.torch.optimizers import OptimizerStep  # noqa: E402
 
 FITS = (
     Fit(),
@@ -29,7 +29,7 @@ def test_steps_equal_those_of_torchs_optimizers_bit_for_bit(fit: Fit) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
     twin = copy.deepcopy(model)
     own, theirs = list(model.parameters()), list(twin.parameters())
-    moves = Moves({0.1: own[:2], 0.01: own[2:]}, fit)
+    moves = OptimizerStep({0.1: own[:2], 0.01: own[2:]}, fit)
     groups = [{"params": theirs[:2], "lr": 0.1}, {"params": theirs[2:], "lr": 0.01}]
     if fit.optimizer == "adam":
         optimizer = torch.optim.Adam(groups, weight_decay=fit.weight_decay)
@@ -53,7 +53,7 @@ def test_a_training_does_not_load_torchs_compiler() -> None:
 import sys
 import numpy as np
 from fedquilt.core import Examples, Fit  # noqa: E402
-from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
+from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
 network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
 start = {name: value.numpy() for name, value in registry.build(network).state_dict().items()}

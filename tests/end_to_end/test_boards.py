@@ -19,14 +19,16 @@ import pytest
 import waiting
 from ordinary import Served, User
 
-from fedquilt import bundle, config, profiles, tensors, wire
-from fedquilt.coordinator.facts import Answered, Ended
-from fedquilt.coordinator.store import Store
+from fedquilt import profiles, wire
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds.events import JobEnded, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Profile
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks.client import Status
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.profiles.layouts import BOARDS
+from fedquilt.edge_agent.clocks.client import HelperStatus
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, toml
+from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import agents
@@ -34,16 +36,16 @@ from fedquilt.tools.simulation import agents
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 HELPED = ("jetson-tx2-4", "jetson-orin-nx-6")  # beside them a clock helper runs, as root where the suite does
 VICTIM = "jetson-orin-nx-6"
-DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
 ON_A_BOARD = """
 import functools, sys
 from pathlib import Path
 from fedquilt import cli
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks.client import Clocks
+from fedquilt.edge_agent.clocks.client import ClockClient
 root, helper = Path(sys.argv.pop(1)), Path(sys.argv.pop(1))
-devices.create_device = functools.partial(devices.create_device, root=root, connect=lambda: Clocks.connect(helper))
+devices.create_device = functools.partial(devices.create_device, root=root, connect=lambda: ClockClient.connect(helper))
 sys.exit(cli.main())
 """  # `fedquilt agent`, but that its board's files are below another root
 LIMIT_S = 240.0
@@ -52,8 +54,8 @@ LIMIT_S = 240.0
 class Unset:
     """A clock helper that tells and sets nothing."""
 
-    def status(self) -> Status:
-        return Status(clocks=())
+    def status(self) -> HelperStatus:
+        return HelperStatus(clocks=())
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Site:
             "broker": {"url": self.broker},
             "data": {"path": str(DIGITS), "partition": "iid", "share": share, "shares": len(EVERY)},
         }
-        (folder / "agent.toml").write_text(config.format_toml(table))
+        (folder / "agent.toml").write_text(toml.format_toml(table))
 
     def start(self, device: str) -> None:
         folder, helper = self.user.folder / device, self.user.folder / f"run-{device}" / "clocks.sock"
@@ -124,7 +126,7 @@ def answered(home: Path, round: int) -> set[str]:
         return set()
     with Store(home) as store:
         facts = [fact for _, _, fact in store.read_events(store.find_job("digits").id)] if store.readable_jobs() else []
-    return {fact.update.device for fact in facts if isinstance(fact, Answered) and fact.round == round}
+    return {fact.update.device for fact in facts if isinstance(fact, UpdateAccepted) and fact.round == round}
 
 
 def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, stage: Any, tmp_path: Path):
@@ -158,8 +160,8 @@ def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, s
         assert not profile.points or board in profiles.board_names()
     assert len(told["profile"][VICTIM][-1].points) > 100
 
-    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
-    bundle.write_bundle(tmp_path / "job.bundle", {"network": NETWORK, "flops": 2400}, {"model": first})
+    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    job_bundle.write_bundle(tmp_path / "job.bundle", {"network": NETWORK, "flops": 2400}, {"model": first})
     job = {
         "name": "digits",
         "method": "fedavg",
@@ -168,7 +170,7 @@ def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, s
         "params": {"lr": 0.1, "batch": 8, "epochs": 3},
         "cohort": {"deadline_s": LIMIT_S, "min_devices": len(EVERY)},
     }
-    (tmp_path / "job.toml").write_text(config.format_toml(job))
+    (tmp_path / "job.toml").write_text(toml.format_toml(job))
     home = tmp_path / "runs"
     command = [sys.executable, "-m", "fedquilt.cli", "run", str(tmp_path / "job.toml"), "--home", str(home)]
     with (tmp_path / "run.log").open("wb") as log:
@@ -185,7 +187,7 @@ def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, s
         coordinator.wait()
     assert answered(home, 0) == answered(home, 1) == names
     with Store(home) as store:
-        (end,) = [fact for _, _, fact in store.read_events(store.find_job("digits").id) if isinstance(fact, Ended)]
+        (end,) = [fact for _, _, fact in store.read_events(store.find_job("digits").id) if isinstance(fact, JobEnded)]
     assert end.status == "done"
     until(site, lambda: listen() or len({one.boot for one in told["presence"][VICTIM]}) == 2, "a second boot")
     assert "Traceback" not in site.log.read_text()

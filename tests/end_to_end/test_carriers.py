@@ -12,21 +12,22 @@ from cutting import Relay
 from processes import TABLE, Processes, facts
 from waiting import until
 
-from fedquilt import bundle, config, tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Committed, Ended
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.simulation import agents as fleet
 
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [6000], "classes": 10}  # 1.8 MB: several chunks
 ROUNDS = 4
 
 
-def job(folder: Path) -> fleet.Plan:
-    bundle.write_bundle(
+def job(folder: Path) -> fleet.FleetPlan:
+    job_bundle.write_bundle(
         folder / "job.bundle",
         {"network": NETWORK, "flops": 900_000},
-        {"model": tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))},
+        {"model": tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))},
     )
     table = {
         **{key: value for key, value in TABLE.items() if not isinstance(value, dict)},
@@ -37,17 +38,17 @@ def job(folder: Path) -> fleet.Plan:
         "data": {**TABLE["data"], "classes": 5},
         "fleet": {"devices": 2, "boards": ["jetson-nano"], "budgets": ["512MB"]},
     }
-    (folder / "job.toml").write_text(config.format_toml(table))
-    return fleet.Plan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
+    (folder / "job.toml").write_text(toml.format_toml(table))
+    return fleet.FleetPlan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
 
 
-def agents(folder: Path, plan: fleet.Plan, url: str) -> dict[str, tuple[str, ...]]:
+def agents(folder: Path, plan: fleet.FleetPlan, url: str) -> dict[str, tuple[str, ...]]:
     """Words of each board's command, by its name."""
     found = {}
     for table in plan.make_agent_tables():
         name = table["device"]
         (folder / f"{name}.toml").write_text(
-            config.format_toml({**table, "home": str(folder / name), "broker": {"url": url}})
+            toml.format_toml({**table, "home": str(folder / name), "broker": {"url": url}})
         )
         found[name] = ("agent", str(folder / f"{name}.toml"))
     return found
@@ -70,7 +71,7 @@ def test_a_run_without_a_server_moves_its_blobs_by_http_too(
     words = ("--home", str(home), "--broker", broker.url, "--blobs-http", f"127.0.0.1:{port}")
     words += ("--blobs-url", f"http://127.0.0.1:{relay.port}")
     processes.start("run", log, "run", str(tmp_path / "job.toml"), *words)
-    until(lambda: isinstance((facts(home) or [None])[-1], Ended), "the end of the job", told=log.read_text)
+    until(lambda: isinstance((facts(home) or [None])[-1], JobEnded), "the end of the job", told=log.read_text)
     assert facts(home)[-1].status == "done"
     assert f"blobs at http://127.0.0.1:{relay.port}" in log.read_text()
     assert relay.connections >= 2 * 2 * ROUNDS  # a model and an update of each board and round
@@ -114,11 +115,11 @@ def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
         who = agent if killed == "agent" else "coordinator"
         processes.kill(who)
         processes.start(who, log, *commands[who])
-    until(lambda: isinstance((facts(home) or [None])[-1], Ended), "the end of the job", told=log.read_text)
+    until(lambda: isinstance((facts(home) or [None])[-1], JobEnded), "the end of the job", told=log.read_text)
     found = facts(home)
-    assert isinstance(found[-1], Ended)
+    assert isinstance(found[-1], JobEnded)
     assert found[-1].status == "done"
-    assert sum(isinstance(fact, Committed) for fact in found) >= ROUNDS
+    assert sum(isinstance(fact, RoundCommitted) for fact in found) >= ROUNDS
     assert relay.connections >= 8
     assert "token" not in log.read_text().lower()
     relay.close()

@@ -17,16 +17,16 @@ from mosquittos import Mosquitto
 from processes import Processes, answers, facts, make_job
 from waiting import LIMIT_S, until
 
-from fedquilt import config
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.views import devices
+from fedquilt.formats import toml
 
 DEVICES = 3
 IMPATIENT = """
 import sys
 from fedquilt import cli
-from fedquilt.coordinator import silence
-silence.QUIET_S, silence.AGAIN_S = 3.0, 1.0  # instead of a minute
+from fedquilt.coordinator.fleet import silent_devices
+silent_devices.QUIET_S, silent_devices.AGAIN_S = 3.0, 1.0  # instead of a minute
 sys.exit(cli.main())
 """
 
@@ -44,7 +44,7 @@ class Fleet:
         broker = {"url": url, "keepalive_s": keepalive_s}
         for table in tables:
             path = self.folder / f"{table['device']}.toml"
-            path.write_text(config.format_toml({**table, "home": str(self.folder / table["device"]), "broker": broker}))
+            path.write_text(toml.format_toml({**table, "home": str(self.folder / table["device"]), "broker": broker}))
             self.processes.start(table["device"], self.folder / "agents.log", "agent", str(path))
         run = ("run", str(self.folder / "job.toml"), "--home", str(self.home), "--broker", url)
         self.processes.python("run", self.folder / "run.log", "-c", IMPATIENT, *run)
@@ -52,7 +52,7 @@ class Fleet:
 
     def suspend(self) -> str:
         """Hold the last device before it can answer the first round, wait for the others' answers, return its name."""
-        until(lambda: any(isinstance(fact, Asked) for fact in facts(self.home)), "the beginning of round 0")
+        until(lambda: any(isinstance(fact, CohortSelected) for fact in facts(self.home)), "the beginning of round 0")
         self.processes.running[self.names[-1]].send_signal(signal.SIGSTOP)
         until(lambda: answers(self.home, 0) == DEVICES - 1, "the answers of the others")
         return self.names[-1]
@@ -113,9 +113,9 @@ def test_a_job_without_settings_goes_on_without_a_killed_device(fleet: Callable[
     stage.processes.kill(dead)
     assert stage.processes.running["run"].wait(timeout=LIMIT_S) == 0, stage.log()
     found = facts(stage.home)
-    assert [fact.status for fact in found if isinstance(fact, Ended)] == ["done"]
-    assert {fact.update.device for fact in found if isinstance(fact, Answered)} == {*stage.names} - {dead}
-    assert len([fact for fact in found if isinstance(fact, Committed)]) == 4  # three rounds, and an evaluation
+    assert [fact.status for fact in found if isinstance(fact, JobEnded)] == ["done"]
+    assert {fact.update.device for fact in found if isinstance(fact, UpdateAccepted)} == {*stage.names} - {dead}
+    assert len([fact for fact in found if isinstance(fact, RoundCommitted)]) == 4  # three rounds, and an evaluation
 
 
 def test_a_device_that_is_suspended_behind_a_broker_that_does_not_notice_is_silent_and_comes_back(

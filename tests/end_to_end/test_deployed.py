@@ -16,9 +16,10 @@ from ordinary import User
 from processes import Processes
 from waiting import LIMIT_S, until
 
-from fedquilt import config, wire
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt import wire
+from fedquilt.formats import toml
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 
 @pytest.fixture
@@ -40,23 +41,23 @@ class Fleet:
         hook = ["sh", "-c", f'readlink "$FEDQUILT_MODELS/current" >> {user.home}/hooked']
         table = {"device": "d", "home": str(user.home / "d"), "budget": "600MB", "telemetry_s": 1.0, "warm_s": 0.0}
         own = {"broker": {"url": broker.url}, "data": data, "models": {"hook": hook}}
-        (user.home / "agent.toml").write_text(config.format_toml({**table, **own}))
+        (user.home / "agent.toml").write_text(toml.format_toml({**table, **own}))
         self.runs = folder / "runs"
         processes.start("coordinator", folder / "serve.log", "serve", "--home", str(self.runs), "--broker", broker.url)
         self.link = MqttLink(Broker.from_url(url=broker.url), "observer")
         self.link.wait_until_connected(LIMIT_S)
         self.link.subscribe([wire.Topics("fleet").device_topic("d", "up", "installed")])
-        self.told: list[wire.Installed] = []
+        self.told: list[wire.ReleaseStatus] = []
         self.agent = self.start()
 
     def start(self) -> Any:
         command = (sys.executable, "-m", "fedquilt.cli", "agent", str(self.user.home / "agent.toml"))
         return self.user.start(*command, log=self.folder / "agent.log", OMP_NUM_THREADS="1")
 
-    def listen(self) -> wire.Installed | None:
+    def listen(self) -> wire.ReleaseStatus | None:
         """What the board has told last."""
         self.link.wait(0.02)
-        self.told += [wire.decode(message.payload, wire.Installed) for message in self.link.receive()]
+        self.told += [wire.decode(message.payload, wire.ReleaseStatus) for message in self.link.receive()]
         return self.told[-1] if self.told else None
 
     def deploy(self, name: str, payload: bytes, *options: str) -> None:
@@ -69,10 +70,10 @@ class Fleet:
         self.processes.start("command", self.folder / "command.log", *words, "--home", str(self.runs))
         assert self.processes.running["command"].wait() == 0, (self.folder / "command.log").read_text()
 
-    def until(self, phase: str, name: str | None = None, serial: int = 0) -> wire.Installed:
+    def until(self, phase: str, name: str | None = None, serial: int = 0) -> wire.ReleaseStatus:
         """Wait until the board tells of a phase."""
 
-        def holds() -> wire.Installed | None:
+        def holds() -> wire.ReleaseStatus | None:
             last = self.listen()
             fits = last is not None and last.phase == phase and last.serial >= serial
             return last if fits and name in (None, last.name) else None

@@ -14,8 +14,8 @@ from typing import Any
 from processes import Processes, answers, facts, make_job
 from waiting import until
 
-from fedquilt import config
-from fedquilt.coordinator.facts import Asked, Ended
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded
+from fedquilt.formats import toml
 
 FLOOD = 100  # connections at once
 
@@ -29,13 +29,13 @@ def test_a_job_is_done_after_connections_have_taken_every_descriptor_of_its_coor
     for table in tables:
         path = tmp_path / f"{table['device']}.toml"
         path.write_text(
-            config.format_toml({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}})
+            toml.format_toml({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}})
         )
         processes.start(table["device"], tmp_path / "agents.log", "agent", str(path))
     words = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url)
     processes.start("run", log, *words, "--blobs-http", "127.0.0.1:0")
     run = processes.running["run"]
-    until(lambda: any(isinstance(fact, Asked) for fact in facts(home)), "the beginning of round 0")
+    until(lambda: any(isinstance(fact, CohortSelected) for fact in facts(home)), "the beginning of round 0")
     slow = processes.running[tables[-1]["device"]]
     slow.send_signal(signal.SIGSTOP)
     until(lambda: answers(home, 0) == len(tables) - 1, "the answers of the others")
@@ -59,4 +59,4 @@ def test_a_job_is_done_after_connections_have_taken_every_descriptor_of_its_coor
 
     until(lambda: run.poll() is not None, "the end of the run", told=log.read_text)
     assert run.returncode == 0, log.read_text()
-    assert [fact.status for fact in facts(home) if isinstance(fact, Ended)] == ["done"]
+    assert [fact.status for fact in facts(home) if isinstance(fact, JobEnded)] == ["done"]

@@ -20,8 +20,9 @@ from ordinary import User
 from processes import NETWORK, TABLE, Processes
 from waiting import until
 
-from fedquilt import bundle, config, tensors
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.arrays import tensors
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, toml
 
 pytest.importorskip("onnxruntime")
 
@@ -38,12 +39,12 @@ def processes() -> Iterator[Processes]:
 
 def armed(folder: Path) -> Path:
     """A job of one round that waits for drift and its owner."""
-    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
-    bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
+    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    job_bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
     trigger = {"drift_above": 0.3, "boards": "100%", "approve": True}
     params = {**TABLE["params"], "epochs": 1}
     table = {**TABLE, "rounds": 1, "params": params, "trigger": trigger}
-    (folder / "job.toml").write_text(config.format_toml(table))
+    (folder / "job.toml").write_text(toml.format_toml(table))
     return folder / "job.toml"
 
 
@@ -67,7 +68,7 @@ def test_inputs_that_change_start_a_job_once_its_owner_agrees(
     table = {"device": "d", "home": str(user.home / "d"), "budget": "600MB", "telemetry_s": 1.0, "warm_s": 0.0}
     data = {"path": str(user.home / "digits.npz"), "partition": "iid", "share": 0, "shares": 4}
     settings = {**table, "broker": {"url": broker.url}, "data": data}
-    (user.home / "agent.toml").write_text(config.format_toml(settings))
+    (user.home / "agent.toml").write_text(toml.format_toml(settings))
     log = tmp_path / "agent.log"
     user.start(*FEDQUILT, "agent", str(user.home / "agent.toml"), log=log, OMP_NUM_THREADS="1")
 

@@ -13,9 +13,9 @@ from typing import Any
 from processes import Processes, answers, facts, make_job
 from waiting import LIMIT_S, until
 
-from fedquilt import config
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Declined, Ended
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, TaskDeclined, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.formats import toml
 from fedquilt.tools.simulation import agents as fleet
 
 
@@ -30,13 +30,13 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
     for table in plan.make_agent_tables():
         path = tmp_path / f"{table['device']}.toml"
         path.write_text(
-            config.format_toml({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}})
+            toml.format_toml({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}})
         )
         agents[table["device"]] = ("agent", str(path))
         processes.start(table["device"], tmp_path / "agents.log", *agents[table["device"]])
     processes.start("coordinator", tmp_path / "run.log", *run)
 
-    until(lambda: any(isinstance(fact, Asked) for fact in facts(home)), "the beginning of round 0")
+    until(lambda: any(isinstance(fact, CohortSelected) for fact in facts(home)), "the beginning of round 0")
     held = processes.running[sorted(agents)[-1]]
     held.send_signal(signal.SIGSTOP)  # so that the round cannot be over before somebody looks
     until(lambda: 1 <= answers(home, 0) < 3, "one or two answers in round 0")
@@ -54,16 +54,16 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
     until(lambda: answers(home, 2) >= 1, "an answer in round 2")
     broker.kill()
     broker.restart()
-    until(lambda: any(isinstance(fact, Ended) for fact in facts(home)), "the end of the job")
+    until(lambda: any(isinstance(fact, JobEnded) for fact in facts(home)), "the end of the job")
     assert processes.running["coordinator"].wait(timeout=LIMIT_S) == 0, (tmp_path / "run.log").read_text()
 
     found = facts(home)
-    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]
+    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, UpdateAccepted)]
     assert len(counted) == len(set(counted)) == 4 * 3  # three rounds and the closing evaluation
     virtual, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as store:
-        undisturbed = [fact for _, _, fact in store.read_events(virtual) if isinstance(fact, Committed)]
-    assert [f.state for f in found if isinstance(f, Committed)] == [fact.state for fact in undisturbed]
+        undisturbed = [fact for _, _, fact in store.read_events(virtual) if isinstance(fact, RoundCommitted)]
+    assert [f.state for f in found if isinstance(f, RoundCommitted)] == [fact.state for fact in undisturbed]
 
 
 def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
@@ -99,7 +99,7 @@ def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
             table["data"] = {}
         path = tmp_path / f"{device}.toml"
         told = {**table, "home": str(tmp_path / device), "broker": {"url": url, **files(device)}}
-        path.write_text(config.format_toml(told))
+        path.write_text(toml.format_toml(told))
         processes.start(device, tmp_path / "agents.log", "agent", str(path))
     options = [part for key, value in files("coordinator").items() for part in (f"--{key}", value)]
     home = tmp_path / "runs"
@@ -110,7 +110,7 @@ def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
     kept = [path for table in members for path in (tmp_path / table["device"]).rglob("*")]
     assert any(path.parent.name == "blobs" for path in kept)
     assert [path for path in kept if path.stat().st_mode & 0o077] == []
-    declined = [fact for fact in facts(home) if isinstance(fact, Declined)]
+    declined = [fact for fact in facts(home) if isinstance(fact, TaskDeclined)]
     assert {(fact.device, fact.code) for fact in declined} == {(members[-1]["device"], "data")}
     shown = subprocess.run(
         [sys.executable, "-m", "fedquilt.cli", "logs", "digits", "--home", str(home), "--format", "json"],

@@ -11,9 +11,9 @@ import hostile_board
 from hostile_board import ATTACKS, LIAR
 from waiting import LIMIT_S, until
 
-from fedquilt.coordinator.facts import Answered, Committed, Ended, Rejected
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import why
+from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted, UpdateRejected
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views import round_outcomes
 
 
 def test_a_hostile_board_changes_no_bit_of_the_result_and_is_named(
@@ -31,14 +31,16 @@ def test_a_hostile_board_changes_no_bit_of_the_result_and_is_named(
             liar.end()
         found, log = site.facts(), site.log.read_text()
         with Store(site.home) as store:
-            told = why.load_outcomes(store, "digits").found
+            told = round_outcomes.load_outcomes(store, "digits").found
         calm = site.calm()
-    assert isinstance(found[-1], Ended)
+    assert isinstance(found[-1], JobEnded)
     assert found[-1].status == "done"
     assert liar.done.keys() >= ATTACKS.keys()
-    assert [f.state for f in found if isinstance(f, Committed)] == [f.state for f in calm if isinstance(f, Committed)]
-    assert LIAR not in {fact.update.device for fact in found if isinstance(fact, Answered)}
-    refused = {fact.round for fact in found if isinstance(fact, Rejected) and fact.device == LIAR}
+    assert [f.state for f in found if isinstance(f, RoundCommitted)] == [
+        f.state for f in calm if isinstance(f, RoundCommitted)
+    ]
+    assert LIAR not in {fact.update.device for fact in found if isinstance(fact, UpdateAccepted)}
+    refused = {fact.round for fact in found if isinstance(fact, UpdateRejected) and fact.device == LIAR}
     assert len(refused) == len(ATTACKS) - 1  # all but what was withheld
     assert told[len(ATTACKS) - 1][LIAR].text == "selected; no update before the round closed"
     lines = [line for line in log.splitlines() if LIAR in line]

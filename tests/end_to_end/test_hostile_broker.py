@@ -15,17 +15,18 @@ from certified import Certified
 from processes import Processes, answers, facts, make_job
 from waiting import LIMIT_S, until
 
-from fedquilt import config, wire
-from fedquilt.coordinator.facts import Answered, Committed, Ended
-from fedquilt.coordinator.store import Store
+from fedquilt import wire
+from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Task, Update, WireError
-from fedquilt.tools.identity import broker_config
-from fedquilt.tools.identity.authority import clock_s
+from fedquilt.formats import toml
+from fedquilt.security.message_signature import payload_without_check
+from fedquilt.tools.operations.identity import broker_config
+from fedquilt.tools.operations.identity.authority import clock_s
 from fedquilt.tools.simulation import agents as fleet
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.envelope import payload_without_check
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 TOPICS = wire.Topics("fleet")
 ATTACKS = (
@@ -180,7 +181,7 @@ def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(
             device = table["device"]
             broker = {"url": for_boards.url, **site.files(device)}
             (tmp_path / f"{device}.toml").write_text(
-                config.format_toml({**table, "home": str(tmp_path / device), "broker": broker})
+                toml.format_toml({**table, "home": str(tmp_path / device), "broker": broker})
             )
             processes.start(device, tmp_path / "agents.log", "agent", str(tmp_path / f"{device}.toml"))
         own = [part for key, value in site.files("coordinator", "coordinator").items() for part in (f"--{key}", value)]
@@ -190,7 +191,7 @@ def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(
         until(lambda: answers(home, 1) >= 1, "an answer in round 1")
         processes.kill("coordinator")
         processes.start("coordinator", tmp_path / "run.log", *run)
-        until(lambda: any(isinstance(fact, Ended) for fact in facts(home)), "the end of the job")
+        until(lambda: any(isinstance(fact, JobEnded) for fact in facts(home)), "the end of the job")
         log = (tmp_path / "run.log").read_text()
         assert processes.running["coordinator"].wait(timeout=LIMIT_S) == 0, log
     finally:
@@ -199,12 +200,12 @@ def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(
     assert mallory.dropped
 
     found = facts(home)
-    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]
+    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, UpdateAccepted)]
     assert len(counted) == len(set(counted)) == 4 * 3
     virtual, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as store:
-        undisturbed = [fact.state for _, _, fact in store.read_events(virtual) if isinstance(fact, Committed)]
-    assert [fact.state for fact in found if isinstance(fact, Committed)] == undisturbed
+        undisturbed = [fact.state for _, _, fact in store.read_events(virtual) if isinstance(fact, RoundCommitted)]
+    assert [fact.state for fact in found if isinstance(fact, RoundCommitted)] == undisturbed
 
     log, boards = (tmp_path / "run.log").read_text(), (tmp_path / "agents.log").read_text()
     for text, leaf, said in (

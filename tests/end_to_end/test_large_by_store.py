@@ -14,13 +14,14 @@ from kills import private
 from processes import TABLE, Processes, facts
 from waiting import until
 
-from fedquilt import bundle, config, tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, Committed, Ended
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.background_worker import LARGE_BYTES
+from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views.devices import load_devices
-from fedquilt.coordinator.worker import LARGE_BYTES
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.simulation import agents as fleet
 
 pytestmark = pytest.mark.nightly
@@ -64,10 +65,10 @@ def moto() -> Iterator[str]:
         yield origin
 
 
-def job(folder: Path) -> fleet.Plan:
-    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
+def job(folder: Path) -> fleet.FleetPlan:
+    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
     assert len(first) > LARGE_BYTES
-    bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 2_200_000}, {"model": first})
+    job_bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 2_200_000}, {"model": first})
     table = {
         **TABLE,
         "method": "scaffold",
@@ -78,8 +79,8 @@ def job(folder: Path) -> fleet.Plan:
         "fleet": {"devices": BOARDS, "boards": ["jetson-nano"], "budgets": ["512MB"]},
     }
     plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    (folder / "job.toml").write_text(config.format_toml({**plain, **table}))
-    return fleet.Plan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
+    (folder / "job.toml").write_text(toml.format_toml({**plain, **table}))
+    return fleet.FleetPlan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
 
 
 def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit(
@@ -94,7 +95,7 @@ def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit
     for table in plan.make_agent_tables():
         name = table["device"]
         told = {**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}
-        (tmp_path / f"{name}.toml").write_text(config.format_toml(told))
+        (tmp_path / f"{name}.toml").write_text(toml.format_toml(told))
         commands[name] = ("agent", str(tmp_path / f"{name}.toml"))
         processes.start(name, log, *commands[name])
     where = ("--blobs-s3", f"http://127.0.0.1:{relay.port}/bucket/models")
@@ -120,23 +121,23 @@ def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit
     die(waits)
     die(sends)
     uploads.wide.set()
-    until(lambda: any(isinstance(fact, Committed) for fact in facts(home)), "round 0", LIMIT_S, told=log.read_text)
+    until(lambda: any(isinstance(fact, RoundCommitted) for fact in facts(home)), "round 0", LIMIT_S, told=log.read_text)
     uploads.wide.clear()
     before = len(uploads.begun)
     until(lambda: others_wait(1), "turns in round 1", LIMIT_S, told=log.read_text)
     assert set(uploads.begun[before:]) == set(step("sending", 1))
     die("run")
     uploads.wide.set()
-    until(lambda: isinstance(facts(home)[-1], Ended), "the end of the job", LIMIT_S, told=log.read_text)
+    until(lambda: isinstance(facts(home)[-1], JobEnded), "the end of the job", LIMIT_S, told=log.read_text)
     assert processes.running["run"].wait(timeout=60) == 0, log.read_text()
 
     found = facts(home)
-    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]
+    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, UpdateAccepted)]
     assert len(counted) == len(set(counted)) == (ROUNDS + 1) * BOARDS  # and the closing evaluation
     virtual, _ = fleet.run_fleet_virtually(plan)
     with Store(plan.home) as calm:
-        states = [fact.state for _, _, fact in calm.read_events(virtual) if isinstance(fact, Committed)]
-    assert [fact.state for fact in found if isinstance(fact, Committed)] == states
+        states = [fact.state for _, _, fact in calm.read_events(virtual) if isinstance(fact, RoundCommitted)]
+    assert [fact.state for fact in found if isinstance(fact, RoundCommitted)] == states
     for table in plan.make_agent_tables():
         kept = private(tmp_path / table["device"])
         assert kept is not None

@@ -19,20 +19,21 @@ from blob_site import Site
 from two_sides import noise
 from waiting import until
 
-from fedquilt import enrolment, open_metrics
-from fedquilt.connections import Connections, Limits
-from fedquilt.coordinator.store import Store
-from fedquilt.open_metrics import Family
-from fedquilt.tools.identity.authority import Authority, clock_s
-from fedquilt.tools.identity.endpoint import Endpoint
+from fedquilt import open_metrics
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.open_metrics import MetricFamily
+from fedquilt.security import enrolment
+from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s
+from fedquilt.tools.operations.identity.endpoint import EnrolmentServer
 
 BODIES = (enrolment.ENROL, "/v1/classify", "/api/session")
 BODY = "POST {} HTTP/1.1\nHost: 127.0.0.1\nOrigin: http://127.0.0.1\nContent-Length: 1000\n\n{{"
 ROOT = Path(__file__).parents[2]
 FLOODER, OTHER = "127.0.0.1", "127.0.0.2"
-LIMITS = Limits(connections=8, per_address=4)
+LIMITS = ConnectionLimits(connections=8, per_address=4)
 SHORT, LONG = (0.5, 3.0), (3600.0, 3600.0)  # seconds for a header, and for a request
-HEAVY = [Family("fq_large", "gauge", "large", ("n",), [((f"{n:0600}",), 1.0) for n in range(10_000)])]
+HEAVY = [MetricFamily("fq_large", "gauge", "large", ("n",), [((f"{n:0600}",), 1.0) for n in range(10_000)])]
 
 
 class Listener:
@@ -74,13 +75,13 @@ class Listener:
         return 0
 
 
-def metrics(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
+def metrics(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
     place = stack.enter_context(open_metrics.serve_metrics("127.0.0.1:0", lambda: HEAVY, connections))
     request = "GET /metrics{} HTTP/1.1\nHost: x\n\n"
     return Listener(int(re.findall(r":(\d+)/", place)[0]), request.format("?name[]=none"), request.format(""))
 
 
-def blobs(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
+def blobs(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
     site = Site(folder, connections)
     stack.callback(site.server.close)
     head = "GET /blobs/{} HTTP/1.1\nHost: x\nAuthorization: Bearer {}\n\n"
@@ -92,23 +93,23 @@ def blobs(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
     )
 
 
-def enrolling(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
-    authority = Authority.create(folder / "ca", "site", clock_s())
+def enrolling(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
+    authority = CertificateAuthority.create(folder / "ca", "site", clock_s())
     stack.callback(authority.register.close)
-    endpoint = Endpoint(authority, "127.0.0.1", 0, ["127.0.0.1"], connections=connections)
+    endpoint = EnrolmentServer(authority, "127.0.0.1", 0, ["127.0.0.1"], connections=connections)
     stack.callback(endpoint.close)
     endpoint.start()
     context = ssl.create_default_context(cafile=str(authority.folder / "ca.crt"))
     return Listener(endpoint.port, f"GET {enrolment.CRL} HTTP/1.1\nHost: x\n\n", None, context)
 
 
-def runner(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
-    from fedquilt.tools.runner.http import Server
-    from fedquilt.tools.runner.models import Models
-    from fedquilt.tools.runner.service import Service
+def runner(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
+    from fedquilt.tools.operations.runner.http import RunnerServer
+    from fedquilt.tools.operations.runner.models import ModelSwitcher
+    from fedquilt.tools.operations.runner.service import ModelService
 
-    models = Models(classifiers.written(folder / "a" / "model.onnx"), threads=1)
-    server = Server(Service(models, None), "127.0.0.1", 0, connections=connections)
+    models = ModelSwitcher(classifiers.written(folder / "a" / "model.onnx"), threads=1)
+    server = RunnerServer(ModelService(models, None), "127.0.0.1", 0, connections=connections)
     stack.callback(server.close)
     server.start()
     return Listener(server.address[1], "GET /v1/health HTTP/1.1\nHost: 127.0.0.1\n\n")
@@ -116,13 +117,14 @@ def runner(folder: Path, stack: ExitStack, connections: Connections) -> Listener
 
 DASH = """
 import sys; from pathlib import Path
-from fedquilt.connections import Connections, Limits; from fedquilt.tools import dash
-dash.main(Path(sys.argv[1]), "127.0.0.1:0", actions=False, say=lambda line: print(line, flush=True),
-          connections=Connections(Limits(8, 4), header_s=float(sys.argv[2]), request_s=float(sys.argv[3])))
+from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits; from fedquilt.tools.operations import
+dash dash.main(Path(sys.argv[1]), "127.0.0.1:0", actions=False, say=lambda line: print(line, flush=True),
+          connections=ConnectionLimiter(ConnectionLimits(8, 4), header_s=float(sys.argv[2]),
+          request_s=float(sys.argv[3])))
 """
 
 
-def dashboard(folder: Path, stack: ExitStack, connections: Connections) -> Listener:
+def dashboard(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
     Store(folder).close()
     dashes.add_boards(folder, dashes.names(15_000))
     deadlines = [str(connections._header_s), str(connections._request_s)]
@@ -136,7 +138,7 @@ def dashboard(folder: Path, stack: ExitStack, connections: Connections) -> Liste
     return Listener(port, "GET / HTTP/1.1\nHost: 127.0.0.1\n\n", "GET /api/events HTTP/1.1\nHost: 127.0.0.1\n\n")
 
 
-LISTENERS: dict[str, Callable[[Path, ExitStack, Connections], Listener]] = {
+LISTENERS: dict[str, Callable[[Path, ExitStack, ConnectionLimiter], Listener]] = {
     "metrics": metrics,
     "blobs": blobs,
     "enrolment": enrolling,
@@ -144,7 +146,7 @@ LISTENERS: dict[str, Callable[[Path, ExitStack, Connections], Listener]] = {
     "dashboard": dashboard,
 }
 PACKAGES = {"runner": ("onnx", "onnxruntime"), "dashboard": ("uvicorn",), "metrics": ("prometheus_client",)}
-FILES = {"fedquilt/http_server.py", "tools/dash/__init__.py"}  # with sockets of HTTP listeners
+FILES = {"fedquilt/host/http_server.py", "tools/operations/dash/__init__.py"}  # with sockets of HTTP listeners
 OTHERS = {"edge_agent/clocks/helper.py"}  # a socket in a folder of root's, with limits of its own
 
 
@@ -152,7 +154,7 @@ def made(name: str, folder: Path, deadlines: tuple[float, float]) -> Iterator[Li
     for package in PACKAGES.get(name, ()):
         pytest.importorskip(package)
     with ExitStack() as stack:
-        connections = Connections(LIMITS, header_s=deadlines[0], request_s=deadlines[1])
+        connections = ConnectionLimiter(LIMITS, header_s=deadlines[0], request_s=deadlines[1])
         yield LISTENERS[name](folder / "listener", stack, connections)
 
 

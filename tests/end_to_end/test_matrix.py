@@ -27,8 +27,8 @@ from federation import (
 )
 
 from fedquilt import methods
-from fedquilt.coordinator.facts import AnyFact, Asked
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import ModelError
 from fedquilt.tools import simulation
 
@@ -53,7 +53,7 @@ def federation(lasting_broker: str, tmp_path_factory: pytest.TempPathFactory) ->
         patch.setenv("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
         data = digits(user.folder / "digits.npz")
-        boards = simulation.agents.Plan(job_of("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
+        boards = simulation.agents.FleetPlan(job_of("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
         agents = Agents(user, lasting_broker, boards)
         assert len(agents.names) == DEVICES == FLEET["devices"]
         yield Federation(lasting_broker, agents, data, tmp_path_factory.mktemp("bundles"))
@@ -104,8 +104,8 @@ def test_an_agent_that_is_killed_in_the_second_round_costs_nobody_anything(
     plan = federation.plan(method, *networks_of(method, ["batch-norm"]), tmp_path / "home")
     victim = federation.agents.names[0]
 
-    def kill_once(fact: AnyFact) -> None:
-        if isinstance(fact, Asked) and fact.round == 1 and victim in fact.devices:
+    def kill_once(fact: AnyEvent) -> None:
+        if isinstance(fact, CohortSelected) and fact.round == 1 and victim in fact.devices:
             federation.agents.kill(victim)
             federation.agents.start(victim)
 

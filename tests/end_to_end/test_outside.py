@@ -16,10 +16,10 @@ import pytest
 import sites
 from ordinary import User
 
-from fedquilt import config
-from fedquilt.coordinator.facts import Committed
-from fedquilt.coordinator.store import Store
-from fedquilt.evaluation import main_metric_value
+from fedquilt.coordinator.rounds.events import RoundCommitted
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.core.evaluation import main_metric_value
+from fedquilt.formats import toml
 from fedquilt.tools.broker import EmbeddedBroker
 
 pytest.importorskip("torch")
@@ -29,7 +29,7 @@ LIMIT_S = 240.0  # of a command; nothing waits so long unless something hangs
 NAMES = {"method": "fedavgm", "network": "tanh", "data": "moons"}
 CODE = {"method": "outside_fl:METHOD", "network": "outside_fl:network", "data": "outside_fl:moons"}
 NETWORK = {**CODE, "method": "fedavg"}  # with DIGITS the coordinator imports nothing of the file
-DIGITS = {"path": str(sites.EXAMPLE.parents[1] / "tools" / "demo" / "digits.npz"), "partition": "iid"}
+DIGITS = {"path": str(sites.EXAMPLE.parents[1] / "tools" / "lab" / "demo" / "digits.npz"), "partition": "iid"}
 DIGITS_MODEL = {"name": CODE["network"], "inputs": 64, "classes": 10}
 
 
@@ -63,10 +63,12 @@ def fedquilt(folder: Path, site: Path, *words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def committed(home: Path, wire: bool = True) -> list[Committed]:
+def committed(home: Path, wire: bool = True) -> list[RoundCommitted]:
     """The rounds of the only run in a home."""
     with Store(home) as store:
-        return [fact for _, _, fact in store.read_events(store.readable_jobs()[0].id) if isinstance(fact, Committed)]
+        return [
+            fact for _, _, fact in store.read_events(store.readable_jobs()[0].id) if isinstance(fact, RoundCommitted)
+        ]
 
 
 def test_an_outside_method_network_and_data_set_take_at_most_60_lines() -> None:
@@ -89,7 +91,7 @@ def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, st
         (site / "outside_fl.py").rename(tmp_path / "outside_fl.py")
         site = tmp_path / "nothing"
     own = {"params": {"lr": 0.1}, "model": DIGITS_MODEL, "data": DIGITS} if names is NETWORK else {}
-    (tmp_path / "job.toml").write_text(config.format_toml(job(names, **own)))
+    (tmp_path / "job.toml").write_text(toml.format_toml(job(names, **own)))
     fedquilt(tmp_path, site, "prepare", "job.toml")
     fedquilt(tmp_path, site, "fleet", "job.toml", "--link", "memory", "--home", "runs")
     rounds = committed(tmp_path / "runs")
@@ -130,7 +132,7 @@ class Agents:
             "data": {"dataset": "moons", "partition": "iid", "share": share, "shares": 2},
         }
         settings = self._user.folder / f"{device}.toml"
-        settings.write_text(config.format_toml(table))
+        settings.write_text(toml.format_toml(table))
         words = (sys.executable, "-m", "fedquilt.cli", "agent", str(settings))
         more_environment = {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
         return self._user.start(*words, log=self.log, **more_environment).pid
@@ -152,7 +154,7 @@ def test_a_board_with_the_package_trains_and_those_without_it_or_with_another_co
     ordinary user's, as on a board, and cannot write where the packages lie.
     """
     site, other = sites.example(user.folder / "site"), sites.example(user.folder / "other", "1.1", "\nMORE = 1\n")
-    (tmp_path / "job.toml").write_text(config.format_toml(job(NAMES, data={})))
+    (tmp_path / "job.toml").write_text(toml.format_toml(job(NAMES, data={})))
     fedquilt(tmp_path, site, "prepare", "job.toml")
     started = [
         agents.start("same", site, 0),

@@ -12,19 +12,19 @@ import pytest
 from federation import LIMIT_S, Agents, Federation, digits, facts, job_of
 from ordinary import User
 
-from fedquilt import tensors
-from fedquilt.coordinator import requests
-from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered
-from fedquilt.coordinator.rollouts import Plan, Rollout
+from fedquilt.arrays import tensors
+from fedquilt.coordinator import control_requests
+from fedquilt.coordinator.delivery.executor import LinkExecutor
+from fedquilt.coordinator.rounds.events import UpdateAccepted
+from fedquilt.coordinator.rounds.rollout import Rollout, RolloutPlan
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.store import Store
-from fedquilt.evaluation import main_metric_value
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.core.evaluation import main_metric_value
 from fedquilt.tools import simulation
 from fedquilt.tools.artefacts import export
 from fedquilt.transport import link as links
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 METHODS = ("fedbn", "genefl", "fedrep")
 SHARES = {"canary": 0.4, "phases": (1.0,), "soak_s": 1.0}
@@ -48,7 +48,7 @@ def federation(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     data, broker = digits(user.folder / "digits.npz"), mosquitto().url
-    boards = simulation.agents.Plan(job_of("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
+    boards = simulation.agents.FleetPlan(job_of("fedavg", "perceptron", data), Path(), Path()).make_agent_tables()
     yield Federation(broker, Agents(user, broker, boards), data, tmp_path / "bundles")
     torch.set_num_threads(threads)
 
@@ -58,7 +58,9 @@ def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -
     link = MqttLink(Broker.from_url(federation.broker), "fedquilt-coordinator-fleet")
     end_s, left = time.monotonic() + LIMIT_S, [killed] if killed else []
     with Store(home) as store:
-        id = requests.queue_rollout(store, Plan("model", run, **SHARES), export.encode_for_devices(store, run)[0])
+        id = control_requests.queue_rollout(
+            store, RolloutPlan("model", run, **SHARES), export.encode_for_devices(store, run)[0]
+        )
         assert store.acquire_lock()
 
         def done() -> bool:
@@ -70,7 +72,7 @@ def rolled_out(federation: Federation, home: Path, run: str, killed: str = "") -
             federation.agents.require_alive()
             return state.status == "done" and set(state.count_outcomes()) == {"committed"}
 
-        server = Server(OverLink(link, "fleet", store.depot, store.begin_epoch()), store)
+        server = Server(LinkExecutor(link, "fleet", store.depot, store.begin_epoch()), store)
         links.run_endpoint(server, link, done)
         server.shut_down()
         assert not left, f"{killed} was not killed while it checked"
@@ -106,7 +108,7 @@ def test_boards_put_their_own_parts_into_what_they_run(federation: Federation, u
             told = [
                 main_metric_value(fact.update.evaluation)
                 for fact in facts(home, run)
-                if isinstance(fact, Answered) and fact.update.device == device
+                if isinstance(fact, UpdateAccepted) and fact.update.device == device
                 if fact.update.evaluation is not None and fact.update.evaluation.examples
             ]
             assert state.heard[device].metrics["accuracy"] == pytest.approx(told[-1], abs=1e-6), (method, device)

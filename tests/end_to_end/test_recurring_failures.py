@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.coordinator.facts import Asked, Declined, Ended, Reopened
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundRetried, TaskDeclined
+from fedquilt.coordinator.storage.store import Store
 
 JOB = """
 name = "steep"
@@ -36,10 +36,10 @@ def test_a_job_that_diverges_on_every_board_fails_in_one_attempt_with_cause_and_
     with Store(Path(home)) as store:
         (row,) = store.readable_jobs()
         facts = [fact for _, _, fact in store.read_events(row.id)]
-    (ended,) = (fact for fact in facts if isinstance(fact, Ended))
-    assert {fact.attempt for fact in facts if isinstance(fact, Asked)} == {0}
-    assert not [fact for fact in facts if isinstance(fact, Reopened)]
-    assert [fact.code for fact in facts if isinstance(fact, Declined)] == ["diverged"] * 2
+    (ended,) = (fact for fact in facts if isinstance(fact, JobEnded))
+    assert {fact.attempt for fact in facts if isinstance(fact, CohortSelected)} == {0}
+    assert not [fact for fact in facts if isinstance(fact, RoundRetried)]
+    assert [fact.code for fact in facts if isinstance(fact, TaskDeclined)] == ["diverged"] * 2
     cause, fix = ended.reason.splitlines()
     assert cause.startswith("training diverged in round 0 on 2 of 2 devices (")
     assert "learning rate 1e+09" in cause

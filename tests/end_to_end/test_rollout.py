@@ -17,12 +17,13 @@ from rolled import MODEL, OTHER, TOPICS, Ground
 from toy_kinds import ToyKind
 from waiting import LIMIT_S, until
 
-from fedquilt import config, wire
-from fedquilt.coordinator import requests
-from fedquilt.coordinator.rollouts import Plan
-from fedquilt.coordinator.store import Store, is_served
+from fedquilt import wire
+from fedquilt.coordinator import control_requests
+from fedquilt.coordinator.rounds.rollout import RolloutPlan
+from fedquilt.coordinator.storage.store import Store, is_served
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.formats import toml
 
 COUNT = 200
 
@@ -34,7 +35,7 @@ class Model(ToyKind):
         super().__init__()
         self.bad, self.had = bad, list[str]()
 
-    def activate(self, release: wire.Release) -> None:
+    def activate(self, release: wire.DesiredRelease) -> None:
         super().activate(release)
         self.had.append(self.running)
 
@@ -116,7 +117,7 @@ def test_two_hundred_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(g
     third = ground.deploy(OTHER, name="third", soak_s=5.0)
     fleet.play(90.0)
     assert len(fleet.running(other)) == COUNT
-    requests.roll_back_rollout(ground.store, third)
+    control_requests.roll_back_rollout(ground.store, third)
     fleet.play(20.0)
     assert len(fleet.running(good)) == COUNT
     assert ground.state(third).count_outcomes() == {"returned": COUNT}
@@ -130,7 +131,7 @@ def test_agents_end_a_rollout_that_is_aborted_before_they_swap(ground: Ground) -
     id = ground.deploy(canary=0.5, phases=(1.0,))
     fleet.play(15.0)
     assert ground.state(id).count_outcomes() == {"checking": 2}
-    requests.abort_rollout(ground.store)
+    control_requests.abort_rollout(ground.store)
     fleet.play(5.0)
     assert ground.state(id).count_outcomes() == {"returned": 2}
     assert all(model.running == "" for model in fleet.models.values())
@@ -140,7 +141,7 @@ def test_a_kind_that_a_board_does_not_know_is_refused_by_it(ground: Ground) -> N
     """Agents of this test exchange models alone; a rollout of another kind does not disturb that of a model."""
     fleet = Fleet(ground, 3, set())
     model = ground.deploy(soak_s=1.0)
-    settings = ground.store.rollouts.add_rollout(Plan("settings", "budget", settings={"budget": "1GB"}))
+    settings = ground.store.rollouts.add_rollout(RolloutPlan("settings", "budget", settings={"budget": "1GB"}))
     fleet.play(60.0)
     assert ground.state(settings).status == "aborted"
     assert "settings" in ground.state(settings).reason.partition("refused: ")[2]
@@ -172,7 +173,7 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
     agents = {}
     for table in plan.make_agent_tables():
         name, path = str(table["device"]), tmp_path / f"{table['device']}.toml"
-        path.write_text(config.format_toml({**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}))
+        path.write_text(toml.format_toml({**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}))
         agents[name] = ("agent", str(path))
         processes.start(name, tmp_path / "agents.log", *agents[name])
     serve = ("serve", "--home", str(home), "--broker", broker.url)

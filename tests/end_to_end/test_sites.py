@@ -13,16 +13,23 @@ from federation import bundle_of, digits, states
 from processes import Processes, facts
 from waiting import LIMIT_S, until
 
-from fedquilt import config
 from fedquilt.coordinator import limits, settings
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Rejected
-from fedquilt.tools.simulation.agents import Plan
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
+)
+from fedquilt.formats import toml
+from fedquilt.tools.simulation.agents import FleetPlan
 
 ROUNDS, BOARDS = 3, 4
 RUN = "sited"
 
 
-def plan(folder: Path, method: str, every: int) -> Plan:
+def plan(folder: Path, method: str, every: int) -> FleetPlan:
     """A job for a site and a board; on virtual time its fleet has all boards. Later rounds have short deadlines."""
     job = {
         "name": RUN,
@@ -36,13 +43,15 @@ def plan(folder: Path, method: str, every: int) -> Plan:
         "fleet": {"devices": BOARDS, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB"]},
         "data": {"path": str(digits(folder / "digits.npz")), "partition": "dirichlet", "alpha": 2.0, "min_size": 8},
     }
-    (folder / "job.toml").write_text(config.format_toml(job))
-    return Plan(settings.load_job(folder / "job.toml"), bundle_of("batch-norm", folder / "job.bundle"), folder / "calm")
+    (folder / "job.toml").write_text(toml.format_toml(job))
+    return FleetPlan(
+        settings.load_job(folder / "job.toml"), bundle_of("batch-norm", folder / "job.bundle"), folder / "calm"
+    )
 
 
-def counted(found: list[AnyFact], round: int) -> set[str]:
+def counted(found: list[AnyEvent], round: int) -> set[str]:
     """Boards whose updates count in a round, those of a site too."""
-    updates = [fact.update for fact in found if isinstance(fact, Answered) and fact.round == round]
+    updates = [fact.update for fact in found if isinstance(fact, UpdateAccepted) and fact.round == round]
     return {board for update in updates for board in update.boards or (update.device,)}
 
 
@@ -67,13 +76,13 @@ def test_a_killed_site_and_a_dead_board_change_no_bit_beside_the_boards_in_one_p
         fleet, broker = ("fleet", above) if name == direct else ("plant", below)
         told = {**table, "fleet": fleet, "home": str(tmp_path / name), "warm_s": 600.0}
         told["broker"] = {"url": broker.url, "keepalive_s": 600}  # a suspended board is not reported offline
-        (tmp_path / f"{name}.toml").write_text(config.format_toml(told))
+        (tmp_path / f"{name}.toml").write_text(toml.format_toml(told))
         processes.start(name, tmp_path / "agents.log", "agent", str(tmp_path / f"{name}.toml"))
     site = {"device": "plant", "fleet": "fleet", "home": str(tmp_path / "above"), "broker": {"url": above.url}}
-    (tmp_path / "plant.toml").write_text(config.format_toml(site))
+    (tmp_path / "plant.toml").write_text(toml.format_toml(site))
     home.mkdir()
     right = {"boards": members, "most": len(members)}
-    (home / limits.FILE).write_text(config.format_toml({"sites": {"plant": right}}))
+    (home / limits.FILE).write_text(toml.format_toml({"sites": {"plant": right}}))
     serve = ("serve", "--home", str(home_below), "--broker", below.url, "--fleet", "plant")
     serve = (*serve, "--site", str(tmp_path / "plant.toml"))
     processes.start("site", tmp_path / "site.log", *serve)
@@ -87,7 +96,7 @@ def test_a_killed_site_and_a_dead_board_change_no_bit_beside_the_boards_in_one_p
         processes.running[name].send_signal(sent)
 
     def asked(round: int) -> set[str]:
-        found = [fact for fact in facts(home_below, RUN) if isinstance(fact, Asked) and fact.round == round]
+        found = [fact for fact in facts(home_below, RUN) if isinstance(fact, CohortSelected) and fact.round == round]
         return {device for fact in found for device in fact.devices}
 
     until(lambda: asked(0) == set(members), "all boards of the site are asked")
@@ -108,12 +117,12 @@ def test_a_killed_site_and_a_dead_board_change_no_bit_beside_the_boards_in_one_p
     assert processes.running["root"].wait(timeout=LIMIT_S) == 0, (tmp_path / "run.log").read_text()
 
     found = facts(home, RUN)
-    assert not [fact for fact in found if isinstance(fact, Declined | Rejected)]
+    assert not [fact for fact in found if isinstance(fact, TaskDeclined | UpdateRejected)]
     late = {*members, direct} - {victim}
     middle = {*members, direct} if dies == "when it has answered" else late
     cohorts = [{*members, direct}, middle, late, *[late] * every]  # the last may be the closing evaluation
     assert [counted(found, round) for round in range(ROUNDS)] == cohorts[:ROUNDS]
-    assert sum(isinstance(fact, Committed) for fact in found) == len(cohorts)
+    assert sum(isinstance(fact, RoundCommitted) for fact in found) == len(cohorts)
     assert len(set(states(found))) == ROUNDS
     _, flat = kills.calm(made, cohorts)
     assert states(found) == states(flat)

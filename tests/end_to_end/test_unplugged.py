@@ -16,9 +16,9 @@ from dashes import Dashboard
 from processes import Processes
 from waiting import until
 
-from fedquilt import config
 from fedquilt.coordinator.views import devices
 from fedquilt.edge_agent.settings import BrokerSettings
+from fedquilt.formats import toml
 
 PLACES = ("devices", "page", "metric")
 SEEN_S = 25.0  # within which a board that is unplugged has to be seen
@@ -48,7 +48,7 @@ def test_a_board_that_says_nothing_any_more_is_offline_and_back_when_it_does(
     broker, home = mosquitto(), tmp_path / "runs"
     table = {"device": "a", "home": str(tmp_path / "a"), "board": "jetson-nano", "labels": ["site=lab"]}
     (tmp_path / "a.toml").write_text(
-        config.format_toml({**table, "broker": {"url": broker.url, "keepalive_s": KEEPALIVE_S}})
+        toml.format_toml({**table, "broker": {"url": broker.url, "keepalive_s": KEEPALIVE_S}})
     )
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
     pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")

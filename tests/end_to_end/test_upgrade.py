@@ -16,11 +16,11 @@ from processes import TABLE, Processes, facts, make_job
 from waiting import until
 
 import fedquilt
-from fedquilt import config
-from fedquilt.coordinator import requests, settings
-from fedquilt.coordinator.facts import Answered, Committed, Ended
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator import control_requests, settings
+from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import devices
+from fedquilt.formats import toml
 from fedquilt.tools.simulation import agents as fleet
 
 LOOP = 'while :; do "$@"; sleep 0.2; done'
@@ -38,7 +38,7 @@ class Units:
         name = str(table["device"])
         path = self.folder / f"{name}.toml"
         told = {**table, "home": str(self.folder / name), "broker": {"url": url}, "upgrade": {"unsigned": True}}
-        path.write_text(config.format_toml({**told, "telemetry_s": 5.0}))
+        path.write_text(toml.format_toml({**told, "telemetry_s": 5.0}))
         command = upgrades.launcher(self.folder / f"{name}-versions", "agent", str(path))
         with self.log.open("ab") as log:
             made = subprocess.Popen(
@@ -76,7 +76,7 @@ def order(*words: str) -> str:
 
 
 def committed(home: Path) -> int:
-    return sum(isinstance(fact, Committed) for fact in facts(home))
+    return sum(isinstance(fact, RoundCommitted) for fact in facts(home))
 
 
 def versions(home: Path) -> dict[str, str | None]:
@@ -101,7 +101,7 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
         "cohort": {"deadline_s": 240.0, "start_devices": 3, "min_devices": 3},
     }
     path.write_text(
-        config.format_toml({key: long[key] for key in sorted(long, key=lambda key: isinstance(long[key], dict))})
+        toml.format_toml({key: long[key] for key in sorted(long, key=lambda key: isinstance(long[key], dict))})
     )
     members = [str(table["device"]) for table in plan.make_agent_tables()]
     for table in plan.make_agent_tables():
@@ -129,20 +129,22 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
     returned = committed(home)
     until(lambda: committed(home) > returned + 1, "the old version's rounds again", told=units.said)
     with Store(home) as store:
-        requests.stop_run(store, "digits")
-    until(lambda: any(isinstance(fact, Ended) for fact in facts(home)), "the end of the job")
+        control_requests.stop_run(store, "digits")
+    until(lambda: any(isinstance(fact, JobEnded) for fact in facts(home)), "the end of the job")
 
     found = facts(home)
-    states = [fact.state for fact in found if isinstance(fact, Committed)]
+    states = [fact.state for fact in found if isinstance(fact, RoundCommitted)]
     for fact in found:
-        if isinstance(fact, Committed):
-            folded = {each.update.device for each in found if isinstance(each, Answered) and each.round == fact.round}
+        if isinstance(fact, RoundCommitted):
+            folded = {
+                each.update.device for each in found if isinstance(each, UpdateAccepted) and each.round == fact.round
+            }
             assert folded == set(members), f"round {fact.round} has the updates of {sorted(folded)}"
     path.write_text(path.read_text().replace("rounds = 1000", f"rounds = {len(states)}"))
-    calm = fleet.Plan(settings.load_job(path), plan.bundle, tmp_path / "virtual")
+    calm = fleet.FleetPlan(settings.load_job(path), plan.bundle, tmp_path / "virtual")
     virtual, _ = fleet.run_fleet_virtually(calm)
     with Store(calm.home) as store:
-        undisturbed = [fact.state for _, _, fact in store.read_events(virtual) if isinstance(fact, Committed)]
+        undisturbed = [fact.state for _, _, fact in store.read_events(virtual) if isinstance(fact, RoundCommitted)]
     assert states == undisturbed[: len(states)]
     assert len(states) >= 6
 

@@ -21,11 +21,12 @@ import pytest
 from waiting import LIMIT_S, until
 
 import command_lines
-from fedquilt import __version__, config
-from fedquilt.tools import demo
+from fedquilt import __version__
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import portable_python
 from fedquilt.tools.emulate import guest, rehearsed, rollouts
 from fedquilt.tools.emulate.container import find_container_process
-from fedquilt.tools.flash import own_python
+from fedquilt.tools.lab import demo
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "containers"
@@ -93,10 +94,10 @@ class Podman:
         }
         if HYBRID.is_dir():
             tables["engine"]["runtime"] = "runc"
-        (folder / "containers.conf").write_text(config.format_toml(tables))
+        (folder / "containers.conf").write_text(toml.format_toml(tables))
         driver = "overlay" if "overlay" in Path("/proc/filesystems").read_text() else "vfs"
         storage = {"driver": driver, "graphroot": str(folder / "root"), "runroot": str(folder / "run")}
-        (folder / "storage.conf").write_text(config.format_toml({"storage": storage}))
+        (folder / "storage.conf").write_text(toml.format_toml({"storage": storage}))
         files = {"CONTAINERS_CONF": "containers.conf", "CONTAINERS_STORAGE_CONF": "storage.conf"}
         self._environment = {**os.environ, **{key: str(folder / name) for key, name in files.items()}}
         self._holder = subprocess.Popen(
@@ -150,7 +151,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
     if not archive:
         made = guest.create_root(
             folder / "base",
-            own_python.debian_mirror(guest.SUITE),
+            portable_python.debian_mirror(guest.SUITE),
             folder / "log",
             rehearsed.debian_architecture(),
             PACKAGES,
@@ -245,7 +246,7 @@ def _board(podman: Podman, site: Path) -> None:
         "enrol": {"url": "https://enrolment:8884"},
         "data": {"path": "/etc/fedquilt/digits.npz", "share": 0, "shares": 1},
     }
-    (board / "agent.toml").write_text(config.format_toml(table))
+    (board / "agent.toml").write_text(toml.format_toml(table))
     subprocess.run(["chown", "-R", "10001:10001", str(board)], check=True)
     places = ("--volume", f"{board}:/etc/fedquilt", "--volume", f"agent:{HOME}", "--network", "fleet_default")
     podman(
@@ -253,6 +254,6 @@ def _board(podman: Podman, site: Path) -> None:
         *("enrol", "board", "/etc/fedquilt/agent.toml", "--wait"),
     )
     podman("podman", "run", "--detach", "--name", "agent", "--restart", "always", *places, "localhost/fedquilt-agent")
-    (site / "job.toml").write_text(config.format_toml(rollouts.job_table("boxes")))
+    (site / "job.toml").write_text(toml.format_toml(rollouts.job_table("boxes")))
     subprocess.run([sys.executable, "-m", "fedquilt.cli", "prepare", "job.toml"], cwd=site, check=True)
     subprocess.run(["chmod", "-R", "a+rX", "job.toml", "job.bundle"], cwd=site, check=True)

@@ -12,12 +12,12 @@ import pytest
 
 from fedquilt import metrics
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import Examples
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.experiments import evaluate, single_run
+from fedquilt.tools.experiments import evaluation, single_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KINDS = {  # and whether it needs torch to train
@@ -39,7 +39,7 @@ def constant(train: Examples, test: Examples, task: str) -> float:
     return float((test.y == (train.y.mean(axis=0) > 0.5)).mean())
 
 
-def made(kind: str, folder: Path) -> tuple[Job, Path]:
+def made(kind: str, folder: Path) -> tuple[JobSettings, Path]:
     """The example's job and bundle, in a folder of its own."""
     shutil.copytree(EXAMPLES / kind, folder / kind, ignore=shutil.ignore_patterns("data", "vocabulary.txt"))
     runpy.run_path(str(folder / kind / "make.py"), run_name="__main__")
@@ -60,7 +60,7 @@ def test_an_example_learns_more_than_a_constant(kind: str, tmp_path: Path) -> No
     job, bundle = made(kind, tmp_path)
     run = single_run.run_seed(job, bundle, lambda done: None)
     last = run.marks[-1]
-    test = evaluate.load_test_set(job)
+    test = evaluation.load_test_set(job)
     train = examples.load_split(DataSpec.parse(job.data))
     task = metrics.task_from_network(job.model)
     metric = metrics.MAIN[task]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fedquilt as fq
-from fedquilt.tools import demo
+from fedquilt.tools.lab import demo
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 900.0

@@ -12,9 +12,9 @@ import pytest
 from fedquilt.coordinator import settings
 from fedquilt.data import inputs
 from fedquilt.methods import fedstitch
-from fedquilt.models.stitching import stitched
+from fedquilt.models.stitching import stitched_network
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.experiments import evaluate, single_run
+from fedquilt.tools.experiments import evaluation, single_run
 from fedquilt.tools.experiments.baselines import run_to_last_state
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "series_stitching"
@@ -23,8 +23,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "series_stitching"
 def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None:
     """More than 90 % right for people whom no board has, where the most frequent class is a third; the file agrees."""
     pytest.importorskip("torch", reason="donors are trained and cut by torch")
-    onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx_engine")
-    from fedquilt.models.stitching import export_onnx
+    onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx.engine")
+    from fedquilt.models.stitching.onnx import export
     from fedquilt.tools.artefacts.run_model import compute_accuracy, run_model
 
     for name in ("timeseries", EXAMPLE.name):
@@ -33,23 +33,23 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None
     runpy.run_path(str(folder / "make.py"), run_name="__main__")
     job = settings.load_job(folder / "job.toml")
     made = prepare.prepare_and_check(job, tmp_path / "bundle")
-    test = evaluate.load_test_set(job)
+    test = evaluation.load_test_set(job)
     engine = onnx_engine.OnnxEngine(1 << 30)
     members, _ = single_run.load_devices(job, tmp_path / "bundle")
     last = run_to_last_state(job, tmp_path / "bundle", members, fedstitch.METHOD, engine)
-    stock, found = stitched.load_donor_pool(made.meta), fedstitch.METHOD.result(last)
+    stock, found = stitched_network.load_donor_pool(made.meta), fedstitch.METHOD.result(last)
     assert {len(block.out_shape) for block in stock.blocks.values() if block.kind != "end"} == {2}
     files = {name: tmp_path / "bundle" / "blobs" / ref.sha256 for name, ref in made.files.items()}
-    (tmp_path / "net.onnx").write_bytes(export_onnx.export_stitched(found.meta, found.tensors, stock.blocks, files))
+    (tmp_path / "net.onnx").write_bytes(export.export_stitched(found.meta, found.tensors, stock.blocks, files))
     np.savez(tmp_path / "test.npz", x=test.x, y=test.y)
     right = compute_accuracy(run_model(tmp_path / "net.onnx", tmp_path / "test.npz"))
     assert right is not None
     assert right > 0.9
     x = inputs.prepare_inputs(test.x, found.meta["input"])
 
-    def run(block: stitched.Block, maps: np.ndarray) -> np.ndarray:
-        return stitched.run_block(block, lambda name, value: engine.run(files[name], value), maps)
+    def run(block: stitched_network.Block, maps: np.ndarray) -> np.ndarray:
+        return stitched_network.run_block(block, lambda name, value: engine.run(files[name], value), maps)
 
-    own = stitched.classify(stitched.from_artefact(found.meta, found.tensors), stock.blocks, run, x)
+    own = stitched_network.classify(stitched_network.from_artefact(found.meta, found.tensors), stock.blocks, run, x)
     given = engine.run(tmp_path / "net.onnx", x)
     np.testing.assert_allclose(given, own, rtol=0, atol=1e-4 * np.abs(own).max())

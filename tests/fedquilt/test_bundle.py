@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import JobError, StoreError
+from fedquilt.formats import job_bundle
 
 FUZZ = settings(
     max_examples=150,
@@ -25,8 +26,8 @@ MODEL = tensors.encode_tensors({"w": np.array([1.0, 2.0])})
 
 def test_a_bundle_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     """Facts, files by content, tensors by name."""
-    bundle.write_bundle(tmp_path, {"network": {"name": "mlp"}}, {"model": MODEL, "note": b"hello"})
-    loaded = bundle.load_bundle(tmp_path)
+    job_bundle.write_bundle(tmp_path, {"network": {"name": "mlp"}}, {"model": MODEL, "note": b"hello"})
+    loaded = job_bundle.load_bundle(tmp_path)
     assert loaded.meta == {"network": {"name": "mlp"}}
     assert loaded.files["note"].size == 5
     assert loaded.load("model")["w"].tolist() == [1.0, 2.0]
@@ -37,51 +38,51 @@ def test_a_bundle_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_files_that_are_there_already_are_kept(tmp_path: Path) -> None:
     """Preparing twice writes a donor of 100 MB once; what was cut short is written anew."""
-    ref = bundle.write_bundle(tmp_path, {}, {"model": MODEL}).files["model"]
+    ref = job_bundle.write_bundle(tmp_path, {}, {"model": MODEL}).files["model"]
     path = tmp_path / "blobs" / ref.sha256
     before = path.stat().st_ino
-    bundle.write_bundle(tmp_path, {}, {"model": MODEL})
+    job_bundle.write_bundle(tmp_path, {}, {"model": MODEL})
     assert path.stat().st_ino == before
     path.write_bytes(b"cut")
-    assert bundle.write_bundle(tmp_path, {}, {"model": MODEL}).load("model")["w"].tolist() == [1.0, 2.0]
+    assert job_bundle.write_bundle(tmp_path, {}, {"model": MODEL}).load("model")["w"].tolist() == [1.0, 2.0]
 
 
 def test_an_absent_bundle_says_how_it_is_made(tmp_path: Path) -> None:
     """The mend is a command."""
     with pytest.raises(JobError, match="make it with `fedquilt prepare`"):
-        bundle.load_bundle(tmp_path)
+        job_bundle.load_bundle(tmp_path)
 
 
 def test_a_missing_or_shortened_file_is_named(tmp_path: Path) -> None:
     """By the name that the job knows."""
-    ref = bundle.write_bundle(tmp_path, {}, {"donor/a": MODEL}).files["donor/a"]
+    ref = job_bundle.write_bundle(tmp_path, {}, {"donor/a": MODEL}).files["donor/a"]
     path = tmp_path / "blobs" / ref.sha256
     path.write_bytes(MODEL[:-1])
     with pytest.raises(JobError, match=r"'donor/a'.*missing or cut short: prepare it anew"):
-        bundle.load_bundle(tmp_path)
+        job_bundle.load_bundle(tmp_path)
     path.unlink()
     with pytest.raises(JobError, match=r"'donor/a'"):
-        bundle.load_bundle(tmp_path)
+        job_bundle.load_bundle(tmp_path)
 
 
 def test_a_bundle_of_another_version_is_refused(tmp_path: Path) -> None:
     """Made by a newer fedquilt."""
     (tmp_path / "bundle.json").write_text('{"meta":{},"files":{},"version":2}')
     with pytest.raises(JobError, match="version"):
-        bundle.load_bundle(tmp_path)
+        job_bundle.load_bundle(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """A file stands where the folder should be."""
     (tmp_path / "taken").write_text("")
     with pytest.raises(StoreError, match=r"cannot write the bundle .*taken"):
-        bundle.write_bundle(tmp_path / "taken", {}, {})
+        job_bundle.write_bundle(tmp_path / "taken", {}, {})
 
 
 def loads_or_refuses(folder: Path, index: bytes) -> None:
     (folder / "bundle.json").write_bytes(index)
     with suppress(JobError):
-        bundle.load_bundle(folder)
+        job_bundle.load_bundle(folder)
 
 
 @FUZZ
@@ -90,7 +91,7 @@ def test_arbitrary_and_mutated_indices_give_only_the_named_error(
     tmp_path: Path, noise: bytes, data: st.DataObject
 ) -> None:
     """Noise, and a valid bundle.json with a few bytes replaced."""
-    bundle.write_bundle(tmp_path, {"n": 1}, {"model": MODEL})
+    job_bundle.write_bundle(tmp_path, {"n": 1}, {"model": MODEL})
     valid = (tmp_path / "bundle.json").read_bytes()
     loads_or_refuses(tmp_path, noise)
     place = data.draw(st.integers(0, len(valid)))
@@ -107,11 +108,11 @@ def test_digests_that_lead_elsewhere_give_only_the_named_error(tmp_path: Path, s
     index = {"meta": {}, "files": {"model": {"sha256": sha256, "size": size}}}
     (tmp_path / "bundle.json").write_text(json.dumps(index))
     with pytest.raises(JobError):
-        bundle.load_bundle(tmp_path)
+        job_bundle.load_bundle(tmp_path)
 
 
 def test_a_bottomless_index_gives_the_named_error(tmp_path: Path) -> None:
     """Nesting deeper than the interpreter's stack."""
     (tmp_path / "bundle.json").write_bytes(b'{"meta":' + b'{"a":' * 100_000)
     with pytest.raises(JobError, match="damaged"):
-        bundle.load_bundle(tmp_path)
+        job_bundle.load_bundle(tmp_path)

@@ -13,34 +13,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from fedquilt import config
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agent
+from fedquilt.formats import toml
 
 
 def test_a_table_is_written_as_toml() -> None:
     """Scalars, lists, tables; None is left out."""
     table = {"device": "a", "cache": None, "data": {"share": 1, "alpha": 0.5, "names": ["x"], "y": None}}
     written = 'device = "a"\n\n[data]\nshare = 1\nalpha = 0.5\nnames = [\n    "x",\n]\n'
-    assert config.format_toml(table) == written
+    assert toml.format_toml(table) == written
 
 
 @given(st.dictionaries(st.sampled_from("abc"), st.integers(-9, 9) | st.booleans() | st.text('aZ é\\"\n#=[]')))
 def test_what_is_written_is_read_again(table: dict[str, object]) -> None:
     """Whatever the strings hold."""
-    assert config.parse_toml(config.format_toml({**table, "t": table}), "here") == {**table, "t": table}
+    assert toml.parse_toml(toml.format_toml({**table, "t": table}), "here") == {**table, "t": table}
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     """A file that is absent, no text, or no TOML."""
     with pytest.raises(JobError, match=r"none\.toml: No such file"):
-        config.read_toml(tmp_path / "none.toml")
+        toml.read_toml(tmp_path / "none.toml")
     path = tmp_path / "bad.toml"
     for content in (b"\xff\xfe", b"name = "):
         path.write_bytes(content)
         with pytest.raises(JobError, match=r"bad\.toml is not TOML"):
-            config.read_toml(path)
+            toml.read_toml(path)
 
 
 class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ class Plain:
 def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table: dict[str, object], said: str) -> None:
     """However deep it is, and with the nearest of them where one is near."""
     with pytest.raises(JobError) as caught:
-        config.convert_table(table, Outer, "a job")
+        toml.convert_table(table, Outer, "a job")
     assert str(caught.value).endswith(said)
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table: dict[str,
 def test_what_is_wanted_is_told_in_words(table: dict[str, object], said: str) -> None:
     """A stranger reads no regular expressions, and TOML has tables, not objects."""
     with pytest.raises(JobError) as caught:
-        config.convert_table({"method": "fedavg", **table}, settings.Job, "a job")
+        toml.convert_table({"method": "fedavg", **table}, settings.JobSettings, "a job")
     assert said in str(caught.value)
 
 
@@ -119,10 +119,10 @@ def test_a_part_of_a_job_says_which_it_is() -> None:
     with pytest.raises(
         JobError, match=r"^\[data\]: there is no key 'sise'; keys of \[data\]: size, prefer; did you mean"
     ):
-        config.convert_table({"sise": 1}, Inner, "[data]")
+        toml.convert_table({"sise": 1}, Inner, "[data]")
     with pytest.raises(JobError, match=r"^\[params\]: lr is below 0"):
-        config.convert_table({"lr": -1.0}, Plain, "[params]")
-    assert config.convert_table({"size": 3}, Inner, "[data]") == Inner(3)
+        toml.convert_table({"lr": -1.0}, Plain, "[params]")
+    assert toml.convert_table({"size": 3}, Inner, "[data]") == Inner(3)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_file_that_a_windows_editor_has_saved_is_read(tmp_path: Path) -> None:
     """Such a file begins with a byte order mark."""
     file = tmp_path / "job.toml"
     file.write_bytes(b"\xef\xbb\xbfname = 'a'\n")
-    assert config.read_toml(file) == {"name": "a"}
+    assert toml.read_toml(file) == {"name": "a"}
 
 
 @pytest.mark.parametrize("path", ["a\0b", "loop"])

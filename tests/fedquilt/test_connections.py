@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from fedquilt.connections import Connection, Connections, Limits, raise_descriptor_limit
+from fedquilt.host.connection_limits import Connection, ConnectionLimiter, ConnectionLimits, raise_descriptor_limit
 
 
 class Places:
@@ -15,8 +15,8 @@ class Places:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.closed: list[str] = []
-        limits = Limits(connections=4, per_address=2)
-        self.open = Connections(limits, header_s=10.0, request_s=60.0, clock=lambda: self.now_s)
+        limits = ConnectionLimits(connections=4, per_address=2)
+        self.open = ConnectionLimiter(limits, header_s=10.0, request_s=60.0, clock=lambda: self.now_s)
 
     def enter(self, address: str, name: str = "", descriptor: int = 3) -> Connection | None:
         self.now_s += 1.0

@@ -6,10 +6,11 @@ import msgspec
 import pytest
 from toy_profiles import HEAD
 
-from fedquilt import cost_model, profiles
-from fedquilt.core import Cost, JobError, OperatingPoint, Rates, Work
-from fedquilt.edge_agent.devices.simulated import SimulatedDevice, Traits
-from fedquilt.profiles import write
+from fedquilt import profiles
+from fedquilt.core import Cost, JobError, OperatingPoint, Rates, WorkEstimate
+from fedquilt.costs import cost_model
+from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice, SimulationTraits
+from fedquilt.profiles import toml_writer
 
 POINT = OperatingPoint(
     name="p",
@@ -20,7 +21,7 @@ POINT = OperatingPoint(
     busy_w=4.0,
     rates={"torch-conv": Rates(flops_per_s=200.0, bytes_per_s=20.0, launch_s=0.25, task_s=1.0)},
 )
-WORK = Work(flops=200.0, read_bytes=40.0, launches=6.0)
+WORK = WorkEstimate(flops=200.0, read_bytes=40.0, launches=6.0)
 
 
 def test_arithmetic_traffic_launches_and_the_task_add_up():
@@ -49,16 +50,16 @@ def test_a_profile_without_launches_predicts_as_it_did():
 
 
 def test_work_that_nobody_predicted_has_no_time():
-    assert cost_model.work_seconds(Work(), POINT) is None
-    assert cost_model.work_seconds(Work(read_bytes=5.0), POINT) is None
+    assert cost_model.work_seconds(WorkEstimate(), POINT) is None
+    assert cost_model.work_seconds(WorkEstimate(read_bytes=5.0), POINT) is None
     assert cost_model.work_seconds(WORK, OperatingPoint(name="p", launch_s=1.0)) is None  # no speed is known
-    assert cost_model.work_seconds(Work(launches=2.0), OperatingPoint(name="p", launch_s=1.0)) == 2.0
-    assert cost_model.work_seconds(Work(flops=1e24), OperatingPoint(name="p", flops_per_s=1e-320)) is None
+    assert cost_model.work_seconds(WorkEstimate(launches=2.0), OperatingPoint(name="p", launch_s=1.0)) == 2.0
+    assert cost_model.work_seconds(WorkEstimate(flops=1e24), OperatingPoint(name="p", flops_per_s=1e-320)) is None
 
 
 def test_own_examples_count_by_example_and_by_started_batch():
     """70 examples in batches of 32 are three batches."""
-    work = Work(
+    work = WorkEstimate(
         flops=1, flops_per_example=2, read_bytes=3, bytes_per_example=4, bytes_per_batch=5,
         launches=6, launches_per_batch=7, batch=32,
     )  # fmt: skip
@@ -71,7 +72,7 @@ def test_own_examples_count_by_example_and_by_started_batch():
 
 def test_a_task_that_uses_some_of_a_devices_examples_counts_those_that_are_there():
     """At most 40: of 70 examples it counts 40, of 9 it counts 9."""
-    work = Work(flops_per_example=2, launches_per_batch=7, batch=32)
+    work = WorkEstimate(flops_per_example=2, launches_per_batch=7, batch=32)
     some = msgspec.structs.replace(work, examples=40)
     for own, counted in ((70, 40), (40, 40), (9, 9)):
         assert (some.total_for_examples(own).flops, some.total_for_examples(own).launches) == (
@@ -119,7 +120,7 @@ def test_a_profile_tells_the_times_of_each_workload_at_each_of_its_points():
     assert (top.flops_per_s, top.launch_s, top.task_s) == (200.0, 0.002, None)
     assert top.rates == {"torch-conv": Rates(flops_per_s=400.0, launch_s=0.002, task_s=0.25)}
     assert low.rates["torch-conv"] == Rates(flops_per_s=200.0, launch_s=0.004, task_s=0.5)
-    assert profiles.parse_board_profile(write.format_board(board), "again") == board
+    assert profiles.parse_board_profile(toml_writer.format_board(board), "again") == board
 
 
 def test_a_workload_names_only_clocks_that_the_board_lists():
@@ -130,7 +131,7 @@ def test_a_workload_names_only_clocks_that_the_board_lists():
 def test_faster_clocks_are_never_slower():
     """Whatever the work: each of the four times falls with the clocks or stays."""
     points = profiles.parse_board_profile(BOARD, "toy").operating_points()
-    for work in (WORK, msgspec.structs.replace(WORK, workload="torch-conv"), Work(launches=3.0)):
+    for work in (WORK, msgspec.structs.replace(WORK, workload="torch-conv"), WorkEstimate(launches=3.0)):
         fast, slow = (cost_model.work_seconds(work, point) for point in points)
         assert fast is not None
         assert slow is not None
@@ -140,9 +141,9 @@ def test_faster_clocks_are_never_slower():
 def test_a_simulated_board_is_never_faster_than_its_launches():
     """Noise and a fast host do not take a task below what its launches alone cost."""
     board = profiles.parse_board_profile(BOARD, "toy")
-    work = Work(flops=1.0, launches=1000.0)  # 2 s of launches, 5 ms of arithmetic
+    work = WorkEstimate(flops=1.0, launches=1000.0)  # 2 s of launches, 5 ms of arithmetic
     for seed in range(20):
-        device = SimulatedDevice(board, traits=Traits(noise=0.5, spread=0.5, seed=seed))
+        device = SimulatedDevice(board, traits=SimulationTraits(noise=0.5, spread=0.5, seed=seed))
         assert device.task_cost(work, Cost(duration_s=0.0)).duration_s >= 2.0
     silent = msgspec.structs.replace(work, flops=0.0, launches=0.0, workload="torch-conv")  # only the task is known
     assert SimulatedDevice(board).task_cost(silent, Cost(duration_s=0.01)).duration_s == 0.25
@@ -150,30 +151,30 @@ def test_a_simulated_board_is_never_faster_than_its_launches():
 
 def test_the_energy_rests_on_what_its_workload_was_measured_by():
     device = SimulatedDevice(profiles.parse_board_profile(BOARD, "toy"))
-    assert device.task_cost(Work(flops=1.0), Cost(duration_s=0.0)).energy_source == "profile toy (datasheet)"
-    measured = device.task_cost(Work(flops=1.0, workload="torch-conv"), Cost(duration_s=0.0))
+    assert device.task_cost(WorkEstimate(flops=1.0), Cost(duration_s=0.0)).energy_source == "profile toy (datasheet)"
+    measured = device.task_cost(WorkEstimate(flops=1.0, workload="torch-conv"), Cost(duration_s=0.0))
     assert measured.energy_source == "profile toy (assumed)"
 
 
 def test_work_without_new_counts_travels_as_agents_before_them_expect():
     """An agent from before launches refuses unknown fields: those at their defaults are left out."""
-    sent = msgspec.json.decode(msgspec.json.encode(Work(flops=5.0, examples=3)))
+    sent = msgspec.json.decode(msgspec.json.encode(WorkEstimate(flops=5.0, examples=3)))
     assert sent == {"flops": 5.0, "examples": 3}
 
 
 def test_a_link_is_what_transfers_of_unlike_sizes_show():
     """2 s for each task and 1 s for 5 MB; larger transfers never take less time."""
     told = [(size, 2.0 + size / 5e6) for size in (0, 1_000_000, 3_000_000, 9_000_000)]
-    link = cost_model.Link.fit_link(told)
+    link = cost_model.LinkCost.fit_link(told)
     assert (link.transfer_s, link.bytes_per_s) == pytest.approx((2.0, 5e6))
     assert link.transfer_seconds(20_000_000) == pytest.approx(6.0)
-    assert cost_model.Link.fit_link(told[:3]) is None  # a task without bytes says nothing of bytes
+    assert cost_model.LinkCost.fit_link(told[:3]) is None  # a task without bytes says nothing of bytes
 
 
 @pytest.mark.parametrize("times", [(3.0, 3.0, 3.0), (3.0, 2.0, 1.0), (0.1, 2.0, 9.0)])
 def test_a_link_that_cannot_be_told_apart_counts_all_time_as_the_bytes(times):
     """Like sizes, times that fall with the size, and a line that begins below 0: no cost is negative."""
     sizes = (1_000_000,) * 3 if times[0] == times[2] else (1_000_000, 2_000_000, 3_000_000)
-    link = cost_model.Link.fit_link(list(zip(sizes, times, strict=True)))
+    link = cost_model.LinkCost.fit_link(list(zip(sizes, times, strict=True)))
     assert link == (0.0, pytest.approx(sum(sizes) / sum(times)))
-    assert cost_model.Link.fit_link([(size, 0.0) for size in sizes]).transfer_seconds(10**9) == 0.0
+    assert cost_model.LinkCost.fit_link([(size, 0.0) for size in sizes]).transfer_seconds(10**9) == 0.0

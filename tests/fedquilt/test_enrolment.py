@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt import enrolment
 from fedquilt.core import StoreError, WireError
-from fedquilt.enrolment import Answer, Request
+from fedquilt.security import enrolment
+from fedquilt.security.enrolment import SigningRequest, SigningResponse
 
 
 @pytest.mark.parametrize(
@@ -28,16 +28,16 @@ from fedquilt.enrolment import Answer, Request
 def test_a_body_that_is_no_request_is_one_named_error(body: bytes) -> None:
     """Whatever the bytes."""
     with pytest.raises(WireError, match="no enrolment request"):
-        enrolment.decode_message(body, Request)
+        enrolment.decode_message(body, SigningRequest)
 
 
 def test_an_error_never_quotes_a_token() -> None:
     """Not even where the token itself is what is wrong."""
     with pytest.raises(WireError) as caught:
-        enrolment.decode_message(b'{"device":"a","csr":"b","token":"' + b"secret" * 99 + b'"}', Request)
+        enrolment.decode_message(b'{"device":"a","csr":"b","token":"' + b"secret" * 99 + b'"}', SigningRequest)
     assert "secret" not in str(caught.value)
     with pytest.raises(WireError, match="more than the 16384"):
-        enrolment.decode_message(b" " * 16385, Answer)
+        enrolment.decode_message(b" " * 16385, SigningResponse)
 
 
 def test_a_secret_is_never_readable_by_others_and_a_file_is_whole_or_the_old_one(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt import environment
+from fedquilt.host import virtual_environment
 
 
 def packed(way: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -54,11 +54,11 @@ def nowhere() -> bytes:
     ids=["empty", "cut", "encrypted", "garbled", "nowhere", "lzma", "name"],
 )
 def test_what_is_no_wheel_is_told(wheel: bytes, tmp_path: Path) -> None:
-    with pytest.raises(environment.Odd, match=r"^toy\.whl "):
-        environment.unpack_wheels([("toy.whl", io.BytesIO(wheel))], tmp_path / "packages", 1 << 20)
+    with pytest.raises(virtual_environment.InvalidWheelError, match=r"^toy\.whl "):
+        virtual_environment.unpack_wheels([("toy.whl", io.BytesIO(wheel))], tmp_path / "packages", 1 << 20)
     assert [*tmp_path.iterdir()] == [tmp_path / "packages"]
 
 
 def test_a_whole_wheel_is_unpacked(tmp_path: Path) -> None:
-    environment.unpack_wheels([("toy.whl", io.BytesIO(packed()))], tmp_path, 1 << 20)
+    virtual_environment.unpack_wheels([("toy.whl", io.BytesIO(packed()))], tmp_path, 1 << 20)
     assert (tmp_path / "toy.py").read_bytes() == b"x = 1\n" * 200

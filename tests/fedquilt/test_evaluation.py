@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import evaluation
-from fedquilt.core import EvaluationSums, TaskKind, Update, UpdateError, Usage
+from fedquilt.core import EvaluationSums, TaskKind, Update, UpdateError, Usage, evaluation
 from fedquilt.edge_agent.engines import objectives
 from fedquilt.metrics import MAIN
 from fedquilt.wire import MAX_CONTROL
@@ -25,7 +24,7 @@ Data = tuple[np.ndarray, np.ndarray]  # scores and targets
 
 def evaluated(task: TaskKind, data: Data, rows: Any = slice(None), batch: int = 7) -> EvaluationSums:
     """Sums of one device."""
-    found, (scores, y) = objectives.Evaluation(task), (each[rows] for each in data)
+    found, (scores, y) = objectives.EvaluationAccumulator(task), (each[rows] for each in data)
     for start in range(0, len(y), batch):
         part = slice(start, start + batch)
         loss = objectives.losses_and_gradients(task, scores[part], y[part])[0].sum()

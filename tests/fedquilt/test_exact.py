@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fedquilt import exact, tensors
+from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import UpdateError
 
-SIZES = pytest.mark.parametrize("size", [40, exact.SHORT + 7], ids=["small", "large"])
+SIZES = pytest.mark.parametrize("size", [40, exact_sums.SHORT + 7], ids=["small", "large"])
 
 
 def addends(size: int, spread: int, count: int = 20, seed: int = 0) -> list[np.ndarray]:
@@ -24,11 +24,11 @@ def addends(size: int, spread: int, count: int = 20, seed: int = 0) -> list[np.n
     ]
 
 
-def total(arrays: list[np.ndarray], weights: list[float]) -> exact.Total:
+def total(arrays: list[np.ndarray], weights: list[float]) -> exact_sums.ExactSum:
     """Their sum, one after another."""
     found = None
     for array, weight in zip(arrays, weights, strict=True):
-        found = exact.add_to_sum(found, array, weight)
+        found = exact_sums.add_to_sum(found, array, weight)
     assert found is not None
     return found
 
@@ -63,7 +63,7 @@ def test_groups_merge_into_the_same_bits(size: int, spread: int) -> None:
         groups = [total(list(some), weights[at : at + len(some)]) for at, some in parted(arrays, cuts)]
         found = groups[-1]
         for group in groups[:-1]:
-            found = exact.merge_sums(found, group)
+            found = exact_sums.merge_sums(found, group)
         assert found.rounded_value().tobytes() == wanted
 
 
@@ -91,15 +91,15 @@ def test_what_only_the_third_part_of_a_sum_holds_is_in_its_value() -> None:
 
 def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_far_apart() -> None:
     """A hundred boards' models of whole weights, then of broken ones; its arrays stay where they are."""
-    boards = [each * np.float32(0.05) for each in addends(exact.SHORT, 8, count=100)]
-    begun = exact.add_to_sum(None, boards[0], 20.0)
+    boards = [each * np.float32(0.05) for each in addends(exact_sums.SHORT, 8, count=100)]
+    begun = exact_sums.add_to_sum(None, boards[0], 20.0)
     found = begun
     for k, board in enumerate(boards[1:]):
-        found = exact.add_to_sum(found, board, float(20 + 13 * k))
-    assert sum(limb.nbytes for limb in found.limbs) == 12 * exact.SHORT
+        found = exact_sums.add_to_sum(found, board, float(20 + 13 * k))
+    assert sum(limb.nbytes for limb in found.limbs) == 12 * exact_sums.SHORT
     assert found.limbs[0] is begun.limbs[0] or np.shares_memory(found.limbs[0], begun.limbs[0])
     broken = total(boards, [1 / (3 + k) for k in range(100)])
-    assert sum(limb.nbytes for limb in broken.limbs) == 16 * exact.SHORT
+    assert sum(limb.nbytes for limb in broken.limbs) == 16 * exact_sums.SHORT
 
 
 def test_shapes_stay_and_of_counters_the_largest() -> None:
@@ -108,42 +108,45 @@ def test_shapes_stay_and_of_counters_the_largest() -> None:
         found = total([np.full(shape, 0.1, np.float32)] * 3, [1.0, 2.0, 3.0])
         assert found.shape == found.rounded_value().shape == shape
         assert found.rounded_value().dtype == np.float64
-    counted = exact.add_to_sum(exact.add_to_sum(None, np.array(5)), np.array(3))
+    counted = exact_sums.add_to_sum(exact_sums.add_to_sum(None, np.array(5)), np.array(3))
     assert (counted.rounded_value(), counted.rounded_value().dtype, counted.is_counter) == (5, np.int64, True)
-    assert exact.merge_sums(counted, exact.add_to_sum(None, np.array(9))).rounded_value() == 9
+    assert exact_sums.merge_sums(counted, exact_sums.add_to_sum(None, np.array(9))).rounded_value() == 9
 
 
 def test_what_was_added_and_what_was_asked_for_stay_as_they_are() -> None:
     """A sum has its own arrays: neither an addend nor a value changes with what is added later."""
     one, count = np.ones(3), np.array(1)
-    found, counter = exact.add_to_sum(None, one), exact.add_to_sum(None, count)
+    found, counter = exact_sums.add_to_sum(None, one), exact_sums.add_to_sum(None, count)
     value, most = found.rounded_value(), counter.rounded_value()
-    exact.add_to_sum(found, one)
-    exact.add_to_sum(counter, np.array(7))
+    exact_sums.add_to_sum(found, one)
+    exact_sums.add_to_sum(counter, np.array(7))
     assert (one.tolist(), value.tolist(), int(count), int(most)) == ([1, 1, 1], [1, 1, 1], 1, 1)
 
 
 def test_numbers_add_up_exactly_in_any_order() -> None:
     """A tenth ten times, and numbers that cancel."""
-    tenth = exact.Number().add_numbers(*[0.1] * 10)
+    tenth = exact_sums.ExactScalar().add_numbers(*[0.1] * 10)
     assert float(tenth) == math.fsum([0.1] * 10) == 1.0
-    assert float(exact.Number().add_numbers(1e100, 1.0, -1e100)) == 1.0
-    assert float(exact.Number().add_numbers(1e100, 1.0).merged(exact.Number().add_numbers(-1e100))) == 1.0
-    assert float(exact.Number()) == 0.0
+    assert float(exact_sums.ExactScalar().add_numbers(1e100, 1.0, -1e100)) == 1.0
+    assert (
+        float(exact_sums.ExactScalar().add_numbers(1e100, 1.0).merged(exact_sums.ExactScalar().add_numbers(-1e100)))
+        == 1.0
+    )
+    assert float(exact_sums.ExactScalar()) == 0.0
 
 
 def test_sums_of_the_same_names_merge_and_others_stay() -> None:
     """A site whose boards sent other layers."""
-    one = exact.add_arrays({}, {"a": np.ones(2), "b": np.ones(1)}, 2.0)
-    other = exact.add_arrays({}, {"b": np.ones(1), "c": np.ones(1)}, 3.0)
-    found = exact.rounded_values(exact.merge_accumulators(one, other))
+    one = exact_sums.add_arrays({}, {"a": np.ones(2), "b": np.ones(1)}, 2.0)
+    other = exact_sums.add_arrays({}, {"b": np.ones(1), "c": np.ones(1)}, 3.0)
+    found = exact_sums.rounded_values(exact_sums.merge_accumulators(one, other))
     assert {name: value.tolist() for name, value in found.items()} == {"a": [2, 2], "b": [5], "c": [3]}
 
 
 def test_a_sum_is_stored_in_every_bit() -> None:
     """Packed and unpacked as the states of methods are."""
     found = total(addends(9, 240), [1.0] * 20)
-    again = tensors.unpack_state(tensors.pack_state(found), exact.Total)
+    again = tensors.unpack_state(tensors.pack_state(found), exact_sums.ExactSum)
     assert tensors.pack_state(again) == tensors.pack_state(found)
     assert len(found.limbs) > 2
     assert again.rounded_value().tobytes() == found.rounded_value().tobytes()
@@ -163,7 +166,7 @@ def test_a_sum_of_counters_that_came_from_elsewhere_has_one_part_of_their_type(
 ) -> None:
     """Parts that are added to whole numbers would change them to anything."""
     with pytest.raises(UpdateError, match=said):
-        exact.require_valid_sums({"steps": exact.Total(limbs)}, {"steps": np.array([0, 0])}, 1.0)
+        exact_sums.require_valid_sums({"steps": exact_sums.ExactSum(limbs)}, {"steps": np.array([0, 0])}, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("f2", 65504.0), ("f4", math.sqrt(np.finfo("f4").max))])
@@ -171,18 +174,18 @@ def test_a_sum_from_elsewhere_is_as_large_as_boards_updates_may_be(kind: str, mo
     """What `tensors.require_addable` takes of each of three boards, a site's sum of them may hold; and no more."""
     like = {"w": np.array([most], kind)}
     tensors.require_addable(like, like)
-    exact.require_valid_sums({"w": total([like["w"]] * 3, [1.0] * 3)}, like, 3.0)
+    exact_sums.require_valid_sums({"w": total([like["w"]] * 3, [1.0] * 3)}, like, 3.0)
     with pytest.raises(UpdateError, match="beyond"):
-        exact.require_valid_sums({"w": exact.add_to_sum(None, np.array([6.1 * most]))}, like, 3.0)
+        exact_sums.require_valid_sums({"w": exact_sums.add_to_sum(None, np.array([6.1 * most]))}, like, 3.0)
 
 
 def test_a_sum_that_is_merged_stays_as_it_is() -> None:
     """Also where it alone has a name: what is added afterwards is not in it."""
     ones = np.ones(3)
     one, other = (
-        {"a": exact.add_to_sum(None, ones)},
-        {"a": exact.add_to_sum(None, ones), "b": exact.add_to_sum(None, ones)},
+        {"a": exact_sums.add_to_sum(None, ones)},
+        {"a": exact_sums.add_to_sum(None, ones), "b": exact_sums.add_to_sum(None, ones)},
     )
-    total = exact.merge_accumulators(exact.merge_accumulators(exact.copy_accumulator(one), other), other)
+    total = exact_sums.merge_accumulators(exact_sums.merge_accumulators(exact_sums.copy_accumulator(one), other), other)
     assert {name: each.value().tolist() for name, each in total.items()} == {"a": [3.0] * 3, "b": [2.0] * 3}
     assert all(np.array_equal(each.rounded_value(), ones) for each in (*one.values(), *other.values()))

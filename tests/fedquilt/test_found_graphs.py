@@ -12,10 +12,10 @@ from typing import Final
 
 import pytest
 
-from fedquilt import onnx_fill
 from fedquilt.core import ModelError
-from fedquilt.edge_agent.releases import check
-from fedquilt.edge_agent.releases.protocol import CheckOrder
+from fedquilt.edge_agent.releases.check import main
+from fedquilt.edge_agent.releases.check.protocol import CheckRequest
+from fedquilt.onnx import weights
 from fedquilt.tools.artefacts import export
 
 pytest.importorskip("onnxruntime", reason="graphs are run by it")
@@ -175,14 +175,14 @@ def unpacked(package: str) -> Path:
 def outcome(path: Path, folder: Path) -> tuple[bool, str]:
     """Whether a device runs a graph that is deployed, and the refusal or the note of its check."""
     try:
-        payload = b"".join(onnx_fill.read_with_external_data(path))
+        payload = b"".join(weights.read_with_external_data(path))
         export.require_loadable(payload, path.name)
     except ModelError as error:
         return False, str(error)
     laid = folder / "model.onnx"
     laid.write_bytes(payload)
-    order = CheckOrder(model=str(laid), out=str(folder), before=None, budget_bytes=3 * 10**9, data={}, timed_s=0.01)
-    found = check.run_check(order)
+    order = CheckRequest(model=str(laid), out=str(folder), before=None, budget_bytes=3 * 10**9, data={}, timed_s=0.01)
+    found = main.run_check(order)
     return found.code == "ok", found.note if found.code == "ok" else found.reason
 
 

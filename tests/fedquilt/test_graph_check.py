@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import fedquilt
-from fedquilt import graph_check
 from fedquilt.core import ModelError
-from fedquilt.onnx_format import OPERATORS
-from fedquilt.tools import demo
+from fedquilt.onnx import graph_check
+from fedquilt.onnx.schema import OPERATORS
+from fedquilt.tools.lab import demo
 
 onnx = pytest.importorskip("onnx")
 hypothesis = pytest.importorskip("hypothesis")

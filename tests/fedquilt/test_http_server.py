@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.http_server import HttpServer
+from fedquilt.host.http_server import HttpServer
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt import labels
 from fedquilt.core import JobError
+from fedquilt.formats import labels
 
 
 def test_words_of_a_cell_are_labels_in_order() -> None:

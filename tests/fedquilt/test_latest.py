@@ -1,7 +1,7 @@
 """A pure function's latest result stands for equal arguments alone."""
 
-from fedquilt.core import Work
-from fedquilt.core.latest import cache_last_call
+from fedquilt.core import WorkEstimate
+from fedquilt.core.last_call_cache import cache_last_call
 
 
 def test_equal_arguments_are_computed_once_and_others_anew() -> None:
@@ -36,6 +36,6 @@ def test_an_error_is_no_result() -> None:
 
 def test_work_of_other_examples_or_of_other_work_is_not_taken_for_the_last() -> None:
     """Ten and twenty examples of two kinds, asked for in turn."""
-    one, other = Work(flops_per_example=2.0), Work(flops_per_example=3.0)
+    one, other = WorkEstimate(flops_per_example=2.0), WorkEstimate(flops_per_example=3.0)
     asked = [work.total_for_examples(examples).flops for work in (one, other) for examples in (10, 20, 20)]
     assert asked == [20.0, 40.0, 40.0, 30.0, 60.0, 60.0]

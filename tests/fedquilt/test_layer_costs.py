@@ -12,20 +12,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import layer_costs, methods
-from fedquilt.coordinator import tasks
+from fedquilt import methods
+from fedquilt.coordinator.updates import tasks
 from fedquilt.core import BlobRef, Bundle, DeviceView, Examples
-from fedquilt.layer_costs import Layer
+from fedquilt.costs import layer_costs
+from fedquilt.costs.layer_costs import Layer
 from fedquilt.methods import fedsq
-from fedquilt.models.networks import drawn
-from fedquilt.testing.toys import register_entry
-from fedquilt.tools.simulation import Member, hands
+from fedquilt.models.networks import numpy_init
+from fedquilt.testing.toy_networks import register_entry
+from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.workers import local_backend
 
 torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
-from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
+from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
 from fedquilt.models.networks import layer_costs as traced  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
 
@@ -65,7 +67,9 @@ def counted(name: str, network: Mapping[str, Any], folder: Path, rounds: tuple[i
     order = method.send(state, DeviceView("a", None, rounds))
     own = examples(network)
     engine, none = TorchEngine(1 << 40), Examples(own.x[:0], own.y[:0])
-    deliver = partial(hands.make_task_and_context, method, order, Member("a", own, none), folder, engine=engine)
+    deliver = partial(
+        local_backend.make_task_and_context, method, order, DeviceData("a", own, none), folder, engine=engine
+    )
     task, site = deliver(cache=folder / "cache")
     if rounds:
         local = method.work(task, site).local  # what a cache and a device keep is there afterwards
@@ -132,7 +136,7 @@ def test_launches_are_the_operations_that_torch_begins() -> None:
 
 def test_a_perceptron_is_weighed_without_torch_as_with_it() -> None:
     table = dict(MLP)
-    assert drawn.costs_by_layer(table) == traced.trace_layer_costs(registry.load_network(table, seed=0), (48,))
+    assert numpy_init.costs_by_layer(table) == traced.trace_layer_costs(registry.load_network(table, seed=0), (48,))
 
 
 def test_attention_costs_its_products_between_activations_in_training_twice() -> None:
@@ -150,12 +154,12 @@ def test_a_bundle_without_layers_costs_three_forward_passes_as_it_did() -> None:
 
 def test_a_narrower_part_costs_its_share_of_every_layer() -> None:
     """Half the units of the hidden layers: a half, a quarter and a half of the products."""
-    model = drawn.initial_weights(MLP, 0)
+    model = numpy_init.initial_weights(MLP, 0)
     part = {"1.weight": model["1.weight"][:16], "3.weight": model["3.weight"][:8, :16]}
     part["5.weight"] = model["5.weight"][:, :8]
     part |= {"1.bias": model["1.bias"][:16], "3.bias": model["3.bias"][:8], "5.bias": model["5.bias"]}
-    small = drawn.costs_by_layer({**MLP, "hidden": [16, 8]})
-    assert [each.flops for each in layer_costs.scale_layers(drawn.costs_by_layer(MLP), model, part)] == [
+    small = numpy_init.costs_by_layer({**MLP, "hidden": [16, 8]})
+    assert [each.flops for each in layer_costs.scale_layers(numpy_init.costs_by_layer(MLP), model, part)] == [
         each.flops for each in small
     ]
 

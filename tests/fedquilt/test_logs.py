@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fedquilt import logs
-from fedquilt.coordinator.facts import AnyFact, Asked, Declined, Ended
+from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobEnded, TaskDeclined
 from fedquilt.coordinator.views.json_console import JsonConsole
+from fedquilt.host import logs
 
 
 @pytest.fixture
@@ -62,15 +62,19 @@ def test_a_coordinators_facts_are_lines(lines: list[dict[str, Any]]) -> None:
     """Each with its run, and its round and device where it has one."""
     job: Any = SimpleNamespace(id="digits-1")
     console = JsonConsole()
-    facts: list[AnyFact] = [Asked(3, 0, ("a",)), Declined(3, "a", "memory", "12 MB short"), Ended("failed", "why")]
+    facts: list[AnyEvent] = [
+        CohortSelected(3, 0, ("a",)),
+        TaskDeclined(3, "a", "memory", "12 MB short"),
+        JobEnded("failed", "why"),
+    ]
     for fact in facts:
         console.observe(job, fact)
     console.report("connected to the broker")
     told = [tuple(line.get(key) for key in ("level", "fact", "run", "round")) for line in lines]
     assert told == [
-        ("INFO", "Asked", "digits-1", 3),
-        ("INFO", "Declined", "digits-1", 3),
-        ("ERROR", "Ended", "digits-1", None),
+        ("INFO", "CohortSelected", "digits-1", 3),
+        ("INFO", "TaskDeclined", "digits-1", 3),
+        ("ERROR", "JobEnded", "digits-1", None),
         ("INFO", None, None, None),
     ]
     assert (lines[1]["device"], lines[1]["message"]) == ("a", "round 3: a declined (memory): 12 MB short")

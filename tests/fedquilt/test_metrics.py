@@ -7,12 +7,13 @@ import math
 import pytest
 from evaluations import of_classes, of_numbers, total
 
-from fedquilt import evaluation, metrics
-from fedquilt.coordinator import round_metrics, settings
-from fedquilt.coordinator.views import log, progress
-from fedquilt.core import EvaluationSums, JobError, Update, Usage
+from fedquilt import metrics
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.updates import metrics as updates_metrics
+from fedquilt.coordinator.views import event_messages, progress
+from fedquilt.core import EvaluationSums, JobError, Update, Usage, evaluation
 from fedquilt.tools.experiments import tables
-from fedquilt.tools.experiments.single_run import Mark, Run
+from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 
 RMSE = metrics.KNOWN["rmse"]
 
@@ -34,7 +35,7 @@ def update(device: str, sums: EvaluationSums | None = None, **metrics: float) ->
 def test_errors_of_devices_are_those_of_all_their_examples() -> None:
     """3 over one example and 1 over three: the root of (9 + 3) / 4, as over all four at once; MAE is 6 / 4."""
     updates = [update("a", of_numbers(3.0, 3.0, 1)), update("b", of_numbers(1.0, 1.0, 3))]
-    sums = round_metrics.aggregate_evaluations(updates)
+    sums = updates_metrics.aggregate_evaluations(updates)
     assert sums is not None
     assert evaluation.compute_metrics(sums) == {"rmse": math.sqrt(3.0), "mae": 1.5, "loss": 3.0}
     own = progress.summarise_round(sums, updates)
@@ -46,13 +47,13 @@ def test_a_metric_of_fewer_than_most_devices_is_none_of_the_round() -> None:
     """A device that invents names has them in its own line alone."""
     invented = {f"mine{number}": 1.0 for number in range(60)}
     updates = [update("a", loss=1.0), update("b", loss=3.0), update("c", loss=2.0, **invented)]
-    assert round_metrics.average_metrics(updates) == {"loss": 2.0}
-    assert round_metrics.explain_missing_metrics(updates, {"loss": 2.0}) == []
+    assert updates_metrics.average_metrics(updates) == {"loss": 2.0}
+    assert updates_metrics.explain_missing_metrics(updates, {"loss": 2.0}) == []
 
 
 def test_a_device_whose_loss_is_far_from_the_others_is_named() -> None:
     updates = [update(name, of_classes(0.5, loss=loss)) for name, loss in (("a", 0.4), ("b", 0.5), ("c", 1e9))]
-    assert round_metrics.explain_evaluation(updates) == [
+    assert updates_metrics.explain_evaluation(updates) == [
         "the evaluation's loss is 1e+09 on c, and 0.5 on half of the devices at most"
     ]
 
@@ -60,9 +61,9 @@ def test_a_device_whose_loss_is_far_from_the_others_is_named() -> None:
 def test_a_device_of_another_network_does_not_count_and_is_named() -> None:
     """Where the job's network does not tell how many outputs it has."""
     updates = [update("a", of_classes(0.5)), update("b", of_classes(0.7)), update("c", of_numbers(1.0, 1.0, 5))]
-    sums = round_metrics.aggregate_evaluations(updates)
+    sums = updates_metrics.aggregate_evaluations(updates)
     assert sums == total(of_classes(0.5), of_classes(0.7))
-    assert round_metrics.explain_evaluation(updates) == [
+    assert updates_metrics.explain_evaluation(updates) == [
         "the evaluation of c does not count: its network has 1 outputs, those of most have others"
     ]
 
@@ -77,13 +78,15 @@ def test_smaller_is_better_for_errors_and_larger_for_shares() -> None:
     assert metrics.format_value(metrics.ACCURACY, 0.777) == "77.70 %"
 
 
-def run_of(values: list[float], metric: str) -> Run:
+def run_of(values: list[float], metric: str) -> SeedRun:
     none = {"mean": None, "worst_decile": None, "seconds": None, "energy_j": None}
     marks = [
-        Mark(rounds=n + 1, test=value, held=None, real_s=1.0, down_bytes=1, up_bytes=1, metric=metric, **none)  # type: ignore[arg-type]
+        EvaluationPoint(
+            rounds=n + 1, test=value, held=None, real_s=1.0, down_bytes=1, up_bytes=1, metric=metric, **none
+        )  # type: ignore[arg-type]
         for n, value in enumerate(values)
     ]
-    return Run(method="fedavg", seed=0, params={}, devices=1, tested=1, marks=tuple(marks))
+    return SeedRun(method="fedavg", seed=0, params={}, devices=1, tested=1, marks=tuple(marks))
 
 
 def test_a_comparison_of_errors_counts_down_to_its_target() -> None:
@@ -99,7 +102,7 @@ def test_a_comparison_of_errors_counts_down_to_its_target() -> None:
 
 def test_a_line_of_the_log_names_the_metric() -> None:
     """With its own unit, and how many examples it is of."""
-    assert log.describe_evaluation(of_numbers(0.25, 0.25, 8))[0] == "RMSE 0.25 on 8 held-out examples"
+    assert event_messages.describe_evaluation(of_numbers(0.25, 0.25, 8))[0] == "RMSE 0.25 on 8 held-out examples"
 
 
 # -- in a job -------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def test_a_line_of_the_log_names_the_metric() -> None:
 MODEL = {"name": "mlp", "inputs": 4, "outputs": 1}
 
 
-def job(**table: object) -> settings.Job:
+def job(**table: object) -> settings.JobSettings:
     return settings.parse_job({"name": "j", "method": "fedavg", **table})
 
 

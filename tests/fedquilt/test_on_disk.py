@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt import exact, tensor_files, tensors
+from fedquilt.arrays import exact_sums, safetensors_files, tensors
+from fedquilt.arrays.lazy_arrays import DiskArray, LazyTensors, ScratchFile, checksum
 from fedquilt.core import StoreError
-from fedquilt.disk import REAL
-from fedquilt.on_disk import Lazy, OnDisk, Scratch, checksum
+from fedquilt.host.disk import REAL
 
 ONES = np.ones((3, 5), np.float32)
 
@@ -29,23 +29,23 @@ class State:
 class Sums:
     """Of a round."""
 
-    total: dict[str, exact.Total]
+    total: dict[str, exact_sums.ExactSum]
 
 
 def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) -> None:
     """Also where the second limb grows from 32 to 64 bits, and a third one is added."""
-    shape = (exact.SHORT + 3,)
+    shape = (exact_sums.SHORT + 3,)
     roll = np.random.default_rng(0)
     given = [roll.standard_normal(shape) * 10.0**power for power in (0, 9, -12, 18, -25)]
-    here: exact.Total | None = None
-    there: exact.Total | None = None
+    here: exact_sums.ExactSum | None = None
+    there: exact_sums.ExactSum | None = None
     for array in given:
-        here = exact.add_to_sum(here, array, 3.0)
-        with exact.sums_on_disk(Scratch(tmp_path) if there is None else there.limbs[0].source):  # type: ignore[attr-defined]
-            there = exact.add_to_sum(there, array, 3.0)
+        here = exact_sums.add_to_sum(here, array, 3.0)
+        with exact_sums.sums_on_disk(ScratchFile(tmp_path) if there is None else there.limbs[0].source):  # type: ignore[attr-defined]
+            there = exact_sums.add_to_sum(there, array, 3.0)
     assert here is not None
     assert there is not None
-    assert all(isinstance(limb, OnDisk) for limb in there.limbs)
+    assert all(isinstance(limb, DiskArray) for limb in there.limbs)
     assert len(here.limbs) == len(there.limbs) > 2
     assert [limb.dtype for limb in here.limbs] == [limb.dtype for limb in there.limbs]
     assert all(np.array_equal(one, np.asarray(other)) for one, other in zip(here.limbs, there.limbs, strict=True))
@@ -55,23 +55,23 @@ def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) 
 
 def test_a_sum_that_grows_takes_no_more_of_the_disk(tmp_path: Path) -> None:
     """Two limbs of twelve bytes an entry, however often something is added."""
-    room, total = Scratch(tmp_path), None
+    room, total = ScratchFile(tmp_path), None
     for _ in range(5):
-        with exact.sums_on_disk(room):
-            total = exact.add_to_sum(total, np.ones(exact.SHORT, np.float32), 3.0)
-    assert room.size() == 12 * exact.SHORT
+        with exact_sums.sums_on_disk(room):
+            total = exact_sums.add_to_sum(total, np.ones(exact_sums.SHORT, np.float32), 3.0)
+    assert room.size() == 12 * exact_sums.SHORT
 
 
 def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path: Path) -> None:
     """The coordinator drops it as soon as a later one is stored, and not every update has every tensor."""
     path, total = (
         tmp_path / "sum",
-        Sums({"a": exact.add_to_sum(None, ONES, 2.0), "b": exact.add_to_sum(None, 3 * ONES)}),
+        Sums({"a": exact_sums.add_to_sum(None, ONES, 2.0), "b": exact_sums.add_to_sum(None, 3 * ONES)}),
     )
-    tensor_files.write_safetensors(path, *tensors.split_state(total))
-    found = tensor_files.read_accumulator(path, Sums, REAL, Scratch(tmp_path, least=1))
+    safetensors_files.write_safetensors(path, *tensors.split_state(total))
+    found = safetensors_files.read_accumulator(path, Sums, REAL, ScratchFile(tmp_path, least=1))
     path.unlink()
-    assert isinstance(found.total["a"].limbs[0], OnDisk)
+    assert isinstance(found.total["a"].limbs[0], DiskArray)
     assert np.array_equal(found.total["a"].value(), 2 * ONES)
     assert np.array_equal(found.total["b"].value(), 3 * ONES)
 
@@ -80,20 +80,20 @@ def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path: Path) -> Non
 def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """The largest is kept, also of a number without axes, in the type of the first."""
     total = None
-    with exact.sums_on_disk(Scratch(tmp_path, least=1)):
+    with exact_sums.sums_on_disk(ScratchFile(tmp_path, least=1)):
         for value in (3, 7, 5):
-            total = exact.add_to_sum(total, np.full(shape, value, np.int64))
+            total = exact_sums.add_to_sum(total, np.full(shape, value, np.int64))
     assert total is not None
-    assert isinstance(total.limbs[0], OnDisk)
+    assert isinstance(total.limbs[0], DiskArray)
     assert (total.value().dtype, total.value().tolist()) == (np.dtype(np.int64), np.full(shape, 7).tolist())
 
 
 def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path: Path) -> None:
     """A sum that is added to a thousand times is as long as one."""
-    room = Scratch(tmp_path, least=1)
+    room = ScratchFile(tmp_path, least=1)
     first = room.store_array(ONES)
     again = room.store_array(2 * ONES, first)
-    assert isinstance(again, OnDisk)
+    assert isinstance(again, DiskArray)
     assert room.size() == ONES.nbytes
     assert np.array_equal(again.read(), 2 * ONES)
     assert room.store_array(ONES.astype(np.float64), again).offset == ONES.nbytes  # type: ignore[union-attr]
@@ -104,9 +104,9 @@ def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path: 
     """After the state was opened: the tensor is refused by the name of its file; others are read as before."""
     path = tmp_path / "state"
     state = State({"a": ONES, "b": 7 * ONES}, 3, {"c": ONES[0]})
-    tensor_files.write_safetensors(path, *tensors.split_state(state))
-    found = tensor_files.read_state(path, State, lazy_bytes=2 * ONES.nbytes)
-    assert isinstance(found.model, Lazy)
+    safetensors_files.write_safetensors(path, *tensors.split_state(state))
+    found = safetensors_files.read_state(path, State, lazy_bytes=2 * ONES.nbytes)
+    assert isinstance(found.model, LazyTensors)
     assert isinstance(found.own, dict)  # too small to be left on the disk
     place = found.model.shapes["b"]
     payload = bytearray(path.read_bytes())
@@ -123,10 +123,10 @@ def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path: 
 def test_a_state_on_the_disk_is_stored_anew_in_the_same_bytes(tmp_path: Path) -> None:
     """A round that changes nothing leaves the same blob."""
     path, other = tmp_path / "state", tmp_path / "other"
-    tensor_files.write_safetensors(path, *tensors.split_state(State({"b": ONES, "a": 2 * ONES}, 3, {})))
-    found = tensor_files.read_state(path, State, lazy_bytes=1)
-    assert isinstance(found.model, Lazy)
-    tensor_files.write_safetensors(other, *tensors.split_state(found))
+    safetensors_files.write_safetensors(path, *tensors.split_state(State({"b": ONES, "a": 2 * ONES}, 3, {})))
+    found = safetensors_files.read_state(path, State, lazy_bytes=1)
+    assert isinstance(found.model, LazyTensors)
+    safetensors_files.write_safetensors(other, *tensors.split_state(found))
     assert other.read_bytes() == path.read_bytes()
     assert tensors.total_bytes([found.model]) == 2 * ONES.nbytes
     assert tensors.layout_from_tensors(found.model) == {"a": "f4:3,5", "b": "f4:3,5"}
@@ -161,8 +161,10 @@ class Searching:
 def test_a_part_of_a_state_that_holds_arrays_alone_is_no_mapping_of_arrays(tmp_path: Path) -> None:
     """It is read with the state; a mapping stays on the disk, and one that is not there is not."""
     for model in ({"a": ONES}, None):
-        tensor_files.write_safetensors(tmp_path / "state", *tensors.split_state(Searching(Gathered(ONES, ONES), model)))
-        found = tensor_files.read_state(tmp_path / "state", Searching, lazy_bytes=1)
+        safetensors_files.write_safetensors(
+            tmp_path / "state", *tensors.split_state(Searching(Gathered(ONES, ONES), model))
+        )
+        found = safetensors_files.read_state(tmp_path / "state", Searching, lazy_bytes=1)
         assert found.gathered is not None
         assert np.array_equal(found.gathered.half, ONES)
-        assert isinstance(found.model, Lazy) == (model is not None)
+        assert isinstance(found.model, LazyTensors) == (model is not None)

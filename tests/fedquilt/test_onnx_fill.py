@@ -11,8 +11,11 @@ import numpy as np
 import plain
 import pytest
 
-from fedquilt import graph_check, onnx_fill, personal, tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import ModelError
+from fedquilt.formats import personal_models
+from fedquilt.onnx import graph_check
+from fedquilt.onnx import weights as onnx_weights
 
 onnx = pytest.importorskip("onnx", reason="graphs are written with onnx")
 NETWORKS: list[dict[str, Any]] = [
@@ -49,10 +52,10 @@ def test_a_filled_graph_answers_as_the_network_with_these_tensors(network: dict[
     assert unfilled == onnx_file.export_without_weights(network)
     model = registry.load_network(network, seed=3)
     held = {name: value.numpy() for name, value in model.state_dict().items()}
-    assert onnx_fill.missing_tensors(unfilled).keys() == {
+    assert onnx_weights.missing_tensors(unfilled).keys() == {
         name for name, array in held.items() if array.dtype.kind == "f"
     }
-    made = b"".join(onnx_fill.fill_graph(unfilled, held))
+    made = b"".join(onnx_weights.fill_graph(unfilled, held))
     graph_check.check_bytes(made)
     onnx.checker.check_model(onnx.load_from_string(made))
     x = torch.rand(5, *registry.input_shape(network))
@@ -65,7 +68,7 @@ def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out() -> 
     """Nothing else in the file changes."""
     other = onnx.numpy_helper.from_array(np.arange(4, dtype=np.int64), "other")
     w = np.arange(6, dtype=np.float32).reshape(2, 3)
-    made = onnx.load_from_string(b"".join(onnx_fill.fill_graph(graph(lacking(), other), {"w": w, "spare": w})))
+    made = onnx.load_from_string(b"".join(onnx_weights.fill_graph(graph(lacking(), other), {"w": w, "spare": w})))
     whole = onnx.load_from_string(graph(onnx.numpy_helper.from_array(w, "w"), other))
     assert made == whole
 
@@ -85,7 +88,7 @@ def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out() -> 
 def test_what_does_not_fit_is_refused_by_name(payload: bytes, given: Any, said: str) -> None:
     """As a board tells it."""
     with pytest.raises(ModelError, match=said):
-        onnx_fill.fill_graph(payload, given)
+        onnx_weights.fill_graph(payload, given)
 
 
 def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path: Path) -> None:
@@ -93,16 +96,16 @@ def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path: Path) -> None:
     task = plain.task(job="digits-1", method="fedrep", params={"lr": 0.1}, actions=("check",))
     bundles = {"model": {"a.weight": np.ones((2, 2), np.float32)}, "own": {"b/c": np.array(3.0, np.float32)}}
     path = tmp_path / "shared"
-    path.write_bytes(personal.encode_personal(task, b"graph", bundles))
-    assert personal.read_task(path) == task
-    found = personal.read_personal(path)
+    path.write_bytes(personal_models.encode_personal(task, b"graph", bundles))
+    assert personal_models.read_task(path) == task
+    found = personal_models.read_personal(path)
     assert found.graph.tobytes() == b"graph"
     assert {name: tensors.encode_tensors(each) for name, each in found.bundles.items()} == {
         name: tensors.encode_tensors(each) for name, each in bundles.items()
     }
     for other in (graph(lacking()), b"", b"short", tensors.encode_tensors(bundles["model"]), b"\xff" * 64):
         path.write_bytes(other)
-        assert personal.read_task(path) is None
+        assert personal_models.read_task(path) is None
 
 
 @pytest.mark.parametrize("written", ["{}", '{"job": "digits-1", "method": "fedrep", "params": {}}', "\u00e9"])
@@ -111,7 +114,7 @@ def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path: Path, w
     path = tmp_path / "shared"
     path.write_bytes(tensors.encode_tensors({"graph": np.zeros(2, np.uint8)}, {"personal": written}))
     with pytest.raises(ModelError, match=r"parts on boards: not a fedquilt message: .*; deploy it anew"):
-        personal.read_task(path)
+        personal_models.read_task(path)
 
 
 @pytest.mark.parametrize("payload", [b"no safetensors", tensors.encode_tensors({"model/a": np.ones(2, np.float32)})])
@@ -120,7 +123,7 @@ def test_a_damaged_result_is_refused_by_name(tmp_path: Path, payload: bytes) -> 
     path = tmp_path / "shared"
     path.write_bytes(payload)
     with pytest.raises(ModelError, match="parts on boards"):
-        personal.read_personal(path)
+        personal_models.read_personal(path)
 
 
 # -- two files ------------------------------------------------------------------------------------
@@ -137,11 +140,11 @@ def answer(path: Path | bytes) -> Any:
 def test_two_files_become_one_that_answers_the_same(tmp_path: Path) -> None:
     """As torch writes them. A file that is whole is not copied."""
     path = made_graphs.two_files(tmp_path)
-    made = b"".join(onnx_fill.read_with_external_data(path))
+    made = b"".join(onnx_weights.read_with_external_data(path))
     assert answer(made) == answer(path) == [[15.0] * 3]
     assert graph_check.check_bytes(made).weight_bytes == 6 * 3 * 4
     (tmp_path / "whole.onnx").write_bytes(made)
-    assert len(onnx_fill.read_with_external_data(tmp_path / "whole.onnx")) == 1
+    assert len(onnx_weights.read_with_external_data(tmp_path / "whole.onnx")) == 1
 
 
 def test_weights_in_constants_and_branches_are_taken_in_too(tmp_path: Path) -> None:
@@ -175,7 +178,7 @@ def test_weights_in_constants_and_branches_are_taken_in_too(tmp_path: Path) -> N
         tensor.ClearField("raw_data")
     (tmp_path / "d").write_bytes(data)
     (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
-    whole = b"".join(onnx_fill.read_with_external_data(tmp_path / "m.onnx"))
+    whole = b"".join(onnx_weights.read_with_external_data(tmp_path / "m.onnx"))
     assert b"external" not in whole
     assert answer(whole) == [[15.0] * 3]
 
@@ -193,7 +196,7 @@ def test_weights_are_read_from_the_folder_of_the_model_alone(tmp_path: Path, loc
     with pytest.raises(
         ModelError, match="fedquilt reads files of the model's own folder alone; export the model as one"
     ):
-        onnx_fill.read_with_external_data(path)
+        onnx_weights.read_with_external_data(path)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +225,7 @@ def test_what_is_no_plain_file_beside_the_model_is_refused(tmp_path: Path, place
     elif place == "short":
         data.write_bytes(payload[:-1])
     with pytest.raises(ModelError) as refused:
-        onnx_fill.read_with_external_data(path)
+        onnx_weights.read_with_external_data(path)
     assert said in str(refused.value)
     assert str(refused.value).startswith("model.onnx: ")
 
@@ -231,7 +234,7 @@ def test_a_file_that_many_tensors_name_is_not_read_beyond_the_size_of_an_onnx_fi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few kilobytes that name one file again and again would fill the memory."""
-    monkeypatch.setattr(onnx_fill, "FILE_MOST", 10_000)
+    monkeypatch.setattr(onnx_weights, "FILE_MOST", 10_000)
     path = made_graphs.two_files(tmp_path)
     made = onnx.load(path, load_external_data=False)
     for number in range(200):
@@ -239,4 +242,4 @@ def test_a_file_that_many_tensors_name_is_not_read_beyond_the_size_of_an_onnx_fi
         made.graph.initializer[-1].name = f"w{number}"
     path.write_bytes(made.SerializeToString())
     with pytest.raises(ModelError, match=r"with the numbers of 'model\.onnx\.data' it has more than 10000 bytes"):
-        onnx_fill.read_with_external_data(path)
+        onnx_weights.read_with_external_data(path)

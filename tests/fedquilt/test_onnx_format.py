@@ -7,8 +7,8 @@ import re
 import made_graphs
 import pytest
 
-from fedquilt.edge_agent.engines import onnx_session
-from fedquilt.onnx_format import RUNTIMES, explain_unsupported
+from fedquilt.edge_agent.engines.onnx import session
+from fedquilt.onnx.schema import RUNTIMES, explain_unsupported
 
 runtime = pytest.importorskip("onnxruntime")
 
@@ -41,7 +41,7 @@ def test_a_release_loads_graphs_up_to_its_opset_and_ir_version(
 def loads(opset: int, ir_version: int) -> bool:
     made = made_graphs.product(opsets=[("", opset)], ir_version=ir_version)
     try:
-        onnx_session.create_session(made.SerializeToString())
+        session.create_session(made.SerializeToString())
     except Exception:  # the runtime's errors have no common base
         return False
     return True

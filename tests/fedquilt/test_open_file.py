@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt import open_file
-from fedquilt.disk import REAL
+from fedquilt.host import disk
+from fedquilt.host.disk import REAL
 
 CALLS: dict[str, Callable[[Path], object]] = {
     "read": REAL.read,
@@ -42,7 +42,7 @@ def test_the_disk_waits_for_a_descriptor(
         if len(waits) == 3:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
-    monkeypatch.setattr(open_file.time, "sleep", sleep)
+    monkeypatch.setattr(disk.time, "sleep", sleep)
     lowest = os.dup(0)  # all below are in use
     os.close(lowest)
     try:

@@ -9,11 +9,11 @@ from waiting import LIMIT_S
 
 from fedquilt import open_metrics
 from fedquilt.core import JobError
-from fedquilt.open_metrics import Family
+from fedquilt.open_metrics import MetricFamily
 
 FAMILIES = [
-    Family("fq_jobs", "counter", "jobs so far", (), [((), 3.0)]),
-    Family("fq_watts", "gauge", "watts", ("device",), [(("a",), 2.5), (("b",), 7.0)]),
+    MetricFamily("fq_jobs", "counter", "jobs so far", (), [((), 3.0)]),
+    MetricFamily("fq_watts", "gauge", "watts", ("device",), [(("a",), 2.5), (("b",), 7.0)]),
 ]
 
 

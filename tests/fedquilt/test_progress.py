@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from fedquilt import progress
-from fedquilt.progress import EVERY_S, LIVE_S, QUIET_S, RARELY_S, Line
+from fedquilt.console import progress
+from fedquilt.console.progress import EVERY_S, LIVE_S, QUIET_S, RARELY_S, ProgressLine
 
 
 class Clock:
@@ -33,7 +33,7 @@ def clock() -> Clock:
 def test_elsewhere_a_line_comes_now_and_then(clock: Clock) -> None:
     """None of what is soon over; then ever more rarely."""
     out = io.StringIO()
-    line = Line(out, clock=clock)
+    line = ProgressLine(out, clock=clock)
     shown = []
     for second in range(3600):
         clock.now_s = float(second)
@@ -52,7 +52,7 @@ def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock: Clock, mo
     """At once, but not more often than the eye sees; lines that stay come above it."""
     monkeypatch.setenv("COLUMNS", "20")
     out = Terminal()
-    line = Line(out, clock=clock)
+    line = ProgressLine(out, clock=clock)
     line.show_status("one")
     line.show_status("two")  # too soon
     clock.now_s += LIVE_S
@@ -66,7 +66,7 @@ def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock: Clock, mo
 def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> None:
     """Since the first call: what was done before took none of this time."""
     out = Terminal()
-    line = Line(out, clock=clock)
+    line = ProgressLine(out, clock=clock)
     line.show_status("runs", 4, 10)
     clock.now_s += 60
     line.show_status("runs", 6, 10)
@@ -77,7 +77,7 @@ def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> 
 def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
     """What came before says nothing of it: neither after the end nor where fewer are done than before."""
     out = Terminal()
-    line = Line(out, clock=clock)
+    line = ProgressLine(out, clock=clock)
     line.show_status("runs", 4, 10)
     clock.now_s += 3600
     line.end_operation()
@@ -98,7 +98,7 @@ def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
 def test_a_line_that_says_the_same_is_not_written_again(clock: Clock) -> None:
     """A terminal far away gets no bytes for nothing."""
     out = Terminal()
-    line = Line(out, clock=clock)
+    line = ProgressLine(out, clock=clock)
     for _ in range(3):
         line.show_status("work")
         clock.now_s += LIVE_S
@@ -108,7 +108,7 @@ def test_a_line_that_says_the_same_is_not_written_again(clock: Clock) -> None:
 def test_words_that_are_not_shown_are_not_made(clock: Clock) -> None:
     """They may cost as much as there are boards."""
     made: list[float] = []
-    line = Line(io.StringIO(), clock=clock)
+    line = ProgressLine(io.StringIO(), clock=clock)
     for second in range(8):
         clock.now_s = float(second)
         line.show_status(lambda: made.append(clock.now_s) or "words")  # type: ignore[func-returns-value]
@@ -121,7 +121,7 @@ def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPa
     write = out.write
     monkeypatch.setattr(out, "write", lambda text: (write(text), "so far" in text and shown.set())[0])
     monkeypatch.setattr(progress, "TICK_S", 0.001)
-    line = Line(out)
+    line = ProgressLine(out)
     before = threading.active_count()
 
     def fail() -> None:
@@ -140,7 +140,7 @@ def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPa
 def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_others_may_take() -> None:
     """Nothing of that is left for the work that comes after it."""
     out = Terminal()
-    line = Line(out, live=True, clock=(clock := Clock()))
+    line = ProgressLine(out, live=True, clock=(clock := Clock()))
     with progress.show_progress("preparing", line):
         for number, name in enumerate(("donor a", "donor b", "the files")):
             clock.now_s += 10.0
@@ -158,7 +158,7 @@ def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_ot
 def test_what_is_told_to_have_passed_is_of_the_clock_of_the_line(clock: Clock) -> None:
     """Not of the machine's, which may stand at any time when the line's begins."""
     out = Terminal()
-    line = Line(out, live=True, clock=clock)
+    line = ProgressLine(out, live=True, clock=clock)
     began_s = clock.now_s
     clock.now_s += 90.0
     line.show_elapsed("preparing", began_s)

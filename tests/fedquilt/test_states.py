@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_states import FUZZ, STATE, Inner, State, same_bits
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import StoreError
 
 

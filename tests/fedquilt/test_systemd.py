@@ -61,7 +61,7 @@ class Case:
     def __init__(self) -> None:
         self.steps, self.status = Steps(), "asks for a broker"
         self._told: list[str] = []
-        self.watched = systemd.Watched(self.steps, lambda: self.status, self._told.append)
+        self.watched = systemd.WatchdogEndpoint(self.steps, lambda: self.status, self._told.append)
 
     def at(self, now_s: float) -> list[str]:
         self._told.clear()
@@ -83,7 +83,7 @@ def test_a_step_that_fails_is_never_ready() -> None:
     steps = Steps()
     steps.step = lambda now_s: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        systemd.Watched(steps, lambda: "", told.append).step(0.0)
+        systemd.WatchdogEndpoint(steps, lambda: "", told.append).step(0.0)
     assert told == []
 
 

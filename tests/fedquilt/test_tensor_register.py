@@ -8,21 +8,27 @@ from typing import Any
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.tensor_register import Entry, Register, register_of, register_of_mlp, without_register
+from fedquilt.formats.tensor_register import (
+    RegisterEntry,
+    TensorRegister,
+    register_of,
+    register_of_mlp,
+    without_register,
+)
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from fedquilt.models.networks import registry, tensor_register  # noqa: E402
-from fedquilt.testing import awkward  # noqa: E402
+from fedquilt.models.networks import register_trace, registry  # noqa: E402
+from fedquilt.testing import difficult_networks  # noqa: E402
 
 
-def traced(network: dict[str, Any]) -> Register:
-    return tensor_register.trace_register(registry.build(network), registry.input_shape(network))
+def traced(network: dict[str, Any]) -> TensorRegister:
+    return register_trace.trace_register(registry.build(network), registry.input_shape(network))
 
 
-def kinds(register: Register) -> dict[str, str]:
+def kinds(register: TensorRegister) -> dict[str, str]:
     return {entry.name: entry.kind for entry in register.tensors}
 
 
@@ -32,20 +38,22 @@ def kinds(register: Register) -> dict[str, str]:
 def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still() -> None:
     """Of any name, with statistics or without; a normalisation of other kind, or of another part, does not."""
     layers = {"a": nn.Conv1d(2, 2, 3), "b": nn.BatchNorm1d(2, track_running_stats=False), "c": nn.GroupNorm(1, 2)}
-    register = tensor_register.trace_register(nn.Sequential(OrderedDict(layers)), (2, 8))
+    register = register_trace.trace_register(nn.Sequential(OrderedDict(layers)), (2, 8))
     names = {entry.name for entry in register.tensors}
     assert register.is_coupled(names)
     assert register.is_coupled(names, {"b.bias"})
     assert not register.is_coupled(names, {"a.weight", "c.weight"})
     assert not register.is_coupled({"a.weight", "c.weight"})
-    bare = tensor_register.trace_register(nn.Sequential(nn.BatchNorm1d(2, affine=False)), (2, 8))
+    bare = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(2, affine=False)), (2, 8))
     assert bare.is_coupled({"0.running_mean"}, set())
 
 
 def test_convolutions_along_time_are_convolutions_and_learned_places_are_not() -> None:
     """A class token and places of three axes belong to the network itself."""
     assert (
-        traced(awkward.network_table("tokens")).convolution_paths(kinds(traced(awkward.network_table("tokens"))))
+        traced(difficult_networks.network_table("tokens")).convolution_paths(
+            kinds(traced(difficult_networks.network_table("tokens")))
+        )
         == set()
     )
     series = traced({"name": "conv1d", "channels": 3, "steps": 20, "classes": 3})
@@ -60,7 +68,7 @@ def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
     named.register_buffer("running_mean", torch.zeros(2))
     named.register_buffer("running_var", torch.ones(2))
     named.forward = lambda x: x  # type: ignore[method-assign]
-    register = tensor_register.trace_register(nn.Sequential(nn.BatchNorm1d(2), named), (2, 8))
+    register = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(2), named), (2, 8))
     assert register.running_means_by_variance() == {"0.running_var": "0.running_mean"}
 
 
@@ -69,7 +77,7 @@ def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
 
 def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> None:
     """Moving averages are buffers that training changes, and their module is a normalisation."""
-    register = traced(awkward.network_table("moving_average"))
+    register = traced(difficult_networks.network_table("moving_average"))
     entry = register.find_entry("2.mean_ema")
     assert entry is not None
     assert (entry.kind, entry.module, entry.normalises, entry.trained) == ("buffer", "2", True, True)
@@ -79,7 +87,7 @@ def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> 
 
 def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None:
     """`waves` never changes; the class token and the places are parameters of the network itself."""
-    register = traced(awkward.network_table("tokens"))
+    register = traced(difficult_networks.network_table("tokens"))
     waves, token = register.find_entry("waves"), register.find_entry("class_token")
     assert waves is not None
     assert token is not None
@@ -91,7 +99,7 @@ def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None
 
 def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> None:
     """An order of columns stays, `seen` grows; float16 is a buffer as float32 is."""
-    register = traced(awkward.network_table("typed"))
+    register = traced(difficult_networks.network_table("typed"))
     assert {name: kinds(register)[name] for name in ("order", "seen", "scale", "level")} == {
         "order": "counter",
         "seen": "counter",
@@ -103,10 +111,10 @@ def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> 
 
 def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
     """A weight that two layers share, and a module in two places with all that is in it."""
-    rows = {entry.name: entry.aliases for entry in traced(awkward.network_table("tied")).tensors}
+    rows = {entry.name: entry.aliases for entry in traced(difficult_networks.network_table("tied")).tensors}
     assert rows["second.weight"] == ("third.weight",)
     assert "third.weight" not in rows
-    shared = traced(awkward.network_table("shared"))
+    shared = traced(difficult_networks.network_table("shared"))
     assert shared.find_entry("2.1.running_var").aliases == ("3.1.running_var",)  # type: ignore[union-attr]
     model = {"2.0.weight": 1, "5.weight": 2}
     assert shared.with_aliases(model) == {"2.0.weight": 1, "5.weight": 2, "3.0.weight": 1}  # type: ignore[arg-type]
@@ -114,12 +122,12 @@ def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
 
 def test_tracing_leaves_the_network_as_it_was() -> None:
     """Its tensors, its mode, and torch's random numbers."""
-    model = registry.build(awkward.network_table("root_parameter"))
+    model = registry.build(difficult_networks.network_table("root_parameter"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     wanted = torch.rand(1)
     torch.manual_seed(3)
-    tensor_register.trace_register(model, (6,))
+    register_trace.trace_register(model, (6,))
     assert torch.equal(torch.rand(1), wanted)
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -133,7 +141,7 @@ def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many
     found = traced({"name": "plain", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}})
     assert found.parameters_by_layer()["0.0"] == ("0.0.weight", "0.1.bias", "0.1.weight")
     assert found.find_entry("0.1.running_mean").layer == "0.0"  # type: ignore[union-attr]
-    before = tensor_register.trace_register(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
+    before = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
     assert before.parameters_by_layer() == {
         "0": ("0.bias", "0.weight"),
         "1": ("1.bias", "1.weight", "2.bias", "2.weight"),
@@ -154,7 +162,7 @@ def test_the_head_is_the_linear_layer_called_last() -> None:
             value = self.encoder[0](self.a_first(x))[:, None]
             return self.classifier(self.encoder[1](value, value, value)[0][:, 0])
 
-    register = tensor_register.trace_register(Net(), (6,))
+    register = register_trace.trace_register(Net(), (6,))
     assert list(register.parameters_by_layer()) == [
         "a_first",
         "encoder.0",
@@ -178,13 +186,13 @@ def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
             return self.head(self.mix(self.embed(x.long()).mean(1)))
 
     with pytest.raises(ModelError, match=r"the last layer 'head' shares the tensor 'embed\.weight'"):
-        tensor_register.trace_register(Net(), (3,)).classifier()
+        register_trace.trace_register(Net(), (3,)).classifier()
 
 
 def head_of(name: str) -> tuple[str | None, list[str]]:
     """The head of torchvision's network, and the linear layers that give its 1000 classes in evaluation mode."""
     quiet = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
-    from fedquilt.torchvision_compat import import_torchvision
+    from fedquilt.host.torchvision_compat import import_torchvision
 
     model = import_torchvision().models.get_model(name, **quiet)
     size = {"inception_v3": 299, "vit_b_32": 224}.get(name, 64)
@@ -193,13 +201,13 @@ def head_of(name: str) -> tuple[str | None, list[str]]:
         for path, each in model.named_modules()
         if isinstance(each, nn.Linear) and each.out_features == 1000 and "aux" not in path.lower()
     ]
-    return tensor_register.trace_register(model, (3, size, size)).classifier(), told
+    return register_trace.trace_register(model, (3, size, size)).classifier(), told
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "squeezenet1_1", "mnasnet0_5"])
 def test_the_head_of_a_torchvision_classifier_is_the_layer_that_gives_its_classes(name: str) -> None:
     """Names alone take ConvNeXt's `features.7.2.block.5`. SqueezeNet has none."""
-    pytest.importorskip("fedquilt.torchvision_compat")
+    pytest.importorskip("fedquilt.host.torchvision_compat")
     found, told = head_of(name)
     assert [found] == (told or [None])
 
@@ -237,8 +245,8 @@ def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself
 
 def test_numbers_in_names_are_compared_as_numbers() -> None:
     """So the last layer of a long sequence is its last, not its ninth."""
-    rows = [Entry(f"{n}.weight", "parameter", f"{n}", f"{n}", "Linear", False, True) for n in (10, 2, 9)]
-    register = Register(tuple(rows))
+    rows = [RegisterEntry(f"{n}.weight", "parameter", f"{n}", f"{n}", "Linear", False, True) for n in (10, 2, 9)]
+    register = TensorRegister(tuple(rows))
     assert list(register.parameters_by_layer()) == ["2", "9", "10"]
     assert register.classifier() == "10"
     assert without_register({"name": "x", "register": {}}) == {"name": "x"}
@@ -247,7 +255,7 @@ def test_numbers_in_names_are_compared_as_numbers() -> None:
 @pytest.mark.parametrize("normalised", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
 def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -> None:
     """So the classifier is found, and its buffers are no batch norm's."""
-    register = tensor_register.trace_register(
+    register = register_trace.trace_register(
         nn.Sequential(nn.Linear(4, 5), nn.ReLU(), normalised(nn.Linear(5, 3))), (4,)
     )
     made = [entry for entry in register.tensors if ".parametrizations." in entry.name]
@@ -266,4 +274,4 @@ def test_buffers_outside_the_state_are_not_in_the_register() -> None:
     """As frequencies of rotary positions are, beside tensors that count."""
     layer = nn.Linear(4, 3)
     layer.register_buffer("frequencies", torch.ones(4), persistent=False)
-    assert [entry.name for entry in tensor_register.trace_register(layer, (4,)).tensors] == ["weight", "bias"]
+    assert [entry.name for entry in register_trace.trace_register(layer, (4,)).tensors] == ["weight", "bias"]

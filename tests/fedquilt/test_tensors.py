@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_states import FUZZ, STATE, same_bits
 
-from fedquilt import tensor_files, tensors
+from fedquilt.arrays import safetensors_files, tensors
 from fedquilt.core import StoreError, UpdateError
-from fedquilt.disk import REAL
+from fedquilt.host.disk import REAL
 from fedquilt.methods import fedavg
 
 # -- arithmetic --
@@ -48,7 +48,7 @@ def test_unlike_tensors_are_told_apart_by_name() -> None:
 
 def test_what_a_device_sent_has_the_types_and_bounds_that_a_sum_can_take() -> None:
     """A float's square has to fit its type, a counter runs from 0 to 2^53; at the bounds it passes."""
-    wanted = {"w": tensors.Shaped((2,), np.dtype(np.float32)), "n": np.zeros((), np.int64)}
+    wanted = {"w": tensors.TensorSpec((2,), np.dtype(np.float32)), "n": np.zeros((), np.int64)}
     good = {"w": np.array([-1.8e19, 1.8e19], np.float32), "n": np.array(2**53)}
     tensors.require_addable(good, wanted)
     bad: list[tuple[str, np.ndarray, str]] = [
@@ -196,8 +196,8 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path: Path) -> Non
         "count": np.array([7]),
         "double": np.ones(2),
     }
-    tensor_files.write_safetensors(tmp_path / "file", given)
-    found = tensor_files.Floats(tmp_path / "file")
+    safetensors_files.write_safetensors(tmp_path / "file", given)
+    found = safetensors_files.FloatReader(tmp_path / "file")
     assert list(found) == ["a", "b", "none"]
     assert all(
         found[name].tobytes() == given[name].tobytes() and found[name].shape == given[name].shape for name in found
@@ -212,7 +212,7 @@ def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path: Path, payload: by
     """The one named error that `read` raises too."""
     (tmp_path / "file").write_bytes(payload)
     with pytest.raises(UpdateError, match="not a safetensors"):
-        tensor_files.Floats(tmp_path / "file")
+        safetensors_files.FloatReader(tmp_path / "file")
 
 
 def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path: Path) -> None:
@@ -221,22 +221,22 @@ def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path: 
     header = json.dumps({"w": {"dtype": "F32", "shape": [0], "data_offsets": [far, far]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
-        tensor_files.Floats(path)["w"]
+        safetensors_files.FloatReader(path)["w"]
 
 
 def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path: Path) -> None:
     """A file that ends early, and one that is gone."""
     path = tmp_path / "file"
-    tensor_files.write_safetensors(path, {"w": np.ones(9, np.float32)})
+    safetensors_files.write_safetensors(path, {"w": np.ones(9, np.float32)})
     path.write_bytes(path.read_bytes()[:-4])
-    found = tensor_files.Floats(path)
+    found = safetensors_files.FloatReader(path)
     with pytest.raises(UpdateError, match="ends within tensor 'w'"):
         found["w"]
     path.unlink()
     with pytest.raises(StoreError, match="cannot read"):
         found["w"]
     with pytest.raises(StoreError, match="cannot read"):
-        tensor_files.Floats(path)
+        safetensors_files.FloatReader(path)
 
 
 KEPT = fedavg.State({"lr": 0.1}, {"name": "mlp"}, {"w": np.ones((3, 2), np.float32), "n": np.array(7)}, 9.0, 4)
@@ -250,9 +250,9 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(
     types = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
     given = {f"t.{kind}": np.arange(1, 7).reshape(2, 3).astype(kind) for kind in types}
     given |= {"none": np.zeros((0, 2), np.float32), '\u00e9 "\\\x01': np.array(7)}
-    tensor_files.write_safetensors(tmp_path / "file", given, metadata)
+    safetensors_files.write_safetensors(tmp_path / "file", given, metadata)
     assert (tmp_path / "file").read_bytes() == tensors.encode_tensors(given, metadata)
-    found = tensor_files.Stored(tmp_path / "file")
+    found = safetensors_files.SafetensorsReader(tmp_path / "file")
     assert list(found) == sorted(given)
     for name in [*given, *given]:
         assert (found[name].dtype, found[name].shape) == (given[name].dtype, given[name].shape)
@@ -262,15 +262,15 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(
 def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path: Path) -> None:
     """And is read back piece by piece; another file is refused by name."""
     path = tmp_path / "state"
-    tensor_files.write_safetensors(path, *tensors.split_state(KEPT))
+    safetensors_files.write_safetensors(path, *tensors.split_state(KEPT))
     assert path.read_bytes() == tensors.pack_state(KEPT)
-    assert tensors.pack_state(tensor_files.read_state(path, fedavg.State)) == tensors.pack_state(KEPT)
-    tensor_files.write_safetensors(path, {"w": np.ones(2)})
+    assert tensors.pack_state(safetensors_files.read_state(path, fedavg.State)) == tensors.pack_state(KEPT)
+    safetensors_files.write_safetensors(path, {"w": np.ones(2)})
     with pytest.raises(StoreError, match="not a stored State"):
-        tensor_files.read_state(path, fedavg.State)
+        safetensors_files.read_state(path, fedavg.State)
     path.write_bytes(b"x")
     with pytest.raises(StoreError, match="not a stored State"):
-        tensor_files.read_state(path, fedavg.State)
+        safetensors_files.read_state(path, fedavg.State)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="a file of Linux's that comes in pieces")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from plain import budgeted
 
-from fedquilt import tiers
-from fedquilt.core import Profile, Work
-from fedquilt.footprint import ASSUMED_BASE_BYTES, FIRST_USE_BYTES
-from fedquilt.tiers import Member, Share
+from fedquilt.core import Profile, WorkEstimate
+from fedquilt.costs import tiers
+from fedquilt.costs.peak_memory import ASSUMED_BASE_BYTES, FIRST_USE_BYTES
+from fedquilt.costs.tiers import TierCoverage, TierDevice
 
 MB, GB = 10**6, 10**9
 
@@ -43,21 +43,21 @@ def test_a_device_that_has_not_said_what_it_is_has_no_tier() -> None:
 def test_work_fits_a_device_up_to_the_last_byte_beside_the_engine() -> None:
     """1 GB less torch at work."""
     room = GB - ASSUMED_BASE_BYTES["torch"] - FIRST_USE_BYTES["torch"]
-    assert tiers.fits_budget(device(GB), "torch", Work(peak_bytes=room))
-    assert not tiers.fits_budget(device(GB), "torch", Work(peak_bytes=room + 1))
+    assert tiers.fits_budget(device(GB), "torch", WorkEstimate(peak_bytes=room))
+    assert not tiers.fits_budget(device(GB), "torch", WorkEstimate(peak_bytes=room + 1))
 
 
 def test_coverage_counts_devices_and_examples_by_tier() -> None:
     """1.5 GB of training: of ten devices in the paper's shares, those with 2 GB and more, 7 of 10."""
-    fleet = [Member(device(size * GB), examples=10 * size) for size in (1, 1, 1, 2, 2, 2, 4, 4, 4, 8)]
-    found = tiers.tier_coverage(fleet, ["torch"], Work(peak_bytes=1500 * MB))
+    fleet = [TierDevice(device(size * GB), examples=10 * size) for size in (1, 1, 1, 2, 2, 2, 4, 4, 4, 8)]
+    found = tiers.tier_coverage(fleet, ["torch"], WorkEstimate(peak_bytes=1500 * MB))
     assert found == {
-        "1GB": Share(3, 0, 30, 0),
-        "2GB": Share(3, 3, 60, 60),
-        "4GB": Share(3, 3, 120, 120),
-        "8GB": Share(1, 1, 80, 80),
+        "1GB": TierCoverage(3, 0, 30, 0),
+        "2GB": TierCoverage(3, 3, 60, 60),
+        "4GB": TierCoverage(3, 3, 120, 120),
+        "8GB": TierCoverage(1, 1, 80, 80),
     }
-    told = tiers.format_coverage(found, Work(peak_bytes=1500 * MB))
+    told = tiers.format_coverage(found, WorkEstimate(peak_bytes=1500 * MB))
     assert told[0] == "could take part (1.5 GB beside the engine): 7 of 10 devices, 260 of 290 examples"
     assert told[1] == "  1GB: 0 of 3 devices, 0 of 30 examples"
     assert len(told) == 5
@@ -65,30 +65,30 @@ def test_coverage_counts_devices_and_examples_by_tier() -> None:
 
 def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits() -> None:
     """Torch with the work is too much for it, onnx is not; a device with neither cannot, whatever its budget."""
-    work = Work(peak_bytes=400 * MB)
-    small = Member(device(500 * MB))
+    work = WorkEstimate(peak_bytes=400 * MB)
+    small = TierDevice(device(500 * MB))
     assert tiers.tier_coverage([small], ["torch"], work)["under 1GB"].able == 0
     assert tiers.tier_coverage([small], ["torch", "onnx"], work)["under 1GB"].able == 1
-    assert tiers.tier_coverage([Member(device(8 * GB, "numpy"))], ["torch", "onnx"], work)["8GB"].able == 0
+    assert tiers.tier_coverage([TierDevice(device(8 * GB, "numpy"))], ["torch", "onnx"], work)["8GB"].able == 0
 
 
 def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such() -> None:
     """They count as devices, and not as 0 examples; where nobody has said, nothing is said of examples."""
-    known, unknown = Member(device(GB), 7), Member(device(GB))
-    work = Work(peak_bytes=MB)
+    known, unknown = TierDevice(device(GB), 7), TierDevice(device(GB))
+    work = WorkEstimate(peak_bytes=MB)
     told = tiers.format_coverage(tiers.tier_coverage([known, unknown], ["onnx"], work), work)
     assert told == [
         "could take part (1 MB beside the engine): 2 of 2 devices, 7 of 7 examples (1 have not said how many)"
     ]
-    assert tiers.format_coverage(tiers.tier_coverage([unknown], ["onnx"], Work()), Work()) == [
+    assert tiers.format_coverage(tiers.tier_coverage([unknown], ["onnx"], WorkEstimate()), WorkEstimate()) == [
         "could take part (no more than the engine): 1 of 1 devices"
     ]
 
 
 def test_an_empty_fleet_covers_nothing() -> None:
     """And says nothing."""
-    assert tiers.tier_coverage([], ["onnx"], Work()) == {}
-    assert tiers.format_coverage({}, Work()) == []
+    assert tiers.tier_coverage([], ["onnx"], WorkEstimate()) == {}
+    assert tiers.format_coverage({}, WorkEstimate()) == []
 
 
 def test_the_papers_shares_are_all_of_a_fleet() -> None:

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.torchvision_compat import import_torchvision
+from fedquilt.host.torchvision_compat import import_torchvision
 
 WHOLE_USE = """
-from fedquilt.torchvision_compat import import_torchvision
+from fedquilt.host.torchvision_compat import import_torchvision
 vision = import_torchvision()
 from torchvision import datasets, models, transforms
 import torch

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import fedquilt as fq
-from fedquilt import trackers, tracking
+from fedquilt.api import experiment_tracking, trackers
 from fedquilt.cli import main
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import terminal
-from fedquilt.tools import demo
+from fedquilt.tools.lab import demo
 
 
 def job(**changes: Any) -> fq.Job:
@@ -145,7 +145,7 @@ def test_the_command_tells_a_tracker_of_a_run_while_it_follows_it(
     with Store(whole.home) as store:
         row, facts = store.find_job(whole.id), [fact for _, _, fact in store.read_events(whole.id)]
     heard = Heard()
-    monkeypatch.setitem(tracking.NAMED, "heard", lambda where: heard)
+    monkeypatch.setitem(experiment_tracking.NAMED, "heard", lambda where: heard)
     seen: list[int] = []  # how much the tracker had heard when the coordinator went on
     with Store(tmp_path / "runs") as served:
         assert served.acquire_lock()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt import units
 from fedquilt.cli import options
+from fedquilt.console import units
 from fedquilt.coordinator import limits, settings
 
 
@@ -51,8 +51,8 @@ def test_a_time_is_read_with_any_unit(text: str, seconds: float) -> None:
     """An option of a command, [trigger] pause and [retention] older_than take the same ones."""
     assert units.parse_seconds(text) == seconds
     assert options.TIME.convert(text, None, None) == seconds
-    assert settings.Trigger(pause=text).pause_s == seconds
-    assert limits.Retention(older_than=text).older_than_s == seconds
+    assert settings.DriftTrigger(pause=text).pause_s == seconds
+    assert limits.RetentionSettings(older_than=text).older_than_s == seconds
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from wired import MESSAGES, NUMBERED, SHA
 
 from fedquilt import wire
-from fedquilt.core import Task, Update, Wired, WireError
+from fedquilt.core import Task, Update, WireError, WireMessage
 
 FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 KINDS = [type(message) for message in MESSAGES]
@@ -27,14 +27,14 @@ def seal(fields: bytes) -> bytes:
     return b'{"v":1,"crc":"%08x"' % zlib.crc32(fields) + fields
 
 
-def only_named_errors(payload: bytes, kind: type[Wired]) -> None:
+def only_named_errors(payload: bytes, kind: type[WireMessage]) -> None:
     """Decoding gives a value of that kind or WireError, and nothing else comes out."""
     with suppress(WireError):
         assert isinstance(wire.decode(payload, kind), kind)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_every_message_comes_back_as_it_was_sent(message: Wired) -> None:
+def test_every_message_comes_back_as_it_was_sent(message: WireMessage) -> None:
     """decode(encode(m)) == m for each kind of message."""
     assert wire.decode(wire.encode(message), type(message)) == message
 
@@ -76,7 +76,7 @@ def test_one_kind_of_message_is_not_taken_for_another() -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_is_refused(message: Wired) -> None:
+def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_is_refused(message: WireMessage) -> None:
     """A neighbouring version's report is still read; a task with a part that is not understood is not carried out."""
     payload = wire.encode(message)
     fields = b',"of_a_later_version":{"a":[1]}' + payload[payload.index(b",", payload.index(b"crc")) :]
@@ -117,16 +117,16 @@ def test_a_message_too_large_is_refused_by_both_sides() -> None:
         wire.encode(state)
     with pytest.raises(WireError, match="exceeds the 65536 allowed"):
         wire.decode(b"{" * 65537, wire.RoundState)
-    manifest = wire.Manifest(sha256=SHA, size=1 << 20, chunk=1024, digests=SHA * 1024)
-    assert wire.decode(wire.encode(manifest), wire.Manifest) == manifest
+    manifest = wire.BlobManifest(sha256=SHA, size=1 << 20, chunk=1024, digests=SHA * 1024)
+    assert wire.decode(wire.encode(manifest), wire.BlobManifest) == manifest
     with pytest.raises(WireError, match="exceeds the 262144 allowed"):
-        wire.encode(wire.Manifest(sha256=SHA, size=1 << 30, chunk=1024, digests=SHA * 5000))
+        wire.encode(wire.BlobManifest(sha256=SHA, size=1 << 30, chunk=1024, digests=SHA * 5000))
 
 
 def test_text_that_is_not_unicode_is_refused_before_it_is_sent() -> None:
     """A file name of undecodable bytes in a reason, say."""
     with pytest.raises(WireError, match="not Unicode"):
-        wire.encode(wire.Missing(sha256=SHA, reason="\udcff"))
+        wire.encode(wire.MissingBlob(sha256=SHA, reason="\udcff"))
 
 
 @pytest.mark.parametrize("sha256", [SHA + "\n", SHA[:-1], SHA.upper(), "../" + SHA])
@@ -134,12 +134,12 @@ def test_a_digest_is_64_hex_digits_and_nothing_more(sha256: str) -> None:
     """A digest becomes a file name."""
     body = json.dumps({"sha256": sha256, "chunk": 1024})[1:].encode()
     with pytest.raises(WireError):
-        wire.decode(seal(b"," + body), wire.Get)
+        wire.decode(seal(b"," + body), wire.ChunkRequest)
 
 
 @FUZZ
 @given(st.sampled_from(KINDS), st.binary(max_size=200))
-def test_arbitrary_bytes_give_only_the_named_error(kind: type[Wired], payload: bytes) -> None:
+def test_arbitrary_bytes_give_only_the_named_error(kind: type[WireMessage], payload: bytes) -> None:
     """Bare, and inside an envelope whose checksum is right."""
     only_named_errors(payload, kind)
     only_named_errors(seal(payload), kind)
@@ -149,7 +149,7 @@ def test_arbitrary_bytes_give_only_the_named_error(kind: type[Wired], payload: b
 @FUZZ
 @given(st.sampled_from(KINDS), st.sampled_from(MESSAGES), st.data())
 def test_mutated_messages_with_a_right_checksum_give_only_the_named_error(
-    kind: type[Wired], message: Wired, data: st.DataObject
+    kind: type[WireMessage], message: WireMessage, data: st.DataObject
 ) -> None:
     """Valid fields, cut and spliced, so that the decoder behind the checksum is reached."""
     fields = wire.encode(message)[len(b'{"v":1,"crc":"00000000"') :]
@@ -160,7 +160,9 @@ def test_mutated_messages_with_a_right_checksum_give_only_the_named_error(
 
 @FUZZ
 @given(st.sampled_from(MESSAGES), JSON, st.data())
-def test_any_json_in_any_field_gives_only_the_named_error(message: Wired, value: object, data: st.DataObject) -> None:
+def test_any_json_in_any_field_gives_only_the_named_error(
+    message: WireMessage, value: object, data: st.DataObject
+) -> None:
     """One field of a valid message becomes any JSON at all."""
     fields = json.loads(wire.encode(message))
     del fields["v"], fields["crc"]

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from fedquilt import config
+from fedquilt.formats import toml
 from tests.measures import plain_english
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="store the counts")
     given = parser.parse_args()
     counts = count_all()
-    stored = config.read_toml(STORED)["counts"] if STORED.exists() else {}
+    stored = toml.read_toml(STORED)["counts"] if STORED.exists() else {}
     risen = {name for name, count in counts.items() if count > stored.get(name, count)}
     for name, count in counts.items():
         print(f"{count:8,}  {name}" + (f" (at most {stored[name]:,})" if name in risen else ""))

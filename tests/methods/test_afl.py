@@ -9,19 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.core import Contribution, DeviceView, Examples, JobError, ModelError, UpdateError, accumulator_check
+from fedquilt.core import DeviceUpdate, DeviceView, Examples, JobError, ModelError, UpdateError, accumulator_check
 from fedquilt.data import inputs
 from fedquilt.methods.afl import METHOD, Params, State
-from fedquilt.models.stitching import class_moments, joint_head, stitched
-from fedquilt.models.stitching.moment_sums import Gathering
-from fedquilt.testing.toys import build_donors, image_members, run_method
-from fedquilt.tools.simulation import Member
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.algebra import class_moments, joint_head
+from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.testing.toy_networks import build_donors, image_members, run_method
+from fedquilt.tools.simulation import DeviceData
 
 POOLED = Examples(*(np.concatenate([getattr(each.train, part) for each in image_members()]) for part in ("x", "y")))
 PATHS = {"ash": ("ash.0", "ash.1", "ash.2"), "elm": ("elm.0", "elm.1")}
 
 
-def played(devices: list[Member] | None = None, *, rounds: int = 100, cohort: int = 0, **params: Any) -> list[State]:
+def played(
+    devices: list[DeviceData] | None = None, *, rounds: int = 100, cohort: int = 0, **params: Any
+) -> list[State]:
     bundle, runner = build_donors()
     members_ = image_members() if devices is None else devices
     table = {"cohort": {"size": cohort}}
@@ -34,7 +37,7 @@ def features(x: np.ndarray, path: tuple[str, ...] = PATHS["ash"]) -> np.ndarray:
     maps = inputs.prepare_inputs(x, bundle.meta["input"])
     for name in path:
         maps = runner.run(Path(f"{name}.onnx"), maps)
-    return np.asarray(stitched.global_average_pool(maps).astype(np.float32).astype(np.float64))
+    return np.asarray(stitched_network.global_average_pool(maps).astype(np.float32).astype(np.float64))
 
 
 def central(z: np.ndarray, y: np.ndarray, ridge: float) -> np.ndarray:
@@ -45,10 +48,10 @@ def central(z: np.ndarray, y: np.ndarray, ridge: float) -> np.ndarray:
     return np.asarray(np.linalg.lstsq(rows, np.concatenate([np.eye(3)[y], np.zeros((d, 3))]), rcond=None)[0].T)
 
 
-def split(parts: list[np.ndarray]) -> list[Member]:
+def split(parts: list[np.ndarray]) -> list[DeviceData]:
     """The pooled examples dealt out anew."""
     none = Examples(POOLED.x[:0], POOLED.y[:0])
-    return [Member(f"dev-{i:02}", Examples(POOLED.x[rows], POOLED.y[rows]), none) for i, rows in enumerate(parts)]
+    return [DeviceData(f"dev-{i:02}", Examples(POOLED.x[rows], POOLED.y[rows]), none) for i, rows in enumerate(parts)]
 
 
 @pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
@@ -57,7 +60,7 @@ def test_one_round_equals_the_central_solution(donor: str, ridge: float) -> None
     """To 1e-6 of the largest weight."""
     first, last = played(donor=donor, ridge=ridge)
     assert (METHOD.done(first), METHOD.done(last)) == (False, True)
-    head = stitched.from_artefact(*(lambda a: (a.meta, a.tensors))(METHOD.result(last))).head
+    head = stitched_network.from_artefact(*(lambda a: (a.meta, a.tensors))(METHOD.result(last))).head
     assert head is not None
     wanted = central(features(POOLED.x, PATHS[donor]), POOLED.y, ridge)
     np.testing.assert_allclose(head["weights"], wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
@@ -128,8 +131,8 @@ def test_random_features_are_in_the_result() -> None:
     bundle, runner = build_donors()
     x = inputs.prepare_inputs(POOLED.x, found.meta["input"])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
-    network = stitched.from_artefact(found.meta, found.tensors)
-    scores = stitched.classify(network, stitched.load_donor_pool(bundle.meta).blocks, run, x)
+    network = stitched_network.from_artefact(found.meta, found.tensors)
+    scores = stitched_network.classify(network, stitched_network.load_donor_pool(bundle.meta).blocks, run, x)
     assert network.head is not None
     drawn = np.maximum(features(POOLED.x) @ network.head["hidden"].T, 0)
     np.testing.assert_allclose(scores, drawn @ central(drawn, POOLED.y, 1e-3).T, atol=1e-4)
@@ -174,7 +177,7 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
     state, sound = METHOD.init(bundle, Params(), 0), accumulator_check(METHOD.fold)
     part = class_moments.to_tensors(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)
     assert sound is not None
-    held = Gathering(parts={"a": part}, devices={"a": 1})
+    held = ExactMomentSums(parts={"a": part}, devices={"a": 1})
     n = len(POOLED)
     for total in (held, held.sum_parts()):
         sound(state, total, n)
@@ -218,7 +221,7 @@ def test_what_cannot_begin_or_be_folded_says_why() -> None:
     with pytest.raises(ModelError, match="no device has sent"):
         METHOD.result(state)
     part = class_moments.device_moments(features(POOLED.x), POOLED.y, 3)
-    good = Contribution(
+    good = DeviceUpdate(
         "a", 0, float(len(POOLED)), {"turn": 0.0}, {"moments": class_moments.to_tensors(part, exact=True)}
     )
     assert METHOD.fold(state, None, good).devices == {"a": 1}

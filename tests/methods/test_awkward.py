@@ -23,7 +23,7 @@ import plain_rules as rules  # noqa: E402
 import plain_widths as widths  # noqa: E402
 from plain_training import Rule, bundle_of, own_of, played, require_equal, table_of  # noqa: E402
 
-from fedquilt.testing import awkward  # noqa: E402
+from fedquilt.testing import difficult_networks  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Case:
     table: Mapping[str, Any] = field(default_factory=dict)
 
 
-ALL, ONE = tuple(awkward.NETWORKS), (1,) * 5
+ALL, ONE = tuple(difficult_networks.NETWORKS), (1,) * 5
 TRACED = {  # refusals of methods that follow single units
     "shared": "'2.0'",
     "moving_average": "'1'",
@@ -126,7 +126,7 @@ PLAYED = [
         id=f"{case.name}-{case.rule.__name__}-{network}",
     )
     for case in CASES
-    for network in awkward.NETWORKS
+    for network in difficult_networks.NETWORKS
     if network not in case.refused
 ]
 
@@ -170,7 +170,7 @@ PREPARED = [
     )
     for name in methods.builtin_names()
     if "torch" in methods.load(name).engines
-    for network in awkward.NETWORKS
+    for network in difficult_networks.NETWORKS
 ]
 
 

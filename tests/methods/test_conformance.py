@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from fedquilt import methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.core import DeviceView
 from fedquilt.edge_agent.settings import parse_size
 from fedquilt.testing import conformance
-from fedquilt.testing.scenes import MIXED, NETWORKS, Skipped, depends_on_memory, device_profile, make_scene
+from fedquilt.testing.scenarios import MIXED, NETWORKS, CheckSkipped, depends_on_memory, device_profile, make_scene
 
 # What `Method.keeps` names takes so much here for each device: FedPeWS has two bytes for each of the toy network's 5
 # neurons, and a header; GENE-FL up to four clusters; a whole model takes 212 bytes, FedSDG's adapters and head 424; a
@@ -34,14 +35,14 @@ def test_a_method_keeps_to(check: Callable[..., None], name: str) -> None:
     """Each check on each method; what a round adds up may grow by what FOR_EACH_BYTES says."""
     try:
         check(name, **({"each_bytes": FOR_EACH_BYTES.get(name, 0)} if check is GROWS else {}))
-    except Skipped as reason:
+    except CheckSkipped as reason:
         pytest.skip(str(reason))
 
 
 def test_what_a_method_keeps_of_each_device_it_says_itself() -> None:
     """So that `fedquilt conformance` does not hold it against the method; one that says nothing has to keep nothing."""
     assert {name for name in methods.builtin_names() if methods.load(name).keeps} == FOR_EACH_BYTES.keys()
-    with pytest.raises(Skipped, match="by its own account a round keeps whole models"):
+    with pytest.raises(CheckSkipped, match="by its own account a round keeps whole models"):
         GROWS("robust")
 
 
@@ -59,7 +60,7 @@ def test_a_run_on_any_network_goes_on_from_the_store(name: str, network: str) ->
     """In type and shape; a method refuses a network if and only if UNFIT says so."""
     try:
         conformance.run_works_on_network(name, network, unfit=(name, network) in UNFIT)
-    except Skipped as reason:
+    except CheckSkipped as reason:
         pytest.skip(str(reason))
 
 

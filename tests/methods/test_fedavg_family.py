@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from fedavg_runs import numpy_one, play, same_bits, torch_one
 
-from fedquilt import methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, UpdateError
+from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, JobError, UpdateError
 from fedquilt.methods import fedavg, fednova, fedopt, scaffold
-from fedquilt.testing.toys import MLP, point_members, toy_bundle
-from fedquilt.tools.simulation import Member
+from fedquilt.testing.toy_networks import MLP, point_members, toy_bundle
+from fedquilt.tools.simulation import DeviceData
 
 
 class Quadratics:
@@ -34,16 +35,16 @@ class Quadratics:
         return {"x": x.astype(np.float32)}, {"loss": 0.0, "steps": float(fit.epochs)}
 
 
-def quadratics(*pairs: tuple[float, float]) -> tuple[Bundle, list[Member]]:
+def quadratics(*pairs: tuple[float, float]) -> tuple[Bundle, list[DeviceData]]:
     """One device for each (a, b), and x = 0 to begin with."""
     at = [Examples(np.array([pair]), np.zeros(1, np.int64)) for pair in pairs]
-    members = [Member(f"dev-{i}", one, one) for i, one in enumerate(at)]
+    members = [DeviceData(f"dev-{i}", one, one) for i, one in enumerate(at)]
     zero = {"x": np.zeros(1, np.float32)}
     return toy_bundle({"name": "x"}, zero, kinds={}), members
 
 
-def update(model: Mapping[str, np.ndarray], weight: float = 1.0, device: str = "d", **metrics: float) -> Contribution:
-    return Contribution(device, 0, weight, metrics, {"model": model})
+def update(model: Mapping[str, np.ndarray], weight: float = 1.0, device: str = "d", **metrics: float) -> DeviceUpdate:
+    return DeviceUpdate(device, 0, weight, metrics, {"model": model})
 
 
 # -- identities -----------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def test_scaffold_without_its_devices_variates_does_not_get_there() -> None:
     """What a lost c_i costs: this test shows that the one above tests something."""
     bundle, members = quadratics(*TWO)
 
-    def forgets(task: Any, site: Any) -> Answer:
+    def forgets(task: Any, site: Any) -> ClientResult:
         return scaffold.work(task, replace(site, local={}))
 
     double = replace(scaffold.METHOD, work=forgets)
@@ -150,7 +151,7 @@ def test_the_servers_variate_is_the_mean_of_all_devices_variates() -> None:
     """Though devices send only models, take part in turn, and N grows from what is seen: 1 of 3, then 2, then 3."""
     kept: list[tuple[str, Mapping[str, np.ndarray]]] = []  # of each round's one device
 
-    def work(task: Any, site: Any) -> Answer:
+    def work(task: Any, site: Any) -> ClientResult:
         answer = scaffold.work(task, site)
         kept.append((site.device, answer.local))
         return answer

@@ -10,23 +10,23 @@ import numpy as np
 import pytest
 from fedavg_runs import play, same_bits, torch_one
 
-from fedquilt.core import Answer, Examples, ModelError
-from fedquilt.evaluation import compute_metrics
+from fedquilt.core import ClientResult, Examples, ModelError
+from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedbn, moon
-from fedquilt.testing.toys import toy_bundle
-from fedquilt.tools.simulation import Member
+from fedquilt.testing.toy_networks import toy_bundle
+from fedquilt.tools.simulation import DeviceData
 
 BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
 
 
-def pictures(count: int = 2) -> list[Member]:
+def pictures(count: int = 2) -> list[DeviceData]:
     """Each device's pictures have a brightness of their own."""
     found = []
     for i in range(count):
         draws = np.random.default_rng(i)
         x = (draws.integers(0, 50, (12, 8, 8)) + 100 * i).astype(np.uint8)
         y = np.arange(12) % 3
-        found.append(Member(f"dev-{i}", Examples(x, y), Examples(x[:6], y[:6])))
+        found.append(DeviceData(f"dev-{i}", Examples(x, y), Examples(x[:6], y[:6])))
     return found
 
 
@@ -63,7 +63,7 @@ def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
     kept: dict[str, Mapping[str, np.ndarray]] = {}
     checked: list[float] = []
 
-    def work(task: Any, site: Any) -> Answer:
+    def work(task: Any, site: Any) -> ClientResult:
         answer = fedbn.work(task, site)
         assert answer.bundles["model"].keys().isdisjoint(answer.local)
         with_own = compute_metrics(fedbn.check(task, replace(site, local=answer.local)))
@@ -94,7 +94,7 @@ def test_moons_contrast_is_what_it_is_on_paper() -> None:
     torch = pytest.importorskip("torch")
     module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2))
     same, swapped = torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    contrast, x = moon.Contrast(3.0, 0.5, "1"), torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+    contrast, x = moon.ContrastiveHooks(3.0, 0.5, "1"), torch.tensor([[1.0, 0.0], [2.0, 0.0]])
     contrast.prepare(module)
     with torch.no_grad():
         module[0].weight.copy_(same)
@@ -113,7 +113,7 @@ def test_moons_other_models_only_look() -> None:
     torch = pytest.importorskip("torch")
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
     module[0].eval()
-    contrast, x = moon.Contrast(1.0, 0.5, "2"), torch.randn(4, 2)
+    contrast, x = moon.ContrastiveHooks(1.0, 0.5, "2"), torch.randn(4, 2)
     contrast.prepare(module)
     anchors = {key: {n: v.clone() for n, v in module.state_dict().items()} for key in ("start", "previous")}
     contrast.penalty(module, x, module(x), anchors)
@@ -134,7 +134,7 @@ def test_moon_looks_at_other_models_with_tied_weights() -> None:
     module, x = torch.nn.Sequential(body, torch.nn.Linear(2, 2)), torch.tensor([[1.0, 0.0]])
     with torch.no_grad():
         body[0].weight.copy_(quarter)
-    contrast = moon.Contrast(1.0, 0.5, "1")
+    contrast = moon.ContrastiveHooks(1.0, 0.5, "1")
     contrast.prepare(module)
     head = {"1.weight": torch.eye(2), "1.bias": torch.zeros(2)}
     anchors = {"start": {"0.0.weight": quarter, **head}, "previous": {"0.0.weight": none, **head}}

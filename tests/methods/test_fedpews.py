@@ -11,12 +11,13 @@ import pytest
 from fedavg_runs import numpy_one, torch_one
 from fedpews_runs import PLAN, H, begun, play
 
-from fedquilt import methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.core import Answer, Contribution, DeviceView, JobError, ModelError, UpdateError
+from fedquilt.core import ClientResult, DeviceUpdate, DeviceView, JobError, ModelError, UpdateError
 from fedquilt.methods import fedavg, fedpews
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import point_members, toy_bundle
+from fedquilt.testing.toy_networks import point_members, toy_bundle
 
 ALL_ONES = {"warmup": 3, "first_score": 100.0, "diversity": 0.0}  # theta is 1 and stays it: its slope is 0
 
@@ -25,13 +26,13 @@ def models(run: list[Any]) -> list[bytes]:
     return [tensors.encode_tensors(state.model) for state in run]
 
 
-def told(device: str, mask: list[int], value: float, weight: float = 1.0, theta: Any = None) -> Contribution:
+def told(device: str, mask: list[int], value: float, weight: float = 1.0, theta: Any = None) -> DeviceUpdate:
     """What a device sends whose weights are all `value`."""
     neurons = np.array(mask, bool)
     marks = masks.covered_entries(PLAN, neurons)
     model = {name: np.full(array.shape, value, np.float32) for name, array in begun().model.items()}
     given = np.array(mask if theta is None else theta, np.float16)
-    return Contribution(
+    return DeviceUpdate(
         device,
         0,
         weight,
@@ -172,9 +173,9 @@ def test_bits_stand_for_probabilities_where_only_they_are_published() -> None:
 
 def test_when_the_warm_up_is_over_nothing_of_masks_is_left() -> None:
     """In the order, the update, the device's private state and the coordinator's."""
-    answers: list[Answer] = []
+    answers: list[ClientResult] = []
 
-    def work(task: Any, site: Any) -> Answer:
+    def work(task: Any, site: Any) -> ClientResult:
         answers.append(fedpews.work(task, site))
         return answers[-1]
 
@@ -212,7 +213,7 @@ def test_a_mask_that_is_none_is_refused(change: dict[str, np.ndarray], message: 
 def test_an_update_of_another_phase_is_refused() -> None:
     """A whole model in the warm-up, a masked one after it."""
     state = begun(warmup=1)
-    whole = Contribution("a", 0, 1.0, {}, {"model": state.model})
+    whole = DeviceUpdate("a", 0, 1.0, {}, {"model": state.model})
     with pytest.raises(UpdateError, match="told \\[\\] of its mask"):
         fedpews.fold(state, None, whole)
     masked = told("a", [1, 1, 0, 0, 0], 3.0)
@@ -230,7 +231,7 @@ def test_an_upload_is_its_formula(publish: str) -> None:
     """ceil(h/8) bytes of mask, 2 h of theta if it is published, 4 for each covered entry; every mask is another."""
     sizes = []
 
-    def work(task: Any, site: Any) -> Answer:
+    def work(task: Any, site: Any) -> ClientResult:
         answer = fedpews.work(task, site)
         neurons = masks.unpack_mask(answer.bundles["mask"]["bits"], H)
         used = int(neurons.sum())
@@ -249,7 +250,7 @@ def test_an_upload_is_its_formula(publish: str) -> None:
 def test_mask_scores_stay_on_the_device(publish: str) -> None:
     """Neither they nor their probabilities in 32 bits are in the bytes that are sent; with bits none in 16 either."""
 
-    def work(task: Any, site: Any) -> Answer:
+    def work(task: Any, site: Any) -> ClientResult:
         answer = fedpews.work(task, site)
         assert answer.local.keys() == {"scores"}
         scores = answer.local["scores"]
@@ -270,7 +271,7 @@ def test_scores_are_kept_from_round_to_round_and_begun_anew_where_they_are_lost(
     """With a mask learning rate so small that scores hardly move from where they are."""
     first: list[float] = []
 
-    def work(task: Any, site: Any) -> Answer:
+    def work(task: Any, site: Any) -> ClientResult:
         if site.local:
             site = replace(site, local={"scores": np.full(H, 3.0, np.float32)} if site.device != "dev-0" else {})
         answer = fedpews.work(task, site)
@@ -339,7 +340,7 @@ def test_a_bundle_without_a_plan_of_masks_is_refused_where_one_is_wanted() -> No
     with pytest.raises(ModelError, match="run `fedquilt prepare` anew"):
         fedpews.init(bare, fedpews.Params(), 0)
     assert fedpews.init(bare, fedpews.Params(warmup=0), 0).plan.neurons == 0
-    empty = {"json": masks.plan_to_array(masks.Plan({}, {}, {}))}
+    empty = {"json": masks.plan_to_array(masks.MaskPlan({}, {}, {}))}
     none = replace(bundle, load=lambda name: empty if name == "masks" else bundle.load(name))
     with pytest.raises(ModelError, match="no hidden neuron of this network"):
         fedpews.init(none, fedpews.Params(), 0)
@@ -351,4 +352,4 @@ def test_a_round_nobody_answered_changes_nothing() -> None:
         state = begun(name)
         assert methods.load(name).step(state, None) is state
     state = begun(warmup=0)
-    assert fedpews.step(state, fedavg.Sum()) is state
+    assert fedpews.step(state, fedavg.FedAvgSums()) is state

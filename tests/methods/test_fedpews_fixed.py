@@ -10,12 +10,12 @@ import pytest
 from fedavg_runs import numpy_one, torch_one
 from fedpews_runs import PLAN, H, begun, play, play_on
 
-from fedquilt import tensors
-from fedquilt.core import Answer, Bundle, DeviceView
-from fedquilt.evaluation import compute_metrics
+from fedquilt.arrays import tensors
+from fedquilt.core import Bundle, ClientResult, DeviceView
+from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedpews_fixed
 from fedquilt.models.partial import masks
-from fedquilt.testing.toys import MLP, bundle_files, point_members
+from fedquilt.testing.toy_networks import MLP, bundle_files, point_members
 
 
 def test_fixed_masks_of_all_devices_sum_to_one() -> None:
@@ -59,7 +59,7 @@ def test_of_a_fixed_part_only_its_entries_travel_both_ways() -> None:
     assert "mask_scores" not in down
     sent: list[int] = []
 
-    def work(task: Any, site: Any) -> Answer:
+    def work(task: Any, site: Any) -> ClientResult:
         answer = fedpews_fixed.work(task, site)
         sent.append(tensors.total_bytes(answer.bundles.values()))
         return answer
@@ -72,7 +72,7 @@ def test_a_device_is_judged_by_what_it_has() -> None:
     """In the warm-up by its own part, which is all that it was sent; then by the whole network."""
     checked: list[float] = []
 
-    def work(task: Any, site: Any) -> Answer:
+    def work(task: Any, site: Any) -> ClientResult:
         checked.append(compute_metrics(fedpews_fixed.check(task, site))["accuracy"])
         return fedpews_fixed.work(task, site)
 

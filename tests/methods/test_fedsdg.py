@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from fedsdg_runs import ENGINE, LAYERS, QUICK, WEIGHTS, Played, asked, began, bundle
 
-from fedquilt import methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.core import DeviceView, JobError, ModelError
-from fedquilt.evaluation import compute_metrics
+from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedsdg
 from fedquilt.models.partial import lora
-from fedquilt.testing.toys import deliver_task, image_members
+from fedquilt.testing.toy_networks import deliver_task, image_members
 
-torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine", reason="adapters are trained with torch")
+torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine", reason="adapters are trained with torch")
 
 
 HEAD = {"head.weight", "head.bias"}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from fedsdg_runs import LAYERS, Played, asked, began
 
-from fedquilt import tensors
-from fedquilt.core import Contribution, Fit
+from fedquilt.arrays import tensors
+from fedquilt.core import DeviceUpdate, Fit
 from fedquilt.methods import fedavg, fedsdg
 
-torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine", reason="adapters are trained with torch")
+torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine", reason="adapters are trained with torch")
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def folded(state: Any, rows: dict[str, float], examples: float = 7.0) -> Any:
     total = None
     for device, value in rows.items():
         delta = {name: np.full_like(array, value) for name, array in state.model.items()}
-        total = fedsdg.fold(state, total, Contribution(device, 0, examples, {}, {"delta": delta}))
+        total = fedsdg.fold(state, total, DeviceUpdate(device, 0, examples, {}, {"delta": delta}))
         examples += 100  # Eq. 10 does not look at it
     return fedsdg.step(state, total)
 

@@ -10,30 +10,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import (
-    Answer,
     Bundle,
+    ClientContext,
+    ClientResult,
     DeviceView,
     EvaluationSums,
     Examples,
     Hooks,
     JobError,
     ModelError,
-    Site,
     Step,
     Task,
     UpdateError,
 )
-from fedquilt.evaluation import compute_metrics
+from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedprox, fedsq
-from fedquilt.testing.toys import bundle_files, deliver_task, register_entry, run_method
-from fedquilt.tools.simulation import Member
+from fedquilt.testing.toy_networks import bundle_files, deliver_task, register_entry, run_method
+from fedquilt.tools.simulation import DeviceData
 
 torch = pytest.importorskip("torch", reason="FedSQ's client half trains torch networks")
 
-from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
+from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
 
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3, "width": 4, "input": {"channels": 1, "size": 8}}
@@ -47,7 +47,7 @@ def bundle(network: dict[str, Any] = RESIDUAL, **meta: Any) -> Bundle:
     return Bundle(facts, bundle_files({"model": start}), lambda name: dict(start))
 
 
-def members(count: int = 3, examples: int = 20) -> list[Member]:
+def members(count: int = 3, examples: int = 20) -> list[DeviceData]:
     """Pictures whose brightest third tells the label; every device has its own mixture."""
     found = []
     for i in range(count):
@@ -56,7 +56,7 @@ def members(count: int = 3, examples: int = 20) -> list[Member]:
         x = draws.integers(0, 100, size=(examples + 6, 8, 8)).astype(np.uint8)
         for each, label in zip(x, y, strict=True):
             each[:, 3 * label : 3 * label + 3] += 120
-        found.append(Member(f"dev-{i}", Examples(x[6:], y[6:]), Examples(x[:6], y[:6])))
+        found.append(DeviceData(f"dev-{i}", Examples(x[6:], y[6:]), Examples(x[:6], y[:6])))
     return found
 
 
@@ -69,7 +69,10 @@ def engine() -> TorchEngine:
 
 
 def played(
-    given: fedsq.Params, rounds: int = 3, job: Bundle | None = None, work: Callable[[Task, Site], Answer] = fedsq.work
+    given: fedsq.Params,
+    rounds: int = 3,
+    job: Bundle | None = None,
+    work: Callable[[Task, ClientContext], ClientResult] = fedsq.work,
 ) -> list[Any]:
     method = replace(METHOD, work=work)
     return run_method(
@@ -84,7 +87,9 @@ def played(
     )
 
 
-def one_task(given: fedsq.Params, cache: Path, member: Member | None = None, state: Any = None) -> tuple[Task, Site]:
+def one_task(
+    given: fedsq.Params, cache: Path, member: DeviceData | None = None, state: Any = None
+) -> tuple[Task, ClientContext]:
     state = state or METHOD.init(bundle(), given, 0)
     order = METHOD.send(state, DeviceView("dev-0", None))
     return deliver_task(METHOD, order, member or members()[0], engine(), seed=5, cache=cache)
@@ -102,7 +107,7 @@ def assert_close(one: Any, other: Any) -> None:
 def test_with_the_last_linear_layer_alone_it_is_fedavg_bit_for_bit() -> None:
     """There is no gate behind it: weights after every round are those of FedAvg with all else held still."""
 
-    def fedavg_work(task: Task, site: Site) -> Answer:
+    def fedavg_work(task: Task, site: ClientContext) -> ClientResult:
         held = Hooks(steps=(Step(rate=lambda name: float(name.startswith("6."))),))
         whole = {**site.load("frozen"), **site.load("model")}
         answer = fedavg.train_from(task, site, whole, held)
@@ -114,7 +119,9 @@ def test_with_the_last_linear_layer_alone_it_is_fedavg_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("mu", "work"), [(0.0, fedavg.work), (0.5, fedprox.work)])
-def test_with_gates_of_its_own_it_is_the_baseline_bit_for_bit(mu: float, work: Callable[[Task, Site], Answer]) -> None:
+def test_with_gates_of_its_own_it_is_the_baseline_bit_for_bit(
+    mu: float, work: Callable[[Task, ClientContext], ClientResult]
+) -> None:
     """Everything trained, batch norm too: FedAvg, and with mu FedProx."""
     every = tuple(sorted({name.split(".")[0] for name in bundle().load("model")}))
     given = params(trained=every, gates="own", bn="train", cache="off", mu=mu)
@@ -171,7 +178,7 @@ def test_features_are_looked_up_once_and_again_when_they_are_gone(tmp_path: Path
     """A second task finds them; a lost file, other examples or other weights make them anew."""
     counting = Counting(1 << 40, base_bytes=0)
 
-    def worked(member: Member | None = None, state: Any = None) -> Answer:
+    def worked(member: DeviceData | None = None, state: Any = None) -> ClientResult:
         task, site = one_task(params(), tmp_path, member, state)
         return fedsq.work(task, replace(site, engine=counting))
 

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from searches import FULL, play, played
 
-from fedquilt.core import Bundle, Contribution, DeviceView, Examples, JobError, ModelError, UpdateError
+from fedquilt.core import Bundle, DeviceUpdate, DeviceView, Examples, JobError, ModelError, UpdateError
 from fedquilt.data import images
 from fedquilt.methods import fedstitch
-from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.stitching import scoring, search, stitched
-from fedquilt.models.stitching.stitched import Block
-from fedquilt.testing.toys import SMALL, build_donors, deliver_task, image_members
-from fedquilt.tools.simulation import Member
+from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.device import scoring
+from fedquilt.models.stitching.search import steps
+from fedquilt.models.stitching.stitched_network import Block
+from fedquilt.testing.toy_networks import SMALL, build_donors, deliver_task, image_members
+from fedquilt.tools.simulation import DeviceData
 
 
 def test_a_search_ends_with_a_validated_network() -> None:
@@ -71,30 +73,34 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str,
         assert [block.kind for block in path] == ["start", *["middle"] * (len(path) - 2), "end"]
         assert len(set(finalist.path)) == len(path) <= last.params.depth
         if last.params.native_continuation == "exclude":
-            assert not any(stitched.is_continuation(a, b) for a, b in itertools.pairwise(path))
-        between = stitched.load_junctions(path, last.junctions.__getitem__)
-        output = stitched.run_path(path, between, lambda block, maps: runner.run(Path(block.stages[0][0]), maps), x)
+            assert not any(stitched_network.is_continuation(a, b) for a, b in itertools.pairwise(path))
+        between = stitched_network.load_junctions(path, last.junctions.__getitem__)
+        output = stitched_network.run_path(
+            path, between, lambda block, maps: runner.run(Path(block.stages[0][0]), maps), x
+        )
         assert output.shape == (3, 3)
         assert np.isfinite(output).all()
-    used = {name for finalist in last.finalists for name in search.path_junctions(finalist.path)}
+    used = {name for finalist in last.finalists for name in steps.path_junctions(finalist.path)}
     assert last.junctions.keys() <= used
 
 
-def evaluate(found: Any, devices: list[Member]) -> float:
+def evaluate(found: Any, devices: list[DeviceData]) -> float:
     """An artefact's accuracy on all held-out examples, from nothing but what it says."""
     bundle, runner = build_donors()
-    stock = stitched.load_donor_pool(bundle.meta)
+    stock = stitched_network.load_donor_pool(bundle.meta)
     for name, entry in found.meta["junctions"].items():
         (before, after) = next(
-            ids[-2:] for ids in stitched.path_prefixes(found.meta["taps"]) if name == stitched.junction_name(ids)
+            ids[-2:]
+            for ids in stitched_network.path_prefixes(found.meta["taps"])
+            if name == stitched_network.junction_name(ids)
         )
         assert entry["in_shape"] == list(stock.blocks[before].out_shape)
         assert entry["out_shape"] == list(stock.blocks[after].in_shape)
-    network = stitched.from_artefact(found.meta, found.tensors)
+    network = stitched_network.from_artefact(found.meta, found.tensors)
     x = images.prepare_images(np.concatenate([member.held.x for member in devices]), found.meta["input"])
     y = np.concatenate([member.held.y for member in devices])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
-    scores = stitched.classify(network, stock.blocks, run, x)
+    scores = stitched_network.classify(network, stock.blocks, run, x)
     return float((scores.argmax(axis=1) == y).mean())
 
 
@@ -156,7 +162,7 @@ def test_an_answer_that_is_not_what_was_asked_is_refused(phase: str, spoil: Any,
     """Not finite, inconsistent, incomplete or impossible: one named error, and nothing is folded."""
     caught = []
 
-    def fold(state: State, total: Any, update: Contribution) -> Any:
+    def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
         if state.phase == phase and not caught:
             with pytest.raises(UpdateError, match=why) as found:
                 METHOD.fold(state, total, replace(update, bundles=spoil(update.bundles)))
@@ -169,7 +175,7 @@ def test_an_answer_that_is_not_what_was_asked_is_refused(phase: str, spoil: Any,
 
 def test_an_answer_to_another_step_of_the_search_is_refused() -> None:
     """A straggler's scores of an earlier pool cannot be counted for this one."""
-    update = Contribution("dev-0", 0, 1.0, {"turn": 5.0}, {})
+    update = DeviceUpdate("dev-0", 0, 1.0, {"turn": 5.0}, {})
     with pytest.raises(UpdateError, match=r"answers turn 5\.0 of the search, which is at 0"):
         METHOD.fold(FULL[0], None, update)
 
@@ -193,11 +199,11 @@ def test_parameters_that_cannot_be_used_are_refused_at_once() -> None:
     bundle, _ = build_donors()
     bare = {name: {**donor, "align": None} for name, donor in bundle.meta["donors"].items()}
     with pytest.raises(JobError, match="give a donor `align`"):
-        METHOD.init(replace(bundle, meta={**bundle.meta, "donors": bare}), Params(head="aligned"), 0)
+        METHOD.init(replace(bundle, meta={**bundle.meta, "donors": bare}), SearchParams(head="aligned"), 0)
     with pytest.raises(ModelError, match="holds no donor blocks"):
-        METHOD.init(Bundle({}, {}, lambda name: {}), Params(), 0)
+        METHOD.init(Bundle({}, {}, lambda name: {}), SearchParams(), 0)
     with pytest.raises(ModelError, match="lacks ash"):
-        METHOD.init(replace(bundle, files={}), Params(), 0)
+        METHOD.init(replace(bundle, files={}), SearchParams(), 0)
 
 
 # -- rounds ---------------------------------------------------------------------------------------
@@ -243,7 +249,7 @@ def test_without_held_out_examples_the_criterion_decides_and_the_story_says_so()
 def test_paper_mode_is_the_papers_letter() -> None:
     """Biased CKA of outputs, projections without bias or ridge, random order, the donors' own classes."""
     bundle, _ = build_donors()
-    params = METHOD.init(bundle, Params(mode="paper"), 0).params
+    params = METHOD.init(bundle, SearchParams(mode="paper"), 0).params
     assert {name: getattr(params, name) for name in fedstitch.PAPER} == fedstitch.PAPER
     junctions = play(mode="paper")[-1].junctions.values()
     assert all(not junction["bias"].any() for junction in junctions)
@@ -257,7 +263,7 @@ def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks() -
     assert 22 <= len(last.finished) <= 24  # up to three come of the last vote
     assert len(last.finalists) == 22
     assert run[0].finished == ()
-    assert run[0].frontier == tuple(net for net in search.starting_networks(last.stock) if net != run[0].current)
+    assert run[0].frontier == tuple(net for net in steps.starting_networks(last.stock) if net != run[0].current)
     pools = [(state.current.path[-1], state.pool) for state in run if state.phase == "score"]
     assert any(name.endswith(".1") and own == name[:-1] + "0" for own, pool in pools for name in pool)
     explored = [line for state in run for line in METHOD.explain(state) if line.startswith("picked at random: ")]
@@ -266,15 +272,15 @@ def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks() -
 
 def test_exploration_fades_with_the_expansions() -> None:
     """0.3, then 0.27 after one, never below 0.05."""
-    assert search.exploration_rate(FULL[0]) == pytest.approx(0.3)
-    assert search.exploration_rate(replace(FULL[0], expansions=1)) == pytest.approx(0.27)
-    assert search.exploration_rate(replace(FULL[0], expansions=99)) == 0.05
+    assert steps.exploration_rate(FULL[0]) == pytest.approx(0.3)
+    assert steps.exploration_rate(replace(FULL[0], expansions=1)) == pytest.approx(0.27)
+    assert steps.exploration_rate(replace(FULL[0], expansions=99)) == 0.05
 
 
 def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path: Path) -> None:
     """References on images that the device no longer has must not be used."""
     bundle, runner = build_donors()
-    state = METHOD.init(bundle, Params(**SMALL), 3)
+    state = METHOD.init(bundle, SearchParams(**SMALL), 3)
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
     task, site = deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, cache=tmp_path)
@@ -294,7 +300,7 @@ def replace_params(task: Any, **changes: Any) -> Any:
 def test_progress_rises_and_can_cancel(tmp_path: Path) -> None:
     """A cancelled task stops at the next block."""
     bundle, runner = build_donors()
-    order = METHOD.send(METHOD.init(bundle, Params(**SMALL), 3), DeviceView("dev-0", None))
+    order = METHOD.send(METHOD.init(bundle, SearchParams(**SMALL), 3), DeviceView("dev-0", None))
     assert order is not None
     task, site = deliver_task(METHOD, order, image_members(1)[0], runner, seed=3, cache=tmp_path)
     seen: list[float] = []
@@ -312,8 +318,8 @@ def test_progress_rises_and_can_cancel(tmp_path: Path) -> None:
 def test_blocks_are_typed_all_the_way() -> None:
     """What a task says of its blocks is what the bundle says."""
     bundle, _ = build_donors()
-    order = METHOD.send(METHOD.init(bundle, Params(**SMALL), 3), DeviceView("dev-0", None))
+    order = METHOD.send(METHOD.init(bundle, SearchParams(**SMALL), 3), DeviceView("dev-0", None))
     assert order is not None
-    ask = msgspec.convert(msgspec.json.decode(msgspec.json.encode(order.params)), scoring.ScoreAsk)
+    ask = msgspec.convert(msgspec.json.decode(msgspec.json.encode(order.params)), scoring.ScoreRequest)
     assert all(isinstance(block, Block) for block in ask.blocks.values())
     assert ask.blocks["ash.1"].in_shape == (4, 8, 8)

@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 from searches import FULL, play, played
 
-from fedquilt.core import Contribution
-from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.stitching import candidates, class_moments, least_squares, search, stitched, vote
-from fedquilt.models.stitching.search_state import Net
-from fedquilt.testing.toys import SMALL, build_donors, image_members
+from fedquilt.core import DeviceUpdate
+from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
+from fedquilt.models.stitching import stitched_network, vote
+from fedquilt.models.stitching.algebra import class_moments, least_squares
+from fedquilt.models.stitching.search import candidates, steps
+from fedquilt.models.stitching.search.state import ScoredPath
+from fedquilt.testing.toy_networks import SMALL, build_donors, image_members
 
 
 @pytest.mark.parametrize("mode", ["default", "paper"])
 def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) -> None:
     """Solved from all sums in the devices' order, to the bit; the residual is that of leaving one device out."""
-    fits: dict[int, dict[str, Contribution]] = {}
+    fits: dict[int, dict[str, DeviceUpdate]] = {}
 
-    def fold(state: State, total: Any, update: Contribution) -> Any:
+    def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
         if state.phase == "fit":
             fits.setdefault(state.turn, {})[update.device] = update
         return METHOD.fold(state, total, update)
@@ -34,7 +36,7 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) 
         if before.phase != "fit":
             continue
         answers = [fits[before.turn][device] for device in sorted(fits[before.turn])]
-        for i, name in enumerate(search.junction_winners(before)):
+        for i, name in enumerate(steps.junction_winners(before)):
             channels = before.stock.blocks[before.current.path[-1]].out_shape[0], before.stock.blocks[name].in_shape[0]
             parts = [least_squares.from_tensors(answer.bundles[f"moments.{i}"], *channels) for answer in answers]
             path = (*before.current.path, name)
@@ -48,7 +50,7 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) 
             for net in (*after.frontier, *after.finished, after.current):
                 if net and net.path == path:  # the frontier is gone once the search has ended
                     assert net.residuals == (*before.current.residuals, pytest.approx(mean))
-                    assert np.array_equal(after.junctions[stitched.junction_name(path)]["weights"], solved)
+                    assert np.array_equal(after.junctions[stitched_network.junction_name(path)]["weights"], solved)
                     seen += 1
     assert seen > 3
 
@@ -58,7 +60,9 @@ def test_the_result_names_the_worst_junction_of_each_network() -> None:
     last = FULL[-1]
     told = {tuple(map(tuple, each["taps"])): each["residual"] for each in METHOD.result(last).meta["search"]}
     blocks = last.stock.blocks
-    native = [taps for taps in told if all(stitched.is_native_path([blocks[name] for name in path]) for path in taps)]
+    native = [
+        taps for taps in told if all(stitched_network.is_native_path([blocks[name] for name in path]) for path in taps)
+    ]
     assert native
     assert all(told[taps] is None for taps in native)
     stitched_ones = 0
@@ -87,11 +91,11 @@ def test_of_a_single_device_nothing_can_be_left_out() -> None:
     assert any("is not known" in line for state in run for line in METHOD.explain(state))
 
 
-def voted(*winners: vote.Winner, **changes: Any) -> State:
+def voted(*winners: vote.Winner, **changes: Any) -> SearchState:
     """The path ash.0, score 0.9, after a vote on every block, with nothing else on the frontier."""
     bundle, _ = build_donors()
-    state = METHOD.init(bundle, Params(**{**SMALL, "completion": False, **changes}), 3)
-    net = Net(("ash.0",), search.starting_networks(state.stock)[0].pool, 0.9)
+    state = METHOD.init(bundle, SearchParams(**{**SMALL, "completion": False, **changes}), 3)
+    net = ScoredPath(("ash.0",), steps.starting_networks(state.stock)[0].pool, 0.9)
     return replace(state, current=net, frontier=(), winners=winners)
 
 
@@ -101,7 +105,7 @@ def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
     left = {"elm.1": 0.2, "fir.1": 1.4}
 
     def scores(**changes: Any) -> dict[str, float]:
-        grown = search.grow_paths(voted(*winners, **changes), {}, left)
+        grown = steps.grow_paths(voted(*winners, **changes), {}, left)
         return {net.path[-1]: net.score for net in (*grown.frontier, grown.current) if net}
 
     assert scores(residual="weigh") == pytest.approx({"elm.1": 0.36, "fir.1": 0.0})
@@ -111,7 +115,7 @@ def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
 def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
     """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the notes say so."""
     winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.8, 1)
-    grown = search.grow_paths(voted(*winners, stop_below=0.6), {})
+    grown = steps.grow_paths(voted(*winners, stop_below=0.6), {})
     assert grown.current is not None
     assert grown.current.path == ("ash.0", "fir.1")
     assert grown.frontier == ()
@@ -125,12 +129,12 @@ def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
         vote.Winner("fir.2", 1.0, 0.2, 1),
         vote.Winner("fir.1", 1.0, 0.1, 1),
     )
-    ended = search.grow_paths(voted(partial, end, stop_below=0.6), {})
+    ended = steps.grow_paths(voted(partial, end, stop_below=0.6), {})
     assert [net.path for net in ended.finished] == [("ash.0", "fir.2")]
     assert ended.phase == "gather"
     taken = [line for line in METHOD.explain(ended) if line.startswith("taken back")]
     assert taken == ["taken back, as nothing else is left: ash.0 > fir.2"]
-    going = search.grow_paths(voted(poor, partial, stop_below=0.6), {})
+    going = steps.grow_paths(voted(poor, partial, stop_below=0.6), {})
     assert going.current is not None
     assert going.current.path == ("ash.0", "elm.1")
     assert [net.path for net in going.given_up] == [("ash.0", "fir.1")]
@@ -144,22 +148,22 @@ def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
         vote.Winner("elm.2", 1.0, 0.1, 1),
     )
     blank = {"weights": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
-    fitted = {stitched.junction_name(("ash.0", name)): blank for name in ("elm.1", "fir.2")}
+    fitted = {stitched_network.junction_name(("ash.0", name)): blank for name in ("elm.1", "fir.2")}
     before = voted(low, end, low_end, stop_below=0.6)
-    going_on = replace(before, frontier=search.starting_networks(before.stock)[1:])
+    going_on = replace(before, frontier=steps.starting_networks(before.stock)[1:])
     for state in (before, going_on):
-        grown = search.grow_paths(state, fitted)
+        grown = steps.grow_paths(state, fitted)
         assert [net.path for net in grown.finished] == [("ash.0", "fir.2")]
         assert grown.given_up == ()
-        assert set(grown.junctions) == {stitched.junction_name(("ash.0", "fir.2"))}
+        assert set(grown.junctions) == {stitched_network.junction_name(("ash.0", "fir.2"))}
 
 
 def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search() -> None:
     """However many partial networks are left: they would be given up one by one."""
     before = voted(vote.Winner("fir.2", 1.0, 0.2, 1), stop_below=0.6)
-    before = replace(before, frontier=search.starting_networks(before.stock)[1:])
-    assert search.grow_paths(before, {}).phase == "score"
-    spent = search.grow_paths(replace(before, expansions=before.params.expansions), {})
+    before = replace(before, frontier=steps.starting_networks(before.stock)[1:])
+    assert steps.grow_paths(before, {}).phase == "score"
+    spent = steps.grow_paths(replace(before, expansions=before.params.expansions), {})
     assert spent.phase == "gather"
     assert [finalist.path for finalist in spent.finalists] == [("ash.0", "fir.2")]
 
@@ -178,8 +182,8 @@ def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network() -> None:
 def picked(*nets: tuple[tuple[str, ...], float], **changes: Any) -> tuple[str, ...]:
     """The path that is next of some with their scores."""
     params = replace(FULL[0].params, **{"completion": False, **changes})
-    frontier = tuple(Net(path, (), score) for path, score in nets)
-    return search.pick_network(replace(FULL[0], params=params, frontier=frontier)).path
+    frontier = tuple(ScoredPath(path, (), score) for path, score in nets)
+    return steps.pick_network(replace(FULL[0], params=params, frontier=frontier)).path
 
 
 def test_the_next_path_is_the_one_that_promises_most() -> None:
@@ -224,7 +228,7 @@ def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None
 
 def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() -> None:
     """ash.0 > elm.1 is finished by elm.2, which is its native end; its maps are offered what another donor has."""
-    grown = search.grow_paths(voted(vote.Winner("fir.1", 1.0, 0.5, 1), completion=True), {})
+    grown = steps.grow_paths(voted(vote.Winner("fir.1", 1.0, 0.5, 1), completion=True), {})
     assert ("ash.0", "fir.1", "fir.2") in [net.path for net in grown.finished]
     ended = next(net for net in grown.finished if net.path == ("ash.0", "fir.1", "fir.2"))
     assert (ended.score, ended.residuals) == (0.45, (None, None))
@@ -234,7 +238,7 @@ def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() ->
     for state in FULL:
         if state.phase == "score":
             own = blocks[state.current.path[-1]]
-            assert not any(stitched.is_continuation(own, blocks[name]) for name in state.pool)
+            assert not any(stitched_network.is_continuation(own, blocks[name]) for name in state.pool)
             assert not any(blocks[name].kind == "end" for name in state.pool)
 
 
@@ -242,7 +246,7 @@ def test_the_depth_follows_the_donors() -> None:
     """As many blocks as the longest donor has, so that each of them fits; a number in the job stands."""
     bundle, _ = build_donors()
     free = {name: value for name, value in SMALL.items() if name != "depth"}
-    assert METHOD.init(bundle, Params(**free), 3).params.depth == 4
-    assert METHOD.init(bundle, Params(**free, depth=7), 3).params.depth == 7
-    shallow = METHOD.init(bundle, Params(**free, depth=3), 3)
+    assert METHOD.init(bundle, SearchParams(**free), 3).params.depth == 4
+    assert METHOD.init(bundle, SearchParams(**free, depth=7), 3).params.depth == 7
+    shallow = METHOD.init(bundle, SearchParams(**free, depth=3), 3)
     assert {net.path[0] for net in shallow.finished} == {"elm.0", "fir.0"}

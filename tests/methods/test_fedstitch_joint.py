@@ -10,26 +10,31 @@ import numpy as np
 import pytest
 from joint_runs import FULL, narrow, played
 
-from fedquilt.core import Contribution, DeviceView, Examples
+from fedquilt.core import DeviceUpdate, DeviceView, Examples
 from fedquilt.data import images
-from fedquilt.methods.fedstitch import METHOD, State
-from fedquilt.models.stitching import candidates, class_moments, joint_head, judging, stitched
-from fedquilt.models.stitching.moment_sums import Gathering
-from fedquilt.models.stitching.search_state import Candidate
-from fedquilt.testing.toys import build_donors, image_members
-from fedquilt.tools.simulation import Member
+from fedquilt.methods.fedstitch import METHOD, SearchState
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.algebra import class_moments, joint_head
+from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.search import candidates, ranking
+from fedquilt.models.stitching.search.state import Candidate
+from fedquilt.testing.toy_networks import build_donors, image_members
+from fedquilt.tools.simulation import DeviceData
 
 LABELS = 3
 
 
-def ends(state: State, paths: Any, shares: list[Examples]) -> np.ndarray:
+def ends(state: SearchState, paths: Any, shares: list[Examples]) -> np.ndarray:
     """Pooled ends of paths for the pooled examples of devices, by the agents' plain forward pass."""
     _, runner = build_donors()
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
     x = images.prepare_images(np.concatenate([share.x for share in shares]), state.stock.input)
-    network = stitched.Network(tuple(paths), state.junctions)
+    network = stitched_network.StitchedNetwork(tuple(paths), state.junctions)
     return np.hstack(
-        [stitched.global_average_pool(maps) for maps in stitched.run_taps(network, state.stock.blocks, run, x)]
+        [
+            stitched_network.global_average_pool(maps)
+            for maps in stitched_network.run_taps(network, state.stock.blocks, run, x)
+        ]
     )
 
 
@@ -59,7 +64,7 @@ def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted() -> No
     """Three of eight in a round: three rounds each, of three, three and two devices."""
     answered: dict[str, set[tuple[str, int]]] = {"gather": set(), "validate": set()}
 
-    def fold(state: State, total: Any, update: Contribution) -> Any:
+    def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
         if state.phase in answered:
             answered[state.phase].add((update.device, state.turn))  # one update may be folded more than once
         return METHOD.fold(state, total, update)
@@ -80,15 +85,15 @@ def test_a_device_that_was_heard_is_not_asked_again() -> None:
     heard, new = state.heard[0], next(f"dev-{i}" for i in range(8) if f"dev-{i}" not in state.heard)
     assert METHOD.send(state, DeviceView(heard, None)) is None
     assert METHOD.send(state, DeviceView(new, None)) is not None
-    update = Contribution(heard, 0, 1.0, {"turn": float(state.turn)}, {})
-    assert METHOD.fold(state, None, update) == Gathering()
+    update = DeviceUpdate(heard, 0, 1.0, {"turn": float(state.turn)}, {})
+    assert METHOD.fold(state, None, update) == ExactMomentSums()
 
 
 def test_where_the_number_of_devices_is_not_known_a_round_without_anybody_ends_the_phase() -> None:
     """Without a search nobody is known: after three rounds one more finds nobody left, and costs no device anything."""
     seen: list[tuple[str, int]] = []
 
-    def step(state: State, total: Any) -> State:
+    def step(state: SearchState, total: Any) -> SearchState:
         seen.append((state.phase, len(total.devices) if total else 0))
         return METHOD.step(state, total)
 
@@ -129,7 +134,7 @@ def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
     devices = []
     for member in image_members(4):
         shares = [Examples(share.x[share.y != 2], share.y[share.y != 2]) for share in (member.train, member.held)]
-        devices.append(Member(member.device, *shares))
+        devices.append(DeviceData(member.device, *shares))
     run = played(devices, expansions=2)
     assert any("nobody has examples of c: no candidate ever says so" in state.log for state in run)
     for candidate in run[-1].candidates:
@@ -148,7 +153,7 @@ def test_a_single_example_gives_a_head(same: bool) -> None:
     member = image_members(1)[0]
     own = Examples(member.train.x[:1], member.train.y[:1])
     kin = (member.held.y == own.y[0]) == same
-    last = played([Member(member.device, own, Examples(member.held.x[kin], member.held.y[kin]))], expansions=0)[-1]
+    last = played([DeviceData(member.device, own, Examples(member.held.x[kin], member.held.y[kin]))], expansions=0)[-1]
     assert METHOD.done(last)
     assert {each.criterion for each in last.candidates} == {None}
     assert last.examples == 1  # of several held-out ones: no device counts as more than it has of its own
@@ -187,9 +192,9 @@ def test_of_candidates_that_are_equally_right_the_smallest_is_chosen() -> None:
     small = Candidate("donor", (("ash.0",),), right=90, criterion=0.5)
     large = Candidate("joined", (("ash.0",), ("elm.0",)), right=90, criterion=0.4)
     better = replace(large, right=91)
-    assert judging.best_candidate(state, [large, small]) == small
-    assert judging.best_candidate(state, [small, better]) == better
-    assert judging.best_candidate(replace(state, examples=0), [small, large]) == large
+    assert ranking.best_candidate(state, [large, small]) == small
+    assert ranking.best_candidate(state, [small, better]) == better
+    assert ranking.best_candidate(replace(state, examples=0), [small, large]) == large
 
 
 def test_the_story_tells_what_joining_and_stitching_add() -> None:
@@ -206,12 +211,12 @@ def test_the_story_tells_what_joining_and_stitching_add() -> None:
             Candidate("joined", (own, other), blank, right=147),
         ),
     )
-    lines = judging.describe_validation(state)
+    lines = ranking.describe_validation(state)
     assert lines[0] == "head on ash.0 + elm.0: 75.0 % on 200 held-out, 0.00205 MFLOP, 0.00032 MB"
     assert any(line.startswith("joining taps adds 15.0 points on 200 held-out examples") for line in lines)
     assert any(line.startswith("stitching does not pay: -1.5 points") for line in lines)
     assert lines[-1].endswith("head on ash.0 + (ash.0 > elm.1) beside head on ash.0 + elm.0")
-    assert judging.accuracy_gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
+    assert ranking.accuracy_gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
 
 
 def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:

@@ -10,23 +10,25 @@ import numpy as np
 import pytest
 from searches import play, played
 
-from fedquilt.core import BlobRef, Contribution, DeviceView, JobError
+from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, JobError
 from fedquilt.data import images
-from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.stitching import block_runner, scoring, search, stitched
-from fedquilt.models.stitching.search_state import Net
-from fedquilt.testing.toys import SMALL, build_donors, deliver_task, image_members
-from fedquilt.tools.bench import naive
+from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.device import block_runner, scoring
+from fedquilt.models.stitching.search import steps
+from fedquilt.models.stitching.search.state import ScoredPath
+from fedquilt.testing.toy_networks import SMALL, build_donors, deliver_task, image_members
+from fedquilt.tools.lab.bench import reference_scoring
 
 
 # -- scores ---------------------------------------------------------------------------------------
-def score_answers(**changes: Any) -> tuple[State, dict[str, np.ndarray], dict[str, float]]:
+def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], dict[str, float]]:
     """What one device answers when the path is ash.0 > ash.1."""
     bundle, _ = build_donors()
-    state = METHOD.init(bundle, Params(**{**SMALL, "completion": False, "spread": False, **changes}), 3)
-    net = Net(("ash.0", "ash.1"), search.starting_networks(state.stock)[0].pool, 1.0)
-    state = replace(state, current=net, pool=search.offered_blocks(net, state.stock, state.params))
-    seen: list[Contribution] = []
+    state = METHOD.init(bundle, SearchParams(**{**SMALL, "completion": False, "spread": False, **changes}), 3)
+    net = ScoredPath(("ash.0", "ash.1"), steps.starting_networks(state.stock)[0].pool, 1.0)
+    state = replace(state, current=net, pool=steps.offered_blocks(net, state.stock, state.params))
+    seen: list[DeviceUpdate] = []
     spy = replace(
         METHOD,
         init=lambda bundle, params, seed: state,
@@ -84,13 +86,13 @@ def test_references_are_computed_once_per_device() -> None:
 def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray]], list[dict[str, int]], Any]:
     """Scores and runs of a stitched path's task on one device, now and again, and a way to go on."""
     bundle, runner = build_donors()
-    state = METHOD.init(bundle, Params(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
+    state = METHOD.init(bundle, SearchParams(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
     path = ("ash.0", "elm.1")
-    net = Net(path, search.starting_networks(state.stock)[0].pool, 1.0)
-    state = replace(state, current=net, pool=search.offered_blocks(net, state.stock, state.params))
+    net = ScoredPath(path, steps.starting_networks(state.stock)[0].pool, 1.0)
+    state = replace(state, current=net, pool=steps.offered_blocks(net, state.stock, state.params))
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
     junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
-    state = replace(state, junctions={stitched.junction_name(path): junction})
+    state = replace(state, junctions={stitched_network.junction_name(path): junction})
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
     scores, runs, local = [], [], {}
@@ -112,7 +114,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
 def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
     """What `bench stitch` measures against: everything run again for each candidate, in whole arrays."""
     bundle, runner = build_donors()
-    state = METHOD.init(bundle, Params(**SMALL), 3)
+    state = METHOD.init(bundle, SearchParams(**SMALL), 3)
     blocks = state.stock.blocks
     path = [blocks["ash.0"], blocks["elm.1"]]
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
@@ -124,13 +126,15 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
     _, site = deliver_task(METHOD, order, member, runner, seed=3, cache=tmp_path)
     rows = scoring.example_order(scoring.load_private_state(site))[:32]
     shown = images.prepare_images(member.train.x[rows], state.stock.input)
-    net = Net(("ash.0", "elm.1"), search.starting_networks(state.stock)[0].pool, 1.0)
-    pool = search.offered_blocks(net, state.stock, replace(state.params, native_continuation="exclude"))
-    run = lambda block, x: stitched.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
+    net = ScoredPath(("ash.0", "elm.1"), steps.starting_networks(state.stock)[0].pool, 1.0)
+    pool = steps.offered_blocks(net, state.stock, replace(state.params, native_continuation="exclude"))
+    run = lambda block, x: stitched_network.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
     for name, score in zip(pool, scores[0]["score"], strict=True):
         own = [blocks[f"{blocks[name].donor}.{i}"] for i in range(blocks[name].index + 1)]
         positions = block_runner.draw_positions(16, blocks[name].in_shape, 40)
-        found = naive.score_output(path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4)
+        found = reference_scoring.score_output(
+            path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4
+        )
         assert found == pytest.approx(score, abs=1e-5)
 
 
@@ -168,7 +172,7 @@ def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path: Path) -> N
 def test_a_task_brings_only_the_files_it_needs() -> None:
     """Scored by their input, terminating blocks are never run, hence not sent; references cost the first time only."""
     bundle, _ = build_donors()
-    state = METHOD.init(bundle, Params(**{**SMALL, "score_at": "input", "completion": False}), 3)
+    state = METHOD.init(bundle, SearchParams(**{**SMALL, "score_at": "input", "completion": False}), 3)
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
     assert order.work.flops_per_example > 0
@@ -203,4 +207,4 @@ def test_labels_judge_no_inputs() -> None:
     """All blocks would score the same: what the path puts out."""
     bundle, _ = build_donors()
     with pytest.raises(JobError, match="criterion = 'labels' judges outputs: let score_at be"):
-        METHOD.init(bundle, Params(criterion="labels", score_at="input"), 0)
+        METHOD.init(bundle, SearchParams(criterion="labels", score_at="input"), 0)

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 from joint_runs import FULL, gathering, played
 
-from fedquilt import tensors
-from fedquilt.coordinator import tasks
-from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError, accumulator_check, mergeable_type
-from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.stitching import candidates, class_moments, stitched, taps
-from fedquilt.models.stitching.accumulators import Counts
-from fedquilt.models.stitching.moment_sums import Gathering
-from fedquilt.models.stitching.search_state import Finalist
-from fedquilt.testing.toys import SMALL, build_donors, deliver_task, image_members
-from fedquilt.tools.simulation import Member
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.updates import tasks
+from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Examples, UpdateError, accumulator_check, mergeable_type
+from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.algebra import class_moments
+from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.device import taps
+from fedquilt.models.stitching.search import candidates
+from fedquilt.models.stitching.search.accumulators import CorrectCounts
+from fedquilt.models.stitching.search.state import Finalist
+from fedquilt.testing.toy_networks import SMALL, build_donors, deliver_task, image_members
+from fedquilt.tools.simulation import DeviceData
 
 
 def test_taps_step_down_shallow_first_and_say_so() -> None:
@@ -66,7 +69,7 @@ def test_a_board_with_little_memory_gives_fewer_images() -> None:
     assert (tight.weight, tight.metrics["short"]) == (40.0, 1.0)
     site.engine.room_bytes = 1
     assert METHOD.work(task, site).weight == taps.LEAST_ROWS
-    total = METHOD.fold(state, None, Contribution("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
+    total = METHOD.fold(state, None, DeviceUpdate("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
     after = METHOD.step(state, total)
     assert "1 of 1 devices: memory for some of the wanted images only" in after.log
 
@@ -77,7 +80,7 @@ def test_the_orders_memory_counts_the_moments() -> None:
     width = 38
     assert task.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, width)
     bundle, _ = build_donors()
-    state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0}), 3)
+    state = METHOD.init(bundle, SearchParams(**{**SMALL, "expansions": 0}), 3)
     wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
     state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
     order = METHOD.send(state, DeviceView("dev-0", None))
@@ -95,7 +98,7 @@ def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
     asked = tasks.predict_work(order, ("work",), "onnx", held=0.2)
-    networks = {ids for candidate in state.candidates for ids in stitched.path_prefixes(candidate.paths)}
+    networks = {ids for candidate in state.candidates for ids in stitched_network.path_prefixes(candidate.paths)}
     assert asked.total_for_examples(40).flops == pytest.approx(
         10 * sum(state.stock.blocks[ids[-1]].flops for ids in networks)
     )
@@ -125,18 +128,18 @@ def test_moments_of_other_taps_are_refused() -> None:
     answer = METHOD.work(task, site)
     narrow = replace(state, taps=state.taps[:-1])
     with pytest.raises(UpdateError, match="moments"):
-        METHOD.fold(narrow, None, Contribution("dev-0", 0, 45.0, answer.metrics, answer.bundles))
+        METHOD.fold(narrow, None, DeviceUpdate("dev-0", 0, 45.0, answer.metrics, answer.bundles))
 
 
 def test_a_device_counts_no_more_than_its_update_weighs() -> None:
     """Only the weight is held against what a board can have worked through; the counts in the moments must equal it."""
     state, task, site = gathering()
     answer = METHOD.work(task, site)
-    assert METHOD.fold(state, None, Contribution("dev-0", 0, answer.weight, answer.metrics, answer.bundles)).devices
+    assert METHOD.fold(state, None, DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, answer.bundles)).devices
     told = dict(answer.bundles["moments"])
     many = {**told, "counts": 10**4 * told["counts"], "factor": np.float32(100) * told["factor"]}
     with pytest.raises(UpdateError, match="examples, in an update that weighs"):
-        METHOD.fold(state, None, Contribution("dev-0", 0, answer.weight, answer.metrics, {"moments": many}))
+        METHOD.fold(state, None, DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, {"moments": many}))
 
 
 @pytest.mark.parametrize(("own", "held", "counted"), [(20, 8, 8), (8, 20, 8), (20, 0, 0)])
@@ -145,9 +148,9 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, he
     state = next(state for state in FULL if state.phase == "validate")
     shares = [Examples(np.full((count, 8, 8), 9, np.uint8), np.zeros(count, np.int64)) for count in (own, held)]
     order = METHOD.send(state, DeviceView("dev-0", None))
-    answer = METHOD.work(*deliver_task(METHOD, order, Member("dev-0", *shares), build_donors()[1], seed=3))
+    answer = METHOD.work(*deliver_task(METHOD, order, DeviceData("dev-0", *shares), build_donors()[1], seed=3))
     assert (answer.weight, answer.bundles["counts"]["examples"].tolist()) == (counted, [counted])
-    update = Contribution("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
+    update = DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
     assert METHOD.fold(state, None, update).sums["examples"].value().tolist() == [counted]
     with pytest.raises(UpdateError, match=f"counts: of {counted} examples, in an update that weighs {counted + 1}"):
         METHOD.fold(state, None, replace(update, weight=counted + 1.0))
@@ -162,7 +165,7 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
     assert state.gathered.half.shape == (width * (width + 1) // 2,)
     assert state.gathered.half.dtype == np.float32
     assert all(state.gathered is None for state in run if state.phase in ("validate", "done"))
-    assert tensors.pack_state(tensors.unpack_state(tensors.pack_state(state), State)) == tensors.pack_state(state)
+    assert tensors.pack_state(tensors.unpack_state(tensors.pack_state(state), SearchState)) == tensors.pack_state(state)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +183,10 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
 def test_a_sites_counts_that_cannot_be_are_refused(spoil: Any, why: str) -> None:
     """While validating; while scoring and fitting a site sends no sums, but its boards' answers."""
     kinds = {state.phase: mergeable_type(METHOD.fold, state) for state in FULL}
-    assert kinds == {"score": None, "fit": None, "gather": Gathering, "validate": Counts, "done": None}
+    assert kinds == {"score": None, "fit": None, "gather": ExactMomentSums, "validate": CorrectCounts, "done": None}
     state, sound = next(state for state in FULL if state.phase == "validate"), accumulator_check(METHOD.fold)
     counts = {"examples": np.array([12]), "right": np.full(len(state.candidates), 7)}
-    update = Contribution("dev-0", 0, 12.0, {"turn": float(state.turn)}, {"counts": counts})
+    update = DeviceUpdate("dev-0", 0, 12.0, {"turn": float(state.turn)}, {"counts": counts})
     assert sound is not None
     sound(state, METHOD.fold(state, None, update), 12.0)
     with pytest.raises(UpdateError, match="counts: of 12 examples, in an update that weighs 13"):
@@ -192,7 +195,7 @@ def test_a_sites_counts_that_cannot_be_are_refused(spoil: Any, why: str) -> None
         sound(state, spoil(METHOD.fold(state, None, update)), 12.0)
 
 
-def moved(total: Counts, by: float) -> Counts:
+def moved(total: CorrectCounts, by: float) -> CorrectCounts:
     """The same with another number of right answers of the first candidate."""
     total.sums["right"].limbs[0][0] += by
     return total

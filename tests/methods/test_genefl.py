@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import exact, methods, tensors
-from fedquilt.core import Answer, Contribution, DeviceView, Examples, Site, Task, UpdateError
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.evaluation import compute_metrics
+from fedquilt import methods
+from fedquilt.arrays import exact_sums, tensors
+from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Examples, Task, UpdateError
+from fedquilt.core.evaluation import compute_metrics
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.methods import genefl
 from fedquilt.models import learngene
-from fedquilt.testing.toys import deliver_task, point_members, toy_bundle, with_loaded_tensors
-from fedquilt.testing.toys import run_method as run_of
-from fedquilt.tools.simulation import Member
+from fedquilt.testing.toy_networks import deliver_task, point_members, toy_bundle, with_loaded_tensors
+from fedquilt.testing.toy_networks import run_method as run_of
+from fedquilt.tools.simulation import DeviceData
 
 AMPLE = 1 << 40
 ENGINE = NumpyEngine(AMPLE, base_bytes=0)
@@ -24,16 +25,16 @@ DEEP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
 
 
 def bundle() -> Any:
-    from fedquilt.edge_agent.engines import numpy_engine
+    from fedquilt.edge_agent.engines.numpy import engine
 
-    return toy_bundle(DEEP, numpy_engine.init_tensors(DEEP, 0))
+    return toy_bundle(DEEP, engine.init_tensors(DEEP, 0))
 
 
-def play(devices: list[Member] | None = None, rounds: int = 4, **params: Any) -> tuple[list[Any], list[Any]]:
+def play(devices: list[DeviceData] | None = None, rounds: int = 4, **params: Any) -> tuple[list[Any], list[Any]]:
     """The states, and what each task had and gave: (task, site, answer)."""
     worked = []
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         answer = genefl.METHOD.work(task, site)
         worked.append((task, with_loaded_tensors(task, site), answer))
         return answer
@@ -77,12 +78,14 @@ def test_the_head_stays_and_layers_become_fewer() -> None:
 def test_accuracy_that_falls_holds_the_schedule() -> None:
     """Below its best by more than the tolerance: as many layers as before; near it: one less."""
     state = replace(play(rounds=1)[0][1], best=0.8, waited=4, recent=(0.7, 0.7, 0.7, 0.7))
-    fell = genefl._adapt_size(state, genefl.Sum({}, {}, {"0": {"1": 1}}, accuracy=exact.Number((1.4,)), told=2))
+    fell = genefl._adapt_size(
+        state, genefl.GeneFLSums({}, {}, {"0": {"1": 1}}, accuracy=exact_sums.ExactScalar((1.4,)), told=2)
+    )
     assert (fell.size, fell.best, fell.waited, fell.recent) == (2, 0.8, 0, ())
-    told = genefl.Sum({}, {}, {"0": {"1": 1}}, exact.Number((1.6,)), 2)
+    told = genefl.GeneFLSums({}, {}, {"0": {"1": 1}}, exact_sums.ExactScalar((1.6,)), 2)
     rose = genefl._adapt_size(replace(state, recent=(0.8, 0.8, 0.8, 0.8)), told)
     assert (rose.size, rose.best) == (1, pytest.approx(0.8))
-    silent = genefl._adapt_size(replace(state, recent=()), genefl.Sum({}, {}, {"0": {"1": 1}}))
+    silent = genefl._adapt_size(replace(state, recent=()), genefl.GeneFLSums({}, {}, {"0": {"1": 1}}))
     assert silent.size == 1, "nobody has held-out examples: time alone counts"
 
 
@@ -177,9 +180,9 @@ def one_cluster(size: int = 1) -> Any:
     )
 
 
-def gave(state: Any, device: str, layer: str, value: float) -> Contribution:
+def gave(state: Any, device: str, layer: str, value: float) -> DeviceUpdate:
     part = {name: np.full_like(array, value) for name, array in state.first[layer].items()}
-    return Contribution(device, 3, 10.0, {"personal": 0.5}, {"gene": part})
+    return DeviceUpdate(device, 3, 10.0, {"personal": 0.5}, {"gene": part})
 
 
 def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it() -> None:
@@ -211,7 +214,7 @@ def test_what_is_no_learngene_of_the_size_wanted_is_refused(change: Any, said: s
     """Too many layers, the head, half a layer, and a fingerprint in place of a gene."""
     state = one_cluster()
     with pytest.raises(UpdateError, match=said):
-        genefl.fold(state, None, Contribution("a", 3, 1.0, {}, change(state)))
+        genefl.fold(state, None, DeviceUpdate("a", 3, 1.0, {}, change(state)))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +229,7 @@ def test_what_is_no_learngene_of_the_size_wanted_is_refused(change: Any, said: s
 def test_what_is_no_fingerprint_is_refused(u: np.ndarray, said: str) -> None:
     """Long vectors would move a cluster's centre as far as a device likes."""
     with pytest.raises(UpdateError, match=said):
-        genefl.fold(one_cluster(), None, Contribution("new", 3, 1.0, {}, {"fingerprint": {"u": u}}))
+        genefl.fold(one_cluster(), None, DeviceUpdate("new", 3, 1.0, {}, {"fingerprint": {"u": u}}))
 
 
 def test_an_accuracy_that_is_none_is_refused() -> None:
@@ -239,23 +242,25 @@ def test_an_accuracy_that_is_none_is_refused() -> None:
 # -- who comes later ------------------------------------------------------------------------------
 
 
-def ask(state: Any, member: Member, rounds: tuple[int, ...], local: Any = None) -> tuple[Task, Site, Answer]:
+def ask(
+    state: Any, member: DeviceData, rounds: tuple[int, ...], local: Any = None
+) -> tuple[Task, ClientContext, ClientResult]:
     """One device's task, as it gets it, and what it answers."""
     order = genefl.METHOD.send(state, DeviceView(member.device, None, rounds))
     task, site = deliver_task(genefl.METHOD, order, member, ENGINE, number=len(rounds), seed=1, local=local)
     return task, site, genefl.METHOD.work(task, site)
 
 
-def take(state: Any, member: Member, number: int, answer: Answer) -> Any:
+def take(state: Any, member: DeviceData, number: int, answer: ClientResult) -> Any:
     """The state after a round of this device alone."""
-    update = Contribution(member.device, number, answer.weight, answer.metrics, answer.bundles)
+    update = DeviceUpdate(member.device, number, answer.weight, answer.metrics, answer.bundles)
     return genefl.METHOD.step(state, genefl.METHOD.fold(state, None, update))
 
 
 def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene() -> None:
     """First its fingerprint, then the layers of the cluster's gene, the job's first weights elsewhere."""
     run, _ = play(rounds=4, clusters=2, first_layers=1)
-    newcomer = Member("late", *(vars(point_members(4, 24)[2])[key] for key in ("train", "held")))
+    newcomer = DeviceData("late", *(vars(point_members(4, 24)[2])[key] for key in ("train", "held")))
     state = run[-1]
     _, _, answer = ask(state, newcomer, ())
     assert answer.bundles.keys() == {"fingerprint"}
@@ -304,7 +309,7 @@ def test_private_state_of_another_network_is_refused() -> None:
 
 def test_without_held_out_examples_nobody_tells_an_accuracy() -> None:
     """Unknown is not 0: the metric is absent, and the schedule goes by time."""
-    alone = [Member(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_members(3)]
+    alone = [DeviceData(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_members(3)]
     run, worked = play(alone, rounds=3, shrink_every=1)
     assert all("personal" not in answer.metrics for _, _, answer in worked)
     assert run[-1].size == 1

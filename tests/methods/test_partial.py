@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import methods, tensors
-from fedquilt.core import Answer, Contribution, DeviceView, Examples, ModelError, Site, Task, UpdateError
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView, Examples, ModelError, Task, UpdateError
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
-from fedquilt.testing.toys import deliver_task, point_members, toy_bundle
-from fedquilt.testing.toys import run_method as run_of
-from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.testing.toy_networks import deliver_task, point_members, toy_bundle
+from fedquilt.testing.toy_networks import run_method as run_of
+from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 SMALL = {"epochs": 1, "batch": 4, "lr": 0.1}
 MIB = 1 << 20
@@ -43,12 +44,12 @@ def resnet18() -> dict[str, np.ndarray]:
     return tensors_of("torchvision/resnet18")
 
 
-def pictures(count: int = 2) -> list[Member]:
+def pictures(count: int = 2) -> list[DeviceData]:
     found = []
     for i in range(count):
         draws = np.random.default_rng(i)
         x, y = draws.integers(0, 255, (12, 8, 8)).astype(np.uint8), draws.integers(0, 3, 12)
-        found.append(Member(f"dev-{i}", Examples(x[4:], y[4:]), Examples(x[:4], y[:4])))
+        found.append(DeviceData(f"dev-{i}", Examples(x[4:], y[4:]), Examples(x[:4], y[:4])))
     return found
 
 
@@ -56,11 +57,11 @@ def mib(model: Mapping[str, np.ndarray]) -> float:
     return sum(array.nbytes for array in model.values()) / MIB
 
 
-def play(name: str, rounds: int = 3, *, engine: Any = None, **params: Any) -> tuple[list[Any], list[Answer]]:
+def play(name: str, rounds: int = 3, *, engine: Any = None, **params: Any) -> tuple[list[Any], list[ClientResult]]:
     """States and answers of a run; with an engine of torch, of a small network with batch norm."""
     method, answers = methods.load(name), []
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         answers.append(method.work(task, site))
         return answers[-1]
 
@@ -71,7 +72,7 @@ def play(name: str, rounds: int = 3, *, engine: Any = None, **params: Any) -> tu
 
 
 def torch_one() -> Any:
-    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     return module.TorchEngine(1 << 40, base_bytes=0)
 
 
@@ -96,7 +97,7 @@ def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_p
     state = fedlg.init(bundle, fedlg.Params(), 0)
     small = {"layer4.0.conv2.weight", "layer4.1.conv2.weight", "layer2.0.conv1.weight"}
     sizes = {name: np.array([0.1 if name in small else 1.0]) for name in state.candidates}
-    total = fedlg.fold(state, None, Contribution("a", 0, 3.0, {}, {"sizes": sizes}))
+    total = fedlg.fold(state, None, DeviceUpdate("a", 0, 3.0, {}, {"sizes": sizes}))
     after = fedlg.step(state, total)
     assert set(after.shared) == small
     assert f"{mib({name: resnet18()[name] for name in after.shared}):.2f}" == "18.28"
@@ -109,7 +110,7 @@ def test_what_is_not_shared_never_travels_up_and_down_once_only(name: str) -> No
     """A fourth round costs the shared part's bytes each way: less than the model's, where all of it is sent."""
     taken: list[tuple[int, int]] = []
 
-    def observe(simulation: Simulation, hands: Hands) -> None:
+    def observe(simulation: Simulation, hands: WorkBackend) -> None:
         taken[:] = [(round.down_bytes, round.up_bytes) for round in simulation.rounds]
 
     engine = NumpyEngine(1 << 40, base_bytes=0)
@@ -223,7 +224,7 @@ def test_a_size_below_nothing_is_refused() -> None:
     state = fedlg.init(toy_bundle(), fedlg.Params(), 0)
     sizes = {name: np.array([-1.0]) for name in state.candidates}
     with pytest.raises(UpdateError, match="smaller than nothing"):
-        fedlg.fold(state, None, Contribution("a", 0, 1.0, {}, {"sizes": sizes}))
+        fedlg.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"sizes": sizes}))
 
 
 # -- FedLP ----------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_fedlp_averages_each_layer_over_those_who_sent_it() -> None:
     total = None
     for device, weight, sent in (("a", 1.0, {"1": 3.0}), ("b", 3.0, {"1": 7.0, "3": 5.0}), ("c", 2.0, {})):
         model = {f"{layer}.weight": np.full((1, 1), value, np.float32) for layer, value in sent.items()}
-        total = fedlp.fold(state, total, Contribution(device, 0, weight, {}, {"model": model}))
+        total = fedlp.fold(state, total, DeviceUpdate(device, 0, weight, {}, {"model": model}))
     after = fedlp.step(state, total).model
     assert [float(after[f"{layer}.weight"][0, 0]) for layer in (1, 3, 5)] == [6.0, 5.0, 0.0]
     assert fedlp.step(state, None) is state
@@ -255,9 +256,9 @@ def test_half_a_layer_is_refused() -> None:
     state = fedavg.init(toy_bundle(), fedlp.Params(), 0)
     half = {"1.weight": state.model["1.weight"]}
     with pytest.raises(UpdateError, match=r"tensor names differ: 1\.bias"):
-        fedlp.fold(state, None, Contribution("a", 0, 1.0, {}, {"model": half}))
+        fedlp.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"model": half}))
     with pytest.raises(UpdateError, match="not even an empty one"):
-        fedlp.fold(state, None, Contribution("a", 0, 1.0, {}, {}))
+        fedlp.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {}))
 
 
 def test_fedlps_layers_are_all_of_the_network() -> None:

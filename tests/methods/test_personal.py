@@ -9,24 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import (
-    Answer,
-    Contribution,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
     DeviceView,
     Examples,
     Fit,
     JobError,
     Method,
     ModelError,
-    Site,
     Task,
     UpdateError,
 )
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.methods import ditto, fedavg, fedrep, local, perfedavg, pfedme
-from fedquilt.testing.toys import deliver_task, point_members, run_method, toy_bundle
+from fedquilt.testing.toy_networks import deliver_task, point_members, run_method, toy_bundle
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
@@ -37,7 +38,7 @@ def numpy_one() -> NumpyEngine:
 
 
 def torch_one() -> Any:
-    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     return module.TorchEngine(1 << 40, base_bytes=0)
 
 
@@ -45,10 +46,10 @@ class Played:
     """A run on toy devices: the states, and what each task gave, (device, answer), in order."""
 
     def __init__(self, name: str, engine: Any = None, rounds: int = 3, **params: Any) -> None:
-        self.answers: list[tuple[str, Answer]] = []
+        self.answers: list[tuple[str, ClientResult]] = []
         method = methods.load(name)
 
-        def work(task: Task, site: Site) -> Answer:
+        def work(task: Task, site: ClientContext) -> ClientResult:
             answer = method.work(task, site)
             self.answers.append((site.device, answer))
             return answer
@@ -73,7 +74,7 @@ class Played:
         return [tensors.encode_tensors(state.model) for state in self.states]
 
 
-def one(method: Method, engine: Any, **params: Any) -> tuple[Task, Site]:
+def one(method: Method, engine: Any, **params: Any) -> tuple[Task, ClientContext]:
     """The first round's task of one device."""
     state = method.init(toy_bundle(), method.params(**{**SMALL, **params}), 0)
     return deliver_task(method, method.send(state, DeviceView("dev-0", None)), point_members(1, 13)[0], engine)
@@ -136,7 +137,7 @@ def test_local_models_know_nothing_of_each_other() -> None:
     for member in point_members(3, 13):
         sites: list[Mapping[str, np.ndarray]] = []
 
-        def work(task: Task, site: Site, sites: list[Any] = sites) -> Answer:
+        def work(task: Task, site: ClientContext, sites: list[Any] = sites) -> ClientResult:
             answer = local.work(task, site)
             sites.append(answer.local)
             return answer
@@ -206,7 +207,7 @@ class Parabola:
         return {"x": module.x.detach().numpy().copy()}, {"loss": 0.0, "steps": float(fit.epochs)}
 
 
-def parabola(method: Any, curvature: float, place: float, **params: Any) -> Answer:
+def parabola(method: Any, curvature: float, place: float, **params: Any) -> ClientResult:
     """The answer of a device whose loss this is, from x = 0."""
     task, site = one(method.METHOD, numpy_one())
     zero = {"x": np.zeros(1)}
@@ -235,9 +236,9 @@ def test_pfedmes_server_goes_by_beta_and_by_no_examples() -> None:
         total = None
         for device, value in (("a", 1.0), ("b", 4.0)):
             model = {"model": {"x": np.full(1, value, np.float32)}}
-            total = pfedme.fold(state, total, Contribution(device, 0, 1.0, {}, model))
+            total = pfedme.fold(state, total, DeviceUpdate(device, 0, 1.0, {}, model))
         with pytest.raises(UpdateError, match="c weighs 99: with this method every device weighs 1"):
-            pfedme.fold(state, total, Contribution("c", 0, 99.0, {}, model))
+            pfedme.fold(state, total, DeviceUpdate("c", 0, 99.0, {}, model))
         assert pfedme.step(state, total).model["x"] == pytest.approx([wanted])
 
 
@@ -363,7 +364,7 @@ def test_nothing_travels_with_local() -> None:
     """An update with tensors is refused, by name."""
     state = local.init(toy_bundle(), local.METHOD.params(), 0)
     with pytest.raises(UpdateError, match="dev-7 sent model"):
-        local.fold(state, None, Contribution("dev-7", 0, 1.0, {}, {"model": dict(state.model)}))
+        local.fold(state, None, DeviceUpdate("dev-7", 0, 1.0, {}, {"model": dict(state.model)}))
     assert local.step(state, None) is state
 
 

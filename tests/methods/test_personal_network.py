@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import methods, tensors
-from fedquilt.core import DeviceView, ModelError, Site, Task
-from fedquilt.evaluation import compute_metrics
-from fedquilt.testing.toys import deliver_task, image_members, run_method, toy_bundle
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.core import ClientContext, DeviceView, ModelError, Task
+from fedquilt.core.evaluation import compute_metrics
+from fedquilt.testing.toy_networks import deliver_task, image_members, run_method, toy_bundle
 
 torch = pytest.importorskip("torch", reason="networks with batch normalisation and attention are torch's")
-from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
+from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
 
 INPUT = {"channels": 1, "size": 8}
@@ -46,7 +47,7 @@ class Played:
         self.method, self.engine = methods.load(name), TorchEngine(1 << 40, base_bytes=0)
         self.members, self.kept = image_members(2, 24), {}
 
-        def work(task: Task, site: Site) -> Any:
+        def work(task: Task, site: ClientContext) -> Any:
             answer = self.method.work(task, site)
             self.kept[site.device] = answer.local
             return answer
@@ -64,7 +65,7 @@ class Played:
             rounds=3,
         )
 
-    def given(self, device: int, view: DeviceView) -> tuple[Task, Site]:
+    def given(self, device: int, view: DeviceView) -> tuple[Task, ClientContext]:
         """A task of the last state that such a device gets, on this device."""
         return deliver_task(self.method, self.method.send(self.states[-1], view), self.members[device], self.engine)
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.core import Contribution, JobError
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.evaluation import compute_metrics
+from fedquilt.core import DeviceUpdate, JobError
+from fedquilt.core.evaluation import compute_metrics
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.methods import robust
-from fedquilt.testing.toys import point_members, run_method, toy_bundle
+from fedquilt.testing.toy_networks import point_members, run_method, toy_bundle
 
 RULES = ("trimmed_mean", "median", "krum", "multi_krum", "clipped")
 
@@ -31,7 +31,7 @@ def begun(size: int = 2, **params: Any) -> robust.State:
 
 def folded(
     state: robust.State, points: Mapping[str, Any], weight: float = 1.0, variances: Mapping[str, float] = {}
-) -> robust.Held | None:
+) -> robust.CollectedUpdates | None:
     total = None
     for device, point in points.items():
         model = {
@@ -39,7 +39,7 @@ def folded(
             "x.running_var": np.array([variances.get(device, 1.0)], np.float32),
             "seen": np.array(7, np.int64),
         }
-        total = robust.fold(state, total, Contribution(device, 0, weight, {}, {"model": model}))
+        total = robust.fold(state, total, DeviceUpdate(device, 0, weight, {}, {"model": model}))
     return total
 
 

@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from plain import budgeted
 
-from fedquilt import methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, Committed
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import progress
-from fedquilt.core import Bundle, Contribution, DeviceView, Examples, Hooks, UpdateError
-from fedquilt.methods import _by_width
+from fedquilt.core import Bundle, DeviceUpdate, DeviceView, Examples, Hooks, UpdateError
+from fedquilt.methods import _subnetworks
 from fedquilt.models.partial import width
-from fedquilt.testing.toys import toy_bundle, write_images
+from fedquilt.testing.toy_networks import toy_bundle, write_images
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents
 
@@ -35,7 +36,7 @@ SMALL, LARGE = 512 * 10**6, 8 * 10**9
 
 @cache
 def engine() -> Any:
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     return TorchEngine(1 << 40, base_bytes=0)
 
@@ -44,13 +45,13 @@ def engine() -> Any:
 def bundle() -> Bundle:
     """A network with its plan of masks, as `fedquilt prepare` writes it."""
     from fedquilt.models.networks import registry
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
     with torch.random.fork_rng():
         torch.manual_seed(1)
         module = registry.build(NETWORK)
     model = {key: value.numpy().copy() for key, value in module.state_dict().items()}
-    found = toy_bundle(NETWORK, model, trace.trace_plan(module))
+    found = toy_bundle(NETWORK, model, dependency_trace.trace_plan(module))
     return replace(found, meta={**found.meta, "flops": 1e6, "example_bytes": 10**6})
 
 
@@ -83,7 +84,7 @@ def test_statistics_are_those_of_all_devices_examples_together() -> None:
     total = None
     for device, weight, mean, var in (("a", 1.0, 0.0, 1.0), ("b", 3.0, 4.0, 2.0)):
         sent = {name: np.full_like(state.model[name], mean if name.endswith("mean") else var) for name in names}
-        update = Contribution(device, 0, weight, {}, {"statistics.1": sent})
+        update = DeviceUpdate(device, 0, weight, {}, {"statistics.1": sent})
         total = method.settle.fold(state, total, update)
     after = method.settle.step(state, total)
     for name in names:
@@ -110,7 +111,7 @@ def test_what_is_no_statistics_of_a_width_is_refused(spoil: Any, said: str) -> N
     method, state = begun("heterofl")
     sent = {name: array for name, array in state.model.items() if name.endswith(("running_mean", "running_var"))}
     with pytest.raises(UpdateError, match=said):
-        method.settle.fold(state, None, Contribution("a", 0, 1.0, {}, spoil(sent)))
+        method.settle.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
 
 
 def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batches(
@@ -122,11 +123,11 @@ def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batche
     first = torch.nn.functional.conv2d(
         torch.from_numpy(x[:, None].astype(np.float32) / 255), torch.from_numpy(model["0.0.weight"]), padding=1
     ).double()
-    from fedquilt.edge_agent.engines import torch_engine
+    from fedquilt.edge_agent.engines.torch import engine as torch_engine
 
     for size in (7, 64):
         monkeypatch.setitem(torch_engine.EVALUATED_AT_ONCE, "cpu", size)
-        seen = width.Moments()
+        seen = width.BatchNormMoments()
         hooks = Hooks(prepare=seen.add_hooks)
         engine().evaluate(NETWORK, model, Examples(x, draws.integers(0, 3, 50)), hooks=hooks)
         found = seen.statistics()
@@ -141,7 +142,7 @@ def test_what_is_held_still_keeps_its_statistics() -> None:
 
     held = fedlps.encoder_names(state)
     assert set(method.settle.send(state, view("a", LARGE)).params["still"]) == held
-    seen = width.Moments(held)
+    seen = width.BatchNormMoments(held)
     examples = Examples(np.zeros((8, 8, 8), np.uint8), np.zeros(8, np.int64))
     engine().evaluate(NETWORK, state.model, examples, hooks=Hooks(prepare=seen.add_hooks))
     assert seen.statistics().keys().isdisjoint(held)
@@ -183,18 +184,18 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
         "fleet": {"devices": 6, "budgets": ["1GB"] * 5 + ["8GB"]},
         "data": {"path": str(data), "held": 0.2},
     }
-    plan = agents.Plan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
+    plan = agents.FleetPlan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
     run, ended = agents.run_fleet_virtually(plan)
     assert ended == "done"
     with Store(plan.home) as store:
         facts = [fact for _, _, fact in store.read_events(run)]
-        committed = [fact for fact in facts if isinstance(fact, Committed)]
+        committed = [fact for fact in facts if isinstance(fact, RoundCommitted)]
         path = store.depot.blob_path(committed[-1].state.sha256)
         assert path is not None
-        state = tensors.unpack_state(path.read_bytes(), _by_width.State)
+        state = tensors.unpack_state(path.read_bytes(), _subnetworks.State)
     assert [fact.settled for fact in committed] == [False, False, True, False, True, False]
     assert [fact.round for fact in committed if fact.evaluation is not None] == [0, 3, 5]
-    asked = [sum(isinstance(fact, Answered) and fact.round == each.round for fact in facts) for each in committed]
+    asked = [sum(isinstance(fact, UpdateAccepted) and fact.round == each.round for fact in facts) for each in committed]
     assert asked == [2, 2, 6, 2, 6, 2]
     assert progress.count_completed_rounds(facts, 3) == 3
     from fedquilt.data import examples as shares

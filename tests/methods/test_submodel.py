@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from submodels import MIXED, SMALL, bundle, engine, pictures, run, view
 
-from fedquilt import methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.core import DeviceView, ModelError
-from fedquilt.evaluation import compute_metrics
+from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models import partial
-from fedquilt.testing.toys import deliver_task
+from fedquilt.testing.toy_networks import deliver_task
 
 PLAIN = {"name": "cnn", "channels": 1, "size": 8, "classes": 3, "width": 4, "input": {"channels": 1, "size": 8}}
 ONES = (1.0,) * 5

@@ -14,7 +14,7 @@ from fedquilt import methods
 from fedquilt.core import DeviceView
 from fedquilt.methods import depthfl, fedepth, ft_full, ft_part, heterofl
 from fedquilt.models.partial import depth
-from fedquilt.testing.toys import deliver_task
+from fedquilt.testing.toy_networks import deliver_task
 
 torch = pytest.importorskip("torch")
 

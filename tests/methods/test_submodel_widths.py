@@ -10,12 +10,12 @@ import pytest
 from submodels import MIXED, NETWORK, bundle, engine, pictures, run, view
 
 from fedquilt import methods
-from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, Method, ModelError, UpdateError
+from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, JobError, Method, ModelError, UpdateError
+from fedquilt.formats.tensor_register import register_of_kinds
 from fedquilt.methods import fedlps, fjord, heterofl
 from fedquilt.models.partial import masks
-from fedquilt.tensor_register import register_of_kinds
-from fedquilt.testing.toys import MLP_MASKS, bundle_files, deliver_task, toy_bundle
-from fedquilt.tools.simulation import Member
+from fedquilt.testing.toy_networks import MLP_MASKS, bundle_files, deliver_task, toy_bundle
+from fedquilt.tools.simulation import DeviceData
 
 torch = pytest.importorskip("torch")
 
@@ -28,7 +28,7 @@ def folded(method: Method, state: Any, *sent: tuple[int, float, float, list[int]
         order = method.send(state, view(budget))
         model = {key: np.full_like(array, value) for key, array in order.bundles["model"].items()}  # type: ignore[union-attr]
         held = {"held": np.isin(np.arange(3), classes).astype(np.uint8)}
-        total = method.fold(state, total, Contribution("a", 0, weight, {}, {"model": model, "classes": held}))
+        total = method.fold(state, total, DeviceUpdate("a", 0, weight, {}, {"model": model, "classes": held}))
     return method.step(state, total)
 
 
@@ -54,7 +54,7 @@ def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics()
     from fedquilt.models.networks import registry
 
     plan = masks.plan_from_array(bundle().load("masks")["json"])
-    ordered = fjord.Ordered(plan, 1.0, (0.5, 1.0), np.random.default_rng(0))
+    ordered = fjord.OrderedDropoutHooks(plan, 1.0, (0.5, 1.0), np.random.default_rng(0))
     module, momenta = ordered.insert_gates(registry.build(NETWORK)), []
     for width in (1.0, 0.5):
         ordered.width = width
@@ -85,7 +85,7 @@ def test_rows_of_a_class_are_averaged_over_devices_that_have_it() -> None:
 def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
     """Examples of classes 0 and 2: the row of class 1 does not move, in a task that does not mask it does."""
     method, x = methods.load("heterofl"), np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
-    member = Member("a", Examples(x, np.array([0, 2] * 4)), Examples(x, np.array([0, 2] * 4)))
+    member = DeviceData("a", Examples(x, np.array([0, 2] * 4)), Examples(x, np.array([0, 2] * 4)))
     moved = []
     for masked in (True, False):
         state = method.init(toy_bundle(), method.params(masked=masked, batch=4), 0)
@@ -105,8 +105,8 @@ def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_w
     state = method.init(toy_bundle(), method.params(), 0)
     for bundles in ({}, {"classes": {"held": np.ones(2, np.uint8)}}):
         with pytest.raises(UpdateError):
-            method.fold(state, None, Contribution("a", 0, 1.0, {}, {"model": state.model, **bundles}))
-    plan = masks.Plan({"0": 2}, {}, {"0.weight": masks.Follow((2, 1, 3, 3), ("0",))})
+            method.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"model": state.model, **bundles}))
+    plan = masks.MaskPlan({"0": 2}, {}, {"0.weight": masks.TensorGroups((2, 1, 3, 3), ("0",))})
     parts = {"model": {"0.weight": np.zeros((2, 1, 3, 3), np.float32)}, "masks": {"json": masks.plan_to_array(plan)}}
     meta = {"network": {}, "register": register_of_kinds(parts["model"], {})}
     made = Bundle(meta, bundle_files(parts), lambda name: parts[name])
@@ -122,7 +122,7 @@ def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
     made, examples = bundle(), pictures(1)[0].train
     plan, model, moved = masks.plan_from_array(made.load("masks")["json"]), made.load("model"), []
     for width in (0.5, 1.0):
-        ordered = fjord.Ordered(plan, 1.0, (width,), np.random.default_rng(0))
+        ordered = fjord.OrderedDropoutHooks(plan, 1.0, (width,), np.random.default_rng(0))
         hooks = Hooks(prepare=ordered.insert_gates, steps=(Step(begin=ordered.draw_width),))
         after, _ = engine().train(NETWORK, model, examples, Fit(batch=4), np.random.default_rng(0), hooks=hooks)
         names = [key for key in model if key.rpartition(".")[2] in ("running_mean", "running_var")]
@@ -143,7 +143,7 @@ def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -
     from fedquilt.core import Fit, Hooks, Step
 
     model = toy_bundle().load("model")
-    ordered = fjord.Ordered(MLP_MASKS, 1.0, (0.4,), np.random.default_rng(0))
+    ordered = fjord.OrderedDropoutHooks(MLP_MASKS, 1.0, (0.4,), np.random.default_rng(0))
     assert ordered.unit_mask(("1",), 1).tolist() == [1, 1, 1, 1, 1]
     draws = np.random.default_rng(0)
     examples = Examples(draws.normal(size=(8, 6)).astype(np.float32), draws.integers(0, 3, 8))
@@ -160,7 +160,7 @@ def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -
 
 def test_fjord_draws_every_width_up_to_the_devices_own() -> None:
     """Of five widths the third is the most: three are drawn, about as often each."""
-    ordered = fjord.Ordered(MLP_MASKS, 0.6, (0.2, 0.4, 0.6), np.random.default_rng(0))
+    ordered = fjord.OrderedDropoutHooks(MLP_MASKS, 0.6, (0.2, 0.4, 0.6), np.random.default_rng(0))
     drawn = []
     for _ in range(300):
         ordered.draw_width(None)
@@ -173,7 +173,7 @@ def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
     """Encoder and its statistics stay in every bit over three rounds; the sent names are all others."""
     method, answers = methods.load("fedlps"), []
 
-    def work(task: Any, site: Any) -> Answer:
+    def work(task: Any, site: Any) -> ClientResult:
         answers.append(method.work(task, site))
         return answers[-1]
 

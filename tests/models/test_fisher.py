@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Examples, JobError
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine, init_tensors
-from fedquilt.testing.toys import MLP, point_members
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine, init_tensors
+from fedquilt.testing.toy_networks import MLP, point_members
 
 AMPLE = 1 << 40
 
@@ -43,7 +43,7 @@ def engine(request: pytest.FixtureRequest) -> Any:
     """Either engine, with room for anything."""
     if request.param == "numpy":
         return NumpyEngine(AMPLE, base_bytes=0)
-    return pytest.importorskip("fedquilt.edge_agent.engines.torch_engine").TorchEngine(AMPLE, base_bytes=0)
+    return pytest.importorskip("fedquilt.edge_agent.engines.torch.engine").TorchEngine(AMPLE, base_bytes=0)
 
 
 def test_it_is_the_mean_of_squared_gradients_of_single_examples(engine: Any) -> None:
@@ -70,7 +70,7 @@ def test_a_group_s_gradients_are_averaged_before_the_square(engine: Any) -> None
 
 def test_little_room_changes_nothing_but_how_many_go_at_once() -> None:
     """With a budget for one gradient at a time the diagonal is the same."""
-    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     model, given = init_tensors(MLP, 3), examples()
     wide, narrow = (module.TorchEngine(budget, base_bytes=0).fisher(MLP, model, given) for budget in (AMPLE, 1))
     for name in model:
@@ -80,7 +80,7 @@ def test_little_room_changes_nothing_but_how_many_go_at_once() -> None:
 def test_batch_normalisation_takes_one_example_at_a_time_by_its_running_statistics() -> None:
     """In evaluation mode: with batches' own statistics one example's gradient would depend on the others."""
     torch = pytest.importorskip("torch")
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
     from fedquilt.models.networks import registry
 
     table = {"name": "residual", "channels": 1, "classes": 3, "width": 2}

@@ -13,7 +13,7 @@ import wired
 from decoding import Decoder
 
 from fedquilt import wire
-from fedquilt.core import Wired
+from fedquilt.core import WireMessage
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "fedquilt")
@@ -36,9 +36,9 @@ CALLS = {  # (module or object, function) that make values of bytes
 }
 OWN = {  # modules that read only what the same machine's owner or the same process wrote
     "models/partial/dual_copy.py": "a key of a cache, made in the same function",
-    "models/partial/gate_cache.py": "a board's own cache, whose rows have checksums",
-    "coordinator/boards_store.py": "the coordinator's own notes on boards; a row that cannot be read is left out",
-    "fedquilt/tensor_register.py": "a table of the job's bundle, which the job's owner has prepared",
+    "models/partial/output_cache.py": "a board's own cache, whose rows have checksums",
+    "coordinator/fleet/telemetry_store.py": "own notes on boards; a row that cannot be read is left out",
+    "fedquilt/formats/tensor_register.py": "a table of the job's bundle, which the job's owner has prepared",
     "fedquilt/data/readers/base.py": "examples of the board's owner",
     "fedquilt/data/readers/audio.py": "likewise",
     "fedquilt/data/readers/images.py": "likewise",
@@ -82,9 +82,16 @@ def test_every_module_that_decodes_bytes_is_fuzzed(known: dict[str, Decoder]) ->
 
 def test_every_message_is_fuzzed(known: dict[str, Decoder]) -> None:
     """Those that a topic can carry, in both directions."""
-    kinds = {wire.CoordState, wire.RoundState, wire.Get, *wire.UP.values(), *wire.DOWN.values(), *wire.BLOB.values()}
+    kinds = {
+        wire.CoordState,
+        wire.RoundState,
+        wire.ChunkRequest,
+        *wire.UP.values(),
+        *wire.DOWN.values(),
+        *wire.BLOB.values(),
+    }
     assert {type(message) for message in wired.MESSAGES} == kinds
-    assert all(issubclass(kind, Wired) and f"wire.{kind.__name__}" in known for kind in kinds)
+    assert all(issubclass(kind, WireMessage) and f"wire.{kind.__name__}" in known for kind in kinds)
 
 
 def test_some_inputs_of_every_decoder_give_values_or_the_named_errors() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import nightly
-from fedquilt.tools import bench
 from fedquilt.tools.emulate import host
+from fedquilt.tools.lab import bench
 from nightly import Stage
 
 ROOT = Path(__file__).parents[2]
@@ -26,13 +26,17 @@ def python(code: str) -> tuple[str, ...]:
 def test_there_is_a_stage_for_each_bench_and_python() -> None:
     """A new bench is in by existing."""
     found = {stage.name: stage for stage in nightly.stages()}
-    benches = {path.stem for path in Path(bench.__file__).parent.glob("*.py")} - {"__init__", "naive", "blob_nodes"}
+    benches = {path.stem for path in Path(bench.__file__).parent.glob("*.py")} - {
+        "__init__",
+        "reference_scoring",
+        "transfer_nodes",
+    }
     benches -= {
         "physics",
-        "governed",
+        "governor_bench",
         "planned",
-        "physics_tables",
-        "protocol_boards",
+        "table_physics",
+        "protocol_devices",
         "sites_root",
         "stitch_boards",
     }  # parts of the benches of energy, deadlines, coordinator, sites
@@ -57,8 +61,8 @@ def test_a_rehearsal_that_cannot_run_here_is_skipped_and_says_why(
     user: int, programs: Iterable[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the words of `fedquilt emulate --systemd` itself, before it is started."""
-    here = host.Machine("x86_64", user, dict.fromkeys(programs, "/usr/bin/true"), 10**12)
-    monkeypatch.setattr(host.Machine, "detect", lambda folder: here)
+    here = host.HostMachine("x86_64", user, dict.fromkeys(programs, "/usr/bin/true"), 10**12)
+    monkeypatch.setattr(host.HostMachine, "detect", lambda folder: here)
     stages = {stage.name: stage for stage in nightly.stages()}
     assert stages["rehearsal"].commands == ((sys.executable, "-m", "fedquilt.cli", "emulate", "--systemd"),)
     assert stages["rehearsal"].hindrance == (f"emulate needs {why}" if why else "")

@@ -13,10 +13,10 @@ PRODUCT = ("fedquilt", "coordinator", "edge_agent", "models", "tools", "profiles
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight", "in_proj_bias")
 CALLS = ("endswith", "startswith", "removesuffix", "fullmatch", "match", "search")
 PERMITTED = {
-    "fedquilt/tensor_register.py": "the register itself: attributes of torch's modules, whose types it knows",
+    "fedquilt/formats/tensor_register.py": "the register itself: attributes of torch's modules, whose types it knows",
     "edge_agent/task/main.py": "the metric `weight` of an update",
-    "models/partial/trace.py": "torch's name for a layer's own weight: what makes a weight is not cut",
-    "tools/bench/large.py": "tensors that this file has made and named, without torch",
+    "models/partial/dependency_trace.py": "torch's name for a layer's own weight: what makes a weight is not cut",
+    "tools/lab/bench/large.py": "tensors that this file has made and named, without torch",
 }
 
 
@@ -54,7 +54,7 @@ def files() -> Iterator[Path]:
 
 
 def test_no_product_code_compares_tensor_names_with_literals() -> None:
-    """A name is no role: `fedquilt.tensor_register` has each tensor's kind, module and type."""
+    """A name is no role: `fedquilt.formats.tensor_register` has each tensor's kind, module and type."""
     found = {}
     for path in files():
         name = str(path.relative_to(ROOT))

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedquilt.profiles import fit, model
+from fedquilt.profiles import clock_model, fit
 
 TOP = {"cpu_hz": 2e9, "gpu_hz": 1.3e9, "emc_hz": 1.8e9}
 LISTS = {"cpu_hz": [0.4e9, 0.8e9, 1.2e9, 1.6e9, 2e9], "gpu_hz": [0.3e9, 0.8e9, 1.3e9], "emc_hz": [0.6e9, 1.2e9, 1.8e9]}
-GRID = model.make_grid(LISTS, 100)
-TIME = model.Inverse(1e-12, {"cpu_hz": 1e-3, "gpu_hz": 4e-3, "emc_hz": 2e-3})
-POWER = model.Draw(3.0, {"cpu_hz": 2.0, "gpu_hz": 6.0, "emc_hz": 1.0}, exponent=2.5)
+GRID = clock_model.make_grid(LISTS, 100)
+TIME = clock_model.InverseTimeLaw(1e-12, {"cpu_hz": 1e-3, "gpu_hz": 4e-3, "emc_hz": 2e-3})
+POWER = clock_model.PowerModel(3.0, {"cpu_hz": 2.0, "gpu_hz": 6.0, "emc_hz": 1.0}, exponent=2.5)
 
 
-def seen(value, noise: float = 0.0, count: int = 14) -> list[fit.Seen]:
+def seen(value, noise: float = 0.0, count: int = 14) -> list[fit.MeasuredPoint]:
     rng = np.random.default_rng(3)
     chosen = [GRID[place] for place in fit.select_points_to_measure(GRID, count, TOP)]
-    return [fit.Seen(clocks, value(clocks, TOP) * rng.lognormal(0.0, noise)) for clocks in chosen]
+    return [fit.MeasuredPoint(clocks, value(clocks, TOP) * rng.lognormal(0.0, noise)) for clocks in chosen]
 
 
 def test_a_time_without_noise_comes_back_exactly():
@@ -47,7 +47,7 @@ def test_a_noisy_time_is_recovered_about_as_well_as_the_fit_says():
 
 def test_coefficients_are_never_negative():
     """Time that grows with a clock, as a lone outlier may say, is not believed."""
-    backwards = [fit.Seen({"cpu_hz": hz}, hz / 1e9) for hz in (1e9, 1.5e9, 2e9)]
+    backwards = [fit.MeasuredPoint({"cpu_hz": hz}, hz / 1e9) for hz in (1e9, 1.5e9, 2e9)]
     found, errors = fit.fit_time_law(backwards, TOP)
     assert found.cycles == {}
     assert found.fixed_s > 0
@@ -56,14 +56,18 @@ def test_coefficients_are_never_negative():
 
 def test_what_does_not_vary_is_not_told_apart():
     """One point: all of its time is fixed, and no error can be told."""
-    found, errors = fit.fit_time_law([fit.Seen(dict(TOP), 2.0)], TOP)
+    found, errors = fit.fit_time_law([fit.MeasuredPoint(dict(TOP), 2.0)], TOP)
     assert (found.fixed_s, dict(found.cycles)) == (pytest.approx(2.0), {})
     assert (errors.median, errors.worst, errors.left_out) == (None, None, (None,))
 
 
 def test_a_point_that_alone_tells_of_a_clock_cannot_be_left_out():
     """Two of three points differ in nothing but the third's clock."""
-    points = [fit.Seen({"cpu_hz": 1e9}, 2.0), fit.Seen({"cpu_hz": 1e9}, 2.2), fit.Seen({"cpu_hz": 2e9}, 1.0)]
+    points = [
+        fit.MeasuredPoint({"cpu_hz": 1e9}, 2.0),
+        fit.MeasuredPoint({"cpu_hz": 1e9}, 2.2),
+        fit.MeasuredPoint({"cpu_hz": 2e9}, 1.0),
+    ]
     _, errors = fit.fit_time_law(points, TOP)
     assert errors.left_out[2] is None
     assert errors.left_out[0] is not None

@@ -4,40 +4,45 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.profiles import model
+from fedquilt.profiles import clock_model
 
 TOP = {"cpu_hz": 4.0, "gpu_hz": 10.0, "emc_hz": 8.0}
 
 
 def test_time_falls_with_each_clock():
     """0.5 + 2/4 + 5/5 + 8/2 = 6 s; nothing known is None, not 0."""
-    law = model.Inverse(0.5, {"cpu_hz": 2.0, "gpu_hz": 5.0, "emc_hz": 8.0})
+    law = clock_model.InverseTimeLaw(0.5, {"cpu_hz": 2.0, "gpu_hz": 5.0, "emc_hz": 8.0})
     assert law.compute_seconds({"cpu_hz": 4.0, "gpu_hz": 5.0, "emc_hz": 2.0}, TOP) == pytest.approx(6.0)
-    assert model.Inverse().compute_seconds({}, TOP) is None
+    assert clock_model.InverseTimeLaw().compute_seconds({}, TOP) is None
 
 
 def test_a_clock_that_is_not_said_is_the_highest():
     """Both where it is absent and where it is None."""
-    law = model.Inverse(0.0, {"gpu_hz": 5.0})
+    law = clock_model.InverseTimeLaw(0.0, {"gpu_hz": 5.0})
     assert law.compute_seconds({}, TOP) == law.compute_seconds({"gpu_hz": None}, TOP) == 0.5
 
 
 def test_power_bends_with_a_core_s_clock_and_not_with_the_memory_s():
     """1 + 4 * (1/2)^3 + 8 * (1/4) = 3.5 W, at half the CPU's clock and a quarter of the memory's."""
-    law = model.Draw(1.0, {"cpu_hz": 4.0, "emc_hz": 8.0}, exponent=3.0)
+    law = clock_model.PowerModel(1.0, {"cpu_hz": 4.0, "emc_hz": 8.0}, exponent=3.0)
     assert law.compute_watts({"cpu_hz": 2.0, "emc_hz": 2.0}, TOP) == pytest.approx(3.5)
-    assert model.Draw().compute_watts({}, TOP) is None
+    assert clock_model.PowerModel().compute_watts({}, TOP) is None
 
 
 def test_a_grid_is_every_combination_fastest_first():
     """Two by two; an axis without a list is not in it."""
-    points = model.make_grid({"cpu_hz": [1e6, 2e6], "emc_hz": [3e6, 5e6]}, 10)
-    assert [model.format_point_name(point) for point in points] == ["cpu2-emc5", "cpu2-emc3", "cpu1-emc5", "cpu1-emc3"]
+    points = clock_model.make_grid({"cpu_hz": [1e6, 2e6], "emc_hz": [3e6, 5e6]}, 10)
+    assert [clock_model.format_point_name(point) for point in points] == [
+        "cpu2-emc5",
+        "cpu2-emc3",
+        "cpu1-emc5",
+        "cpu1-emc3",
+    ]
 
 
 def test_a_grid_is_thinned_from_its_longest_list_and_keeps_the_ends():
     """5 x 3 in room for 9: the list of five loses two, and 1 3 5 are left of it."""
-    points = model.make_grid({"cpu_hz": [1, 2, 3, 4, 5], "gpu_hz": [10, 20, 30]}, 9)
+    points = clock_model.make_grid({"cpu_hz": [1, 2, 3, 4, 5], "gpu_hz": [10, 20, 30]}, 9)
     assert sorted({point["cpu_hz"] for point in points}) == [1, 3, 5]
     assert sorted({point["gpu_hz"] for point in points}) == [10, 20, 30]
 
@@ -45,7 +50,7 @@ def test_a_grid_is_thinned_from_its_longest_list_and_keeps_the_ends():
 @pytest.mark.parametrize("room", range(1, 40))
 def test_a_grid_never_has_more_points_than_there_is_room(room):
     """And always the fastest one, once each."""
-    points = model.make_grid({"cpu_hz": range(1, 13), "gpu_hz": range(1, 15), "emc_hz": range(1, 12)}, room)
+    points = clock_model.make_grid({"cpu_hz": range(1, 13), "gpu_hz": range(1, 15), "emc_hz": range(1, 12)}, room)
     assert 1 <= len(points) <= room
     assert points[0] == {"cpu_hz": 12, "gpu_hz": 14, "emc_hz": 11}
     assert len({tuple(point.values()) for point in points}) == len(points)
@@ -54,5 +59,8 @@ def test_a_grid_never_has_more_points_than_there_is_room(room):
 def test_a_grid_of_nothing_is_empty():
     """No lists, or no room beside the named modes."""
     assert (
-        model.make_grid({}, 100) == model.make_grid({"cpu_hz": []}, 100) == model.make_grid({"cpu_hz": [1.0]}, 0) == []
+        clock_model.make_grid({}, 100)
+        == clock_model.make_grid({"cpu_hz": []}, 100)
+        == clock_model.make_grid({"cpu_hz": [1.0]}, 0)
+        == []
     )

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from toy_profiles import HEAD
 
-from fedquilt import cost_model, profiles
-from fedquilt.core import JobError, OperatingPoint, Rates, Work
+from fedquilt import profiles
+from fedquilt.core import JobError, OperatingPoint, Rates, WorkEstimate
+from fedquilt.costs import cost_model
 
 BOARDS = ["jetson-agx-orin", "jetson-agx-orin-32gb", "jetson-agx-orin-industrial", "jetson-agx-thor"]
 BOARDS += ["jetson-agx-xavier", "jetson-nano", "jetson-orin-nano", "jetson-orin-nano-4gb", "jetson-orin-nano-4gb-super"]
@@ -121,7 +122,7 @@ def test_assumed_launches_follow_the_processor_as_they_state(name):
 @pytest.mark.parametrize("name", BOARDS)
 def test_no_task_of_a_shipped_board_is_free(name):
     """One epoch of a small perceptron costs more than the milliseconds of its launches at every point."""
-    work = Work(flops=2.6e6, launches=864.0)
+    work = WorkEstimate(flops=2.6e6, launches=864.0)
     for point in profiles.load_board_profile(name).operating_points():
         assert point.launch_s
         assert point.task_s
@@ -169,7 +170,7 @@ def test_assumed_power_follows_from_the_rule_it_states(name):
     assert modelled[anchor.name] == pytest.approx(anchor.busy_w.value, rel=2e-3)
 
 
-def clocks(mode: profiles.Point) -> dict[str, float]:
+def clocks(mode: profiles.ProfilePoint) -> dict[str, float]:
     return {axis: getattr(mode, axis).value for axis in ("cpu_hz", "gpu_hz", "emc_hz") if getattr(mode, axis)}
 
 

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from goldens import Golden
 
-from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import NOTHING, Answered, Asked, Declined
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.delivery.executor import LinkExecutor
+from fedquilt.coordinator.rounds.events import NOTHING, CohortSelected, TaskDeclined, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Task
 from fedquilt.tools.simulation import agents
 
@@ -75,21 +75,21 @@ def test_a_stitching_round_asks_others_for_those_heard_and_sends_no_task_in_vain
     """
     pytest.importorskip("onnxruntime")
     sent: list[tuple[str, int]] = []
-    send = OverLink.send_task
+    send = LinkExecutor.send_task
 
-    def watched(link: OverLink, device: str, task: Task, now_s: float) -> None:
+    def watched(link: LinkExecutor, device: str, task: Task, now_s: float) -> None:
         sent.append((device, task.round))
         send(link, device, task, now_s)
 
-    monkeypatch.setattr(OverLink, "send_task", watched)
+    monkeypatch.setattr(LinkExecutor, "send_task", watched)
     job, stock = goldens._job("fedstitch", tmp_path)
-    plan = agents.Plan(job, stock, tmp_path / "runs")
+    plan = agents.FleetPlan(job, stock, tmp_path / "runs")
     run, status = agents.run_fleet_virtually(plan)
     with Store(plan.home) as store:
         facts = [fact for _, _, fact in store.read_events(run)]
-    asked = [fact for fact in facts if isinstance(fact, Asked)]
-    answered = [(fact.update.device, fact.round) for fact in facts if isinstance(fact, Answered)]
-    declined = [fact for fact in facts if isinstance(fact, Declined)]
+    asked = [fact for fact in facts if isinstance(fact, CohortSelected)]
+    answered = [(fact.update.device, fact.round) for fact in facts if isinstance(fact, UpdateAccepted)]
+    declined = [fact for fact in facts if isinstance(fact, TaskDeclined)]
     last = max(fact.round for fact in asked)
     devices = sorted({device for device, _ in answered})
     assert (status, len(devices)) == ("done", 6)

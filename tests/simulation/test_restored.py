@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from homes import Federation, committed
 
-from fedquilt.coordinator.facts import Ended
+from fedquilt.coordinator.rounds.events import JobEnded
 
 
 def put_back(federation: Federation, after: int, until: int) -> None:
@@ -24,7 +24,7 @@ def put_back(federation: Federation, after: int, until: int) -> None:
 
 def ended(federation: Federation) -> str:
     last = federation.facts()[-1]
-    assert isinstance(last, Ended), last
+    assert isinstance(last, JobEnded), last
     return f"{last.status}: {last.reason}"
 
 

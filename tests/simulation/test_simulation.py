@@ -8,8 +8,8 @@ import pytest
 
 from fedquilt import methods
 from fedquilt.testing.faults import search
-from fedquilt.testing.faults.schedule import KINDS, LATER, Schedule, parse_schedule
-from fedquilt.testing.faults.world import Theatre
+from fedquilt.testing.faults.schedule import KINDS, LATER, FaultSchedule, parse_schedule
+from fedquilt.testing.faults.world import ScheduleEnvironment
 
 SEEDS = range(150)
 PART = 50  # seeds of one test
@@ -66,21 +66,21 @@ REPLAYS = (
 
 
 @pytest.fixture(scope="module")
-def theatre() -> Iterator[Theatre]:
+def theatre() -> Iterator[ScheduleEnvironment]:
     """Where all schedules of this file are played."""
-    with Theatre() as made:
+    with ScheduleEnvironment() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def played() -> list[search.Played]:
+def played() -> list[search.SearchResult]:
     """What came of the parts that have been played."""
     return []
 
 
 @pytest.mark.parametrize("first", SEEDS[::PART])
 def test_whatever_goes_wrong_everything_is_as_it_would_have_been(
-    theatre: Theatre, played: list[search.Played], first: int
+    theatre: ScheduleEnvironment, played: list[search.SearchResult], first: int
 ) -> None:
     """States bit for bit those of the same cohorts in a calm run, nothing lost, private states of counted rounds."""
     found = search.play_seeds(theatre, range(first, first + PART), among=HERE)
@@ -88,7 +88,7 @@ def test_whatever_goes_wrong_everything_is_as_it_would_have_been(
     assert not found.failures, "\n".join(line for failure in found.failures for line in failure.to_lines())
 
 
-def test_every_kind_of_fault_has_happened(played: list[search.Played]) -> None:
+def test_every_kind_of_fault_has_happened(played: list[search.SearchResult]) -> None:
     """Else what they hold would say little; those of LATER are drawn only where somebody asks for them."""
     covered = {name for part in played for name in part.covered}
     if len(played) < len(SEEDS) // PART:
@@ -100,21 +100,21 @@ def test_every_kind_of_fault_has_happened(played: list[search.Played]) -> None:
 
 
 @pytest.mark.parametrize("text", REPLAYS)
-def test_what_was_found_once_does_not_come_back(theatre: Theatre, text: str) -> None:
+def test_what_was_found_once_does_not_come_back(theatre: ScheduleEnvironment, text: str) -> None:
     """Each schedule failed on the code of its time."""
     schedule = parse_schedule(text)
     if schedule.method not in HERE:
         pytest.importorskip("torch")
     found = search.run_plan(theatre, schedule)
-    assert not isinstance(found, search.Failure), found.why
+    assert not isinstance(found, search.FailedSchedule), found.why
 
 
 @pytest.mark.parametrize("name", [name for name in search.supported_methods() if name not in HERE])
-def test_methods_that_need_torch_take_part_too(theatre: Theatre, name: str) -> None:
+def test_methods_that_need_torch_take_part_too(theatre: ScheduleEnvironment, name: str) -> None:
     """A power failure of a board and one of the coordinator, with each."""
-    plan = Schedule(method=name, devices=2, rounds=2)
+    plan = FaultSchedule(method=name, devices=2, rounds=2)
     for who, call in (("dev-1", 70), ("coordinator", 90)):
         faulty = parse_schedule(f"{plan.to_text()} crash:{who},{call},1,8.0")
         found = search.run_plan(theatre, faulty)
-        assert not isinstance(found, search.Failure), found.why
+        assert not isinstance(found, search.FailedSchedule), found.why
         assert found["power"] == 1

@@ -11,12 +11,13 @@ import pytest
 from sited import METHODS, federation, plan, states
 
 from fedquilt import methods
-from fedquilt.coordinator import housekeeping, settings, sites
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
+from fedquilt.coordinator import settings, sites
+from fedquilt.coordinator.jobs import retention
+from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, TaskDeclined, UpdateAccepted, UpdateRejected
 from fedquilt.core import DeviceView, JobError
-from fedquilt.edge_agent.task.protocol import Outcome
+from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.tools.artefacts.export import export_result
-from fedquilt.tools.site.worker import HALTED
+from fedquilt.tools.operations.site.worker import HALTED
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -37,16 +38,16 @@ def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path)
 
         def poll(now_s: float) -> list[Any]:
             return [
-                msgspec.structs.replace(event, weight=event.weight - 1) if isinstance(event, Outcome) else event
+                msgspec.structs.replace(event, weight=event.weight - 1) if isinstance(event, WorkResult) else event
                 for event in plain(now_s)
             ]
 
         worker.poll = poll  # type: ignore[method-assign]
         assert made.play() == "done"
-        (rejected,) = [fact for fact in made.facts if isinstance(fact, Rejected)]
+        (rejected,) = [fact for fact in made.facts if isinstance(fact, UpdateRejected)]
         assert rejected.device == "site-0"
         assert "examples, in an update that weighs" in rejected.reason
-        assert [fact.update.device for fact in made.facts if isinstance(fact, Answered)] == ["site-1"]
+        assert [fact.update.device for fact in made.facts if isinstance(fact, UpdateAccepted)] == ["site-1"]
 
 
 def test_a_site_that_is_cut_off_for_an_hour_costs_its_share_alone_and_joins_again(tmp_path: Path) -> None:
@@ -65,11 +66,13 @@ def test_a_site_that_is_cut_off_for_an_hour_costs_its_share_alone_and_joins_agai
         assert answered()[:2] == [["site-0", "site-1", "site-2"]] * 2
         assert answered()[3:done] == [["site-1", "site-2"]] * (done - 3)
         assert answered()[-1] == ["site-0", "site-1", "site-2"]
-        assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
-        assert sum(isinstance(fact, Answered) for fact in made.below["site-0"]) >= 2 * 3  # its round went on meanwhile
+        assert not [fact for fact in made.facts if isinstance(fact, UpdateRejected)]
+        assert (
+            sum(isinstance(fact, UpdateAccepted) for fact in made.below["site-0"]) >= 2 * 3
+        )  # its round went on meanwhile
 
 
-def reached(facts: list[AnyFact], kind: type, count: int) -> bool:
+def reached(facts: list[AnyEvent], kind: type, count: int) -> bool:
     return sum(isinstance(fact, kind) for fact in facts) == count
 
 
@@ -78,13 +81,13 @@ def test_a_site_that_is_killed_goes_on_with_its_round_and_gives_an_answer_again_
     flat = states(tmp_path / "flat", "scaffold", (), waits=6)
     with federation(plan(tmp_path / "sited", "scaffold", cohort={"start_devices": 2}), (3, 3)) as made:
         below = made.below["site-1"]
-        for kind, count in ((Answered, 1), (Committed, 1), (Answered, 5), (Committed, 3)):
+        for kind, count in ((UpdateAccepted, 1), (RoundCommitted, 1), (UpdateAccepted, 5), (RoundCommitted, 3)):
             seen = partial(reached, below, kind, count)
             assert made.play(seen) == "running"
             made.kill("site-1")
         assert made.play() == "done"
         assert made.states == flat
-        assert sum(isinstance(fact, Committed) for fact in below) == 3
+        assert sum(isinstance(fact, RoundCommitted) for fact in below) == 3
 
 
 def checked(folder: Path, split: tuple[int, ...], waits: int, codec: str) -> tuple[list[bytes], list[Any]]:
@@ -92,7 +95,7 @@ def checked(folder: Path, split: tuple[int, ...], waits: int, codec: str) -> tup
     table = {"cohort": {"start_devices": waits}, "check": {"every": 1}, "wire": {"codec": codec}}
     with federation(plan(folder, **table), split) as made:
         assert made.play() == "done", made.facts[-1]
-        committed = [fact for fact in made.facts if isinstance(fact, Committed)]
+        committed = [fact for fact in made.facts if isinstance(fact, RoundCommitted)]
         return made.states, [fact.evaluation for fact in committed]
 
 
@@ -112,7 +115,7 @@ def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> No
     job = settings.parse_job({"name": "own", "method": "fedavg"})
     below = sites.adapt_for_parent(methods.load("fedavg"), job, {})
     with pytest.raises(JobError, match="submit own to the coordinator above"):
-        below.send(sites.Given(sites.NOTHING), DeviceView("a", None))
+        below.send(sites.SiteJobState(sites.NOTHING), DeviceView("a", None))
 
 
 def test_a_run_that_is_stopped_at_a_site_is_told_above_at_once_until_it_is_resumed_there(tmp_path: Path) -> None:
@@ -120,12 +123,12 @@ def test_a_run_that_is_stopped_at_a_site_is_told_above_at_once_until_it_is_resum
     table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 600}}
     with federation(plan(tmp_path, rounds=8, flops=1e10, **table), (3, 3)) as made:
         store = made._stores["site-0"]
-        assert made.play(partial(reached, made.below["site-0"], Answered, 4)) == "running"
+        assert made.play(partial(reached, made.below["site-0"], UpdateAccepted, 4)) == "running"
         store.set_status("job-1", "stopping")
         stopped_s = made.broker.now_s
         assert made.play(lambda: len(made.states) == 4) == "running"
         assert made.broker.now_s < stopped_s + 600
-        declined = [fact for fact in made.facts if isinstance(fact, Declined)]
+        declined = [fact for fact in made.facts if isinstance(fact, TaskDeclined)]
         assert {fact.device for fact in declined} == {"site-0"}
         assert {fact.reason for fact in declined} == {HALTED}
         assert made.answered[1] == made.answered[2] == ["site-1"]
@@ -138,10 +141,10 @@ def test_what_a_sites_boards_fetched_and_sent_is_counted_above_too(tmp_path: Pat
     """As one coordinator with all boards counts it, and the site's own way beside it."""
     with federation(plan(tmp_path / "flat", rounds=1), ()) as made:
         assert made.play() == "done"
-        flat = [fact.update for fact in made.facts if isinstance(fact, Answered)]
+        flat = [fact.update for fact in made.facts if isinstance(fact, UpdateAccepted)]
     with federation(plan(tmp_path / "sited", rounds=1, cohort={"start_devices": 2}), (3, 3)) as made:
         assert made.play() == "done"
-        sited = [fact.update for fact in made.facts if isinstance(fact, Answered)]
+        sited = [fact.update for fact in made.facts if isinstance(fact, UpdateAccepted)]
     boards = [update.below for update in sited]
     assert sum(each.down_bytes for each in boards if each) == sum(update.usage.down_bytes for update in flat)
     assert sum(each.up_bytes for each in boards if each) == sum(update.usage.up_bytes for update in flat)
@@ -159,5 +162,5 @@ def test_a_site_exports_nothing_and_a_deleted_run_leaves_no_folder(tmp_path: Pat
             export_result(store, run, tmp_path / "out.safetensors")
         assert (store.home / "sites" / run).is_dir()
         store.set_status(run, "stopped")
-        housekeeping.remove_runs(store, [run])
+        retention.remove_runs(store, [run])
         assert not (store.home / "sites" / run).exists()

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from sited import federation, plan, states
 
-from fedquilt.coordinator.facts import Committed, Ended, Rejected
+from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateRejected
 
 ROUNDS = 5
 
@@ -30,7 +30,7 @@ def test_a_coordinator_above_that_is_put_back_by_rounds_comes_to_the_same_states
         assert made.play() == "done", made.facts[-1]
         assert made.states[:3] == calm[:3]
         assert made.states[3:] == calm[1:]
-        assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
+        assert not [fact for fact in made.facts if isinstance(fact, UpdateRejected)]
         assert "the coordinator above asks for round 1 of job-1, and round" in caplog.text
 
 
@@ -53,7 +53,7 @@ def test_a_board_that_leaves_does_not_have_the_site_begin_its_round_again(tmp_pa
         assert made.play() == "done"
         assert [sorted(each) for each in made.answered.values()] == [["site-0", "site-1"]] * 2
         kinds = [type(fact) for fact in below]
-        assert kinds.index(Ended) > kinds.index(Committed)
+        assert kinds.index(JobEnded) > kinds.index(RoundCommitted)
 
 
 @pytest.mark.parametrize(("step_s", "kept"), [(0.0, True), (9 * 365 * 86400.0, False), (-9 * 365 * 86400.0, False)])

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from sited import federation
 
-from fedquilt.blobs.queueing import Queue
-from fedquilt.coordinator import mending, summing
-from fedquilt.coordinator.facts import Rejected
-from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.settings import Cohort
-from fedquilt.on_disk import Scratch
-from fedquilt.tools.simulation.agents import Plan
-from fedquilt.tools.site import virtual
+from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.blobs.transfer.upload_queue import UploadQueue
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import UpdateRejected
+from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.coordinator.updates import aggregator, blob_recovery
+from fedquilt.tools.operations.site import virtual_site
+from fedquilt.tools.simulation.agents import FleetPlan
 
 
 @pytest.fixture
@@ -26,16 +26,16 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Everything is large; devices that have had to wait for their turn."""
     found: set[str] = set()
 
-    def begin(queue: Queue, now_s: float) -> list[str]:
+    def begin(queue: UploadQueue, now_s: float) -> list[str]:
         begun = plain(queue, now_s)
         found.update(f"site-{number}" for number in range(4) if math.isinf(queue.waiting_s(f"site-{number}")))
         return begun
 
-    plain = Queue.start_turns
-    monkeypatch.setattr(Queue, "start_turns", begin)
-    monkeypatch.setattr(virtual, "LARGE_BYTES", 0)
-    monkeypatch.setattr(summing, "Scratch", partial(Scratch, least=1))
-    for module in (mending, summing):
+    plain = UploadQueue.start_turns
+    monkeypatch.setattr(UploadQueue, "start_turns", begin)
+    monkeypatch.setattr(virtual_site, "LARGE_BYTES", 0)
+    monkeypatch.setattr(aggregator, "ScratchFile", partial(ScratchFile, least=1))
+    for module in (blob_recovery, aggregator):
         monkeypatch.setattr(module, "WHOLE_BYTES", 0)
     return found
 
@@ -43,11 +43,11 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def played(name: str, folder: Path, split: tuple[int, ...]) -> list[bytes]:
     """States of a method's rounds by sites of so many of its four boards, or flat."""
     given = carried.plan(name, folder)
-    cohort = Cohort(start_devices=len(split) or 4, min_devices=2, deadline_s=60)
+    cohort = CohortSettings(start_devices=len(split) or 4, min_devices=2, deadline_s=60)
     job = msgspec.structs.replace(given.job, cohort=cohort)
-    with federation(Plan(job, given.bundle, given.home), split, limits=Limits(waiting_mb=0)) as made:
+    with federation(FleetPlan(job, given.bundle, given.home), split, limits=CoordinatorLimits(waiting_mb=0)) as made:
         assert made.play() == "done", made.facts[-1]
-        assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
+        assert not [fact for fact in made.facts if isinstance(fact, UpdateRejected)]
         return made.states
 
 

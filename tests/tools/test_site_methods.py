@@ -14,24 +14,24 @@ from carried import plan
 from sited import federation
 
 from fedquilt import methods
-from fedquilt.coordinator.facts import Committed, Declined, Rejected
-from fedquilt.coordinator.settings import Cohort
-from fedquilt.tools.simulation.agents import Plan
+from fedquilt.coordinator.rounds.events import RoundCommitted, TaskDeclined, UpdateRejected
+from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.tools.simulation.agents import FleetPlan
 
 QUICK = ("depthfl", "fedavg", "fedpews", "robust")
 
 
-def played(name: str, folder: Path, split: tuple[int, ...], **table: Any) -> tuple[list[bytes], list[Committed]]:
+def played(name: str, folder: Path, split: tuple[int, ...], **table: Any) -> tuple[list[bytes], list[RoundCommitted]]:
     """States and ends of a method's rounds by sites of so many of its four boards, or flat."""
     given = plan(name, folder)
-    cohort = Cohort(start_devices=len(split) + 4 - sum(split), min_devices=2, deadline_s=60)
+    cohort = CohortSettings(start_devices=len(split) + 4 - sum(split), min_devices=2, deadline_s=60)
     job = msgspec.structs.replace(given.job, cohort=cohort, **table)
-    with federation(Plan(job, given.bundle, given.home), split) as made:
+    with federation(FleetPlan(job, given.bundle, given.home), split) as made:
         assert made.play() == "done", made.facts[-1]
-        assert not [fact for fact in made.facts if isinstance(fact, Rejected)]
-        refused = [fact for fact in made.facts if isinstance(fact, Declined) and fact.device.startswith("site")]
+        assert not [fact for fact in made.facts if isinstance(fact, UpdateRejected)]
+        refused = [fact for fact in made.facts if isinstance(fact, TaskDeclined) and fact.device.startswith("site")]
         assert not refused
-        return made.states, [fact for fact in made.facts if isinstance(fact, Committed)]
+        return made.states, [fact for fact in made.facts if isinstance(fact, RoundCommitted)]
 
 
 @pytest.mark.parametrize(

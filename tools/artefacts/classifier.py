@@ -21,20 +21,20 @@ import msgspec
 import numpy as np
 import psutil
 
-from fedquilt import onnx_fill
 from fedquilt.core import DataError, ModelError, shorten_error
-from fedquilt.data import reading
-from fedquilt.data.readers import audio, image_file, table, text
+from fedquilt.data import reading_settings
+from fedquilt.data.readers import audio, pixels, table, text
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.engines import exported
-from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+from fedquilt.edge_agent.engines import exported_model
+from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+from fedquilt.onnx import weights
 
 HEADER_MOST: Final = 10_000  # bytes of an array's header, which numpy reads with a parser of its own
 CLASSES_MOST: Final = 1_000_000
 ARRAYS_MOST: Final = 16  # in an .npz
 
 
-class Examples(NamedTuple):
+class StoredExamples(NamedTuple):
     x: np.ndarray  # (n, ...)
     y: np.ndarray | None  # (n,): numbers of their labels, or None for unlabelled examples
 
@@ -53,14 +53,14 @@ class Classifier:
 
     def __init__(self, model: Path, labels: Sequence[str] | None = None, *, threads: int = 0) -> None:
         self.model = self._file = model
-        pieces = onnx_fill.read_with_external_data(model)
+        pieces = weights.read_with_external_data(model)
         if len(pieces) > 1:  # an engine takes numbers from no file that a graph names
             folder = tempfile.mkdtemp(prefix="fedquilt-model-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self._file = Path(folder) / model.name
             self._file.write_bytes(b"".join(pieces))
         self._engine = OnnxEngine(psutil.virtual_memory().available, threads=threads)
-        self._about = exported.read_metadata(self._engine.read_metadata(self._file))
+        self._about = exported_model.read_metadata(self._engine.read_metadata(self._file))
         found = labels or self._about.labels or _number_classes(self._about.network)
         if not found or (self._about.network is None and self._about.input is None):
             raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
@@ -69,7 +69,7 @@ class Classifier:
                 f"{model} predicts {self._about.task}, and a network that chooses one of several classes is wanted"
             )
         self.labels = list(found)
-        self._reading: DataSpec = reading.spec_with_settings(self._about.reading, {"path": "."})
+        self._reading: DataSpec = reading_settings.spec_with_settings(self._about.reading, {"path": "."})
 
     @property
     def image_settings(self) -> Mapping[str, Any] | None:
@@ -98,7 +98,7 @@ class Classifier:
             made = self._about.prepare_inputs(x)
         if not np.isfinite(made).all():
             raise DataError("the example holds numbers that are not finite")
-        exported.require_shape(made, self._engine.input_shape(self._file))
+        exported_model.require_shape(made, self._engine.input_shape(self._file))
         return made
 
     def compute_scores(self, prepared: np.ndarray) -> np.ndarray:
@@ -115,7 +115,7 @@ class Classifier:
                 f"{self.model} answers with {made} for an example, and there are {len(self.labels)} labels"
             )
         try:
-            exported.require_scores(found)
+            exported_model.require_scores(found)
         except ModelError as error:
             raise ModelError(f"{self.model}: {error}") from None
         return found
@@ -127,7 +127,7 @@ class Classifier:
             return (".wav",)
         if self._reading.text is not None:
             return (".txt",)
-        return image_file.SUFFIXES if self.image_settings is not None else ()
+        return pixels.SUFFIXES if self.image_settings is not None else ()
 
     def read_example(self, source: Path | bytes) -> np.ndarray:
         """Return the example in a file, read as in training: an image, a recording or a text.
@@ -146,13 +146,13 @@ class Classifier:
             raise DataError(
                 "the network takes numbers, not images: give an .npy, .npz, .csv or .parquet file with them"
             )
-        return image_file.read_image(source, self._reading.size, self._reading.depth)
+        return pixels.read_image(source, self._reading.size, self._reading.depth)
 
     @property
     def takes_table_rows(self) -> bool:
         return bool(self._reading.x) and self._reading.audio is None and self._reading.text is None
 
-    def read_rows(self, file: Path) -> Examples:
+    def read_rows(self, file: Path) -> StoredExamples:
         """Return the examples in the rows of a table, with their labels if the table has them.
 
         Raises:
@@ -168,9 +168,9 @@ class Classifier:
             else table.open_table
         )
         found = opener(file, spec, labelled=labelled)
-        return Examples(found.take(np.arange(len(found.y))), found.y if labelled else None)
+        return StoredExamples(found.take(np.arange(len(found.y))), found.y if labelled else None)
 
-    def read_uploaded_rows(self, data: bytes) -> Examples:
+    def read_uploaded_rows(self, data: bytes) -> StoredExamples:
         """Return the examples in the bytes of a CSV file, with their labels if it has them."""
         with tempfile.NamedTemporaryFile(suffix=".csv") as file:
             file.write(data)
@@ -238,7 +238,7 @@ def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
         raise DataError(f"cannot read the .npz: {shorten_error(str(error))}") from None
 
 
-def examples_from_arrays(held: Mapping[str, np.ndarray], labels: int, name: str = "the .npz") -> Examples:
+def examples_from_arrays(held: Mapping[str, np.ndarray], labels: int, name: str = "the .npz") -> StoredExamples:
     """Return the examples in the arrays of an .npz file.
 
     Args:
@@ -255,4 +255,4 @@ def examples_from_arrays(held: Mapping[str, np.ndarray], labels: int, name: str 
         raise DataError(f"{name} holds no examples: they are expected under 'x_test' or 'x'")
     if y is not None and (y.shape != (len(x),) or y.dtype.kind not in "ui" or y.min() < 0 or y.max() >= labels):
         raise DataError(f"{name}: labels must be one of 0 to {labels - 1} for each of the {len(x)} images")
-    return Examples(x, y)
+    return StoredExamples(x, y)

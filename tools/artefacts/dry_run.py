@@ -17,17 +17,21 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.settings import Job, parse_params
+from fedquilt.coordinator.settings import JobSettings, parse_params
 from fedquilt.core import Bundle, Examples, FedquiltError, Method, ModelError, Tensors
 from fedquilt.data import inputs
+from fedquilt.formats import job_bundle
 from fedquilt.metrics import task_from_network
 from fedquilt.models.networks import registry
-from fedquilt.models.stitching import cka, judging, stitched
-from fedquilt.models.stitching.search_state import PAPER, Candidate, State
-from fedquilt.models.stitching.stitched import Network, Stock
-from fedquilt.tools.simulation import Member
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.algebra import cka
+from fedquilt.models.stitching.search import ranking
+from fedquilt.models.stitching.search.state import PAPER, Candidate, SearchState
+from fedquilt.models.stitching.stitched_network import DonorPool, StitchedNetwork
+from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation import run as simulated
 
 AMPLE: Final = 1 << 40
@@ -64,7 +68,7 @@ PROJECTED: Final = 32  # features of each tap: a head on all features of large d
 DONORS_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of it holds loaded blocks
 
 
-def rehearse(job: Job, made: Bundle, folder: Path) -> None:
+def rehearse(job: JobSettings, made: Bundle, folder: Path) -> None:
     """Run a few rounds of a job that trains a network on synthetic examples, and evaluate the result.
 
     Args:
@@ -86,7 +90,7 @@ def rehearse(job: Job, made: Bundle, folder: Path) -> None:
         _rehearse_network(job, method, made, folder, engine)
 
 
-def _rehearse_network(job: Job, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
+def _rehearse_network(job: JobSettings, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
     given, network = parse_params(job), dict(made.meta["network"])
     phases = {name: min(1, getattr(given, name)) for name in PHASES if hasattr(given, name)}
     by_memory = any(isinstance(value, tuple) and len(value) == 5 for value in vars(given).values())
@@ -102,13 +106,13 @@ def _rehearse_network(job: Job, method: Method, made: Bundle, folder: Path, engi
     }
     what = f"{job.method} cannot train the network {network.get('name')!r}"
     with _limit_to_one_thread(engine), _raise_first_error(what, "change the network") as seen:
-        members = [Member(f"dry-{number}", held, held) for number in range(count)]
+        members = [DeviceData(f"dry-{number}", held, held) for number in range(count)]
         last = _run_short_job(job, table, folder, members, _recording_errors(method, seen), engine)
         _require_exportable(method, last, network, held, engine)
 
 
-def _rehearse_donors(job: Job, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
-    stock, given = stitched.load_donor_pool(made.meta), parse_params(job)
+def _rehearse_donors(job: JobSettings, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
+    stock, given = stitched_network.load_donor_pool(made.meta), parse_params(job)
     if getattr(given, "mode", "") == "paper":
         given = replace(given, **PAPER, mode="default")  # its values replace all others, also shorter ones
     shorter = _shorten_params(given, SHORT_SEARCH)
@@ -116,15 +120,15 @@ def _rehearse_donors(job: Job, method: Method, made: Bundle, folder: Path, engin
     shape = stock.blocks[next(iter(stock.donors.values())).blocks[0]].in_shape
     held = draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)
     table = {"params": {**vars(given), **shorter}, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
-    graphs = {name: bundle.verify_file(folder, ref) for name, ref in made.files.items()}
+    graphs = {name: job_bundle.verify_file(folder, ref) for name, ref in made.files.items()}
     with _raise_first_error(f"{job.method} cannot stitch these donors", "change the donors") as seen:
         _require_donors_run(stock, held.x[:EXAMPLES], lambda name, x: engine.run(graphs[name], x))
-        members = [Member(f"dry-{number}", held, Examples(held.x[:1], held.y[:1])) for number in range(2)]
+        members = [DeviceData(f"dry-{number}", held, Examples(held.x[:1], held.y[:1])) for number in range(2)]
         last = _run_short_job(job, table, folder, members, _recording_errors(method, seen), engine)
         found = method.result(last)
         _reload_stitched(found.meta, found.tensors, stock, graphs, held)
-        if isinstance(last, State):  # AFL searches no candidates
-            _reload_stitched(*stitched.to_artefact(_build_joint_network(last), stock), stock, graphs, held)
+        if isinstance(last, SearchState):  # AFL searches no candidates
+            _reload_stitched(*stitched_network.to_artefact(_build_joint_network(last), stock), stock, graphs, held)
 
 
 def _shorten_params(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +136,7 @@ def _shorten_params(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_short_job(
-    job: Job, table: Mapping[str, Any], folder: Path, members: Sequence[Member], method: Method, engine: Any
+    job: JobSettings, table: Mapping[str, Any], folder: Path, members: Sequence[DeviceData], method: Method, engine: Any
 ) -> Any:
     common = {"name": "dry-run", "method": job.method, "seed": job.seed, "cohort": {"attempts": 1}}
     short = settings.parse_job({**common, **table})
@@ -168,18 +172,18 @@ def _raise_first_error(what: str, fix: str) -> Iterator[list[BaseException]]:
         ) from error
 
 
-def _make_engine(job: Job, method: Method) -> Any:
+def _make_engine(job: JobSettings, method: Method) -> Any:
     """Return an engine of the method that this machine has, with room for everything, or None."""
     with contextlib.suppress(ImportError):
         if "onnx" in method.engines:
-            from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+            from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
 
             return OnnxEngine(DONORS_BYTES, base_bytes=0, threads=1)
         if "torch" in method.engines and job.engine != "numpy":
-            from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+            from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
             return TorchEngine(AMPLE, base_bytes=0)
-    from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+    from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 
     return NumpyEngine(AMPLE, base_bytes=0) if "numpy" in method.engines else None
 
@@ -246,7 +250,7 @@ def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], 
         engine.evaluate(dict(found.meta["network"]), given, held)
 
 
-def _require_donors_run(stock: Stock, x: np.ndarray, run: Callable[[str, np.ndarray], np.ndarray]) -> None:
+def _require_donors_run(stock: DonorPool, x: np.ndarray, run: Callable[[str, np.ndarray], np.ndarray]) -> None:
     for name, donor in stock.donors.items():
         maps = inputs.prepare_inputs(x, stock.input)
         for block in (stock.blocks[id] for id in donor.blocks):
@@ -255,7 +259,7 @@ def _require_donors_run(stock: Stock, x: np.ndarray, run: Callable[[str, np.ndar
                 raise ModelError(f"{what} takes inputs of shape {block.in_shape} and would get {maps.shape[1:]}")
             for each in dict.fromkeys((block.scoring_variant, block)):  # the full-precision output goes on
                 try:
-                    found = stitched.run_block(each, run, maps)
+                    found = stitched_network.run_block(each, run, maps)
                 except ModelError as error:
                     raise ModelError(f"{what} does not run on {len(x)} examples: {error}") from None
                 if found.shape != (len(x), *block.out_shape):
@@ -265,27 +269,27 @@ def _require_donors_run(stock: Stock, x: np.ndarray, run: Callable[[str, np.ndar
             maps = found
 
 
-def _build_joint_network(state: State) -> Network:
+def _build_joint_network(state: SearchState) -> StitchedNetwork:
     heads = [each for each in state.candidates if each.head]
     joint = [each for each in heads if len(each.paths) > 1]
     if joint or not heads:
-        best = judging.best_candidate(state, joint or state.candidates)
+        best = ranking.best_candidate(state, joint or state.candidates)
         assert best is not None, "the result is a candidate"
-        return judging.to_network(state, best)
+        return ranking.to_network(state, best)
     weights, bias = (np.concatenate([each.head[part] for each in heads], axis=-1) for part in ("weights", "bias"))
     head = {"weights": weights, "bias": bias.reshape(len(heads), -1).mean(axis=0)}
-    return judging.to_network(state, Candidate("joined", tuple(path for each in heads for path in each.paths), head))
+    return ranking.to_network(state, Candidate("joined", tuple(path for each in heads for path in each.paths), head))
 
 
 def _reload_stitched(
-    meta: Mapping[str, Any], arrays: Tensors, stock: Stock, graphs: Mapping[str, Path], held: Examples
+    meta: Mapping[str, Any], arrays: Tensors, stock: DonorPool, graphs: Mapping[str, Path], held: Examples
 ) -> None:
-    from fedquilt.models.stitching import export_onnx
+    from fedquilt.models.stitching.onnx import export
     from fedquilt.tools.artefacts.classifier import Classifier
 
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "network.onnx"
-        file.write_bytes(export_onnx.export_stitched(meta, arrays, stock.blocks, graphs))
+        file.write_bytes(export.export_stitched(meta, arrays, stock.blocks, graphs))
         network = Classifier(file)
         network.compute_scores(network.prepare_inputs(held.x[:EXAMPLES]))
 

@@ -10,14 +10,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedquilt import bundle, graph_check, methods, onnx_fill, personal, tensors, units
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.blobs.chunks import ref_from_bytes
-from fedquilt.coordinator.facts import Committed, Started
-from fedquilt.coordinator.store import Row, Store
-from fedquilt.coordinator.tasks import make_task
+from fedquilt.console import units
+from fedquilt.coordinator.rounds.events import JobStarted, RoundCommitted
+from fedquilt.coordinator.storage.store import Store, StoredJob
+from fedquilt.coordinator.updates.tasks import make_task
 from fedquilt.core import Artefact, BlobRef, DeviceView, JobError, Method, ModelError, StoreError
-from fedquilt.graph_check import Graph
-from fedquilt.models.stitching import names, stitched
+from fedquilt.formats import job_bundle, personal_models
+from fedquilt.models.stitching import display_names, stitched_network
+from fedquilt.onnx import graph_check, weights
+from fedquilt.onnx.graph_check import CheckedGraph
 
 
 def load_result(store: Store, run: str) -> Artefact:
@@ -30,14 +34,14 @@ def load_result(store: Store, run: str) -> Artefact:
     return methods.load(row.job.method).result(load_state(store, row))
 
 
-def load_state(store: Store, row: Row) -> Any:
+def load_state(store: Store, row: StoredJob) -> Any:
     """Return the method state of a run after its last committed round.
 
     Raises:
         StoreError: If the state is missing, or of another version.
         JobError: If the run has no state yet.
     """
-    states = [fact.state for _, _, fact in store.read_events(row.id) if isinstance(fact, Started | Committed)]
+    states = [fact.state for _, _, fact in store.read_events(row.id) if isinstance(fact, JobStarted | RoundCommitted)]
     if not states:
         raise JobError(f"{row.id} is {row.status} and has no state yet")
     path = store.depot.blob_path(states[-1].sha256)
@@ -87,7 +91,8 @@ def export_result(store: Store, run: str, out: Path) -> str:
 def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     """Return the result of a run as bytes for devices, and a description.
 
-    The bytes are an ONNX file, or `fedquilt.personal` data if each device has a private part of the network.
+    The bytes are an ONNX file, or `fedquilt.formats.personal_models` data if each device has a private part of the
+    network.
 
     Raises:
         JobError: If the run is not done, or its method cannot assemble a network on a device.
@@ -114,7 +119,7 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     return payload, what
 
 
-def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> Graph:
+def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequence[int] | None = None) -> CheckedGraph:
     """Check an ONNX file as a device does before loading, and return the checked graph.
 
     Args:
@@ -147,14 +152,14 @@ def require_loadable(payload: bytes | memoryview, what: str, input_shape: Sequen
     return found
 
 
-def _encode_shared_parts(row: Row, method: Method, state: Any, found: Artefact) -> tuple[bytes, str]:
+def _encode_shared_parts(row: StoredJob, method: Method, state: Any, found: Artefact) -> tuple[bytes, str]:
     """Return the bytes from which each device assembles its own network, and a description."""
     from fedquilt.models.networks import onnx_file  # needs torch
 
     network = found.meta["network"]
     graph = onnx_file.export_without_weights(network, _reading_settings(row))
-    zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in onnx_fill.missing_tensors(graph).items()}
-    require_loadable(b"".join(onnx_fill.fill_graph(graph, zeros)), f"network {network.get('name')!r}")
+    zeros = {name: np.zeros(lack.shape, lack.dtype) for name, lack in weights.missing_tensors(graph).items()}
+    require_loadable(b"".join(weights.fill_graph(graph, zeros)), f"network {network.get('name')!r}")
     order = method.send(state, DeviceView("", None))
     assert order is not None, f"{row.job.method} orders nothing of a new device"
     sent = {name: value for name, value in order.bundles.items() if not isinstance(value, BlobRef)}
@@ -171,20 +176,24 @@ def _encode_shared_parts(row: Row, method: Method, state: Any, found: Artefact) 
         deadline_s=0.0,
     )
     what = f"network {network.get('name')}, in which each board puts what it has kept of {row.id}"
-    return personal.encode_personal(task, graph, sent), what
+    return personal_models.encode_personal(task, graph, sent), what
 
 
-def _encode_result(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str]:
+def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[bytes, str]:
     """Return a result as the bytes of a file, and a description. `onnx`: weights as ONNX, not safetensors."""
     if found.kind == "stitched":
-        from fedquilt.models.stitching import export_onnx  # needs onnx, which a coordinator does not
+        from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator does not
 
-        index = bundle.load_bundle(row.bundle)
-        files = {name: bundle.verify_file(row.bundle, ref) for name, ref in index.files.items()}
-        payload = export_onnx.export_stitched(
-            found.meta, found.tensors, stitched.load_donor_pool(index.meta).blocks, files, _reading_settings(row)
+        index = job_bundle.load_bundle(row.bundle)
+        files = {name: job_bundle.verify_file(row.bundle, ref) for name, ref in index.files.items()}
+        payload = export.export_stitched(
+            found.meta,
+            found.tensors,
+            stitched_network.load_donor_pool(index.meta).blocks,
+            files,
+            _reading_settings(row),
         )
-        what = names.network_name(found.meta["taps"], found.meta["head"] is not None)
+        what = display_names.network_name(found.meta["taps"], found.meta["head"] is not None)
         what = f"{what}, labels {', '.join(found.meta['labels'])}"
     elif onnx:
         if found.kind != "weights":
@@ -202,14 +211,14 @@ def _encode_result(found: Artefact, row: Row, *, onnx: bool) -> tuple[bytes, str
     return payload, what
 
 
-def _reading_settings(row: Row) -> Mapping[str, Any]:
+def _reading_settings(row: StoredJob) -> Mapping[str, Any]:
     """Return the reading settings in a run's bundle."""
-    found: Mapping[str, Any] = bundle.load_bundle(row.bundle).meta.get("reading", {})
+    found: Mapping[str, Any] = job_bundle.load_bundle(row.bundle).meta.get("reading", {})
     return found
 
 
-def _describe_unfinished(store: Store, row: Row) -> str:
+def _describe_unfinished(store: Store, row: StoredJob) -> str:
     if (status := store.current_status(row)) == "done":
         return ""
-    rounds = sum(isinstance(fact, Committed) and not fact.settled for _, _, fact in store.read_events(row.id))
+    rounds = sum(isinstance(fact, RoundCommitted) and not fact.settled for _, _, fact in store.read_events(row.id))
     return f"; no final result: {row.id} is {status}, after {rounds} of at most {row.job.rounds} rounds"

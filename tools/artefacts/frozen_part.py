@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from fedquilt import config, evaluation, tensors
-from fedquilt.core import Examples, Fit, Hooks, JobError, ModelError, Step, Tensors
+from fedquilt.arrays import tensors
+from fedquilt.core import Examples, Fit, Hooks, JobError, ModelError, Step, Tensors, evaluation
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
+from fedquilt.formats import toml
 from fedquilt.models.networks import registry
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ OPENED = 8  # a trunk with more children with weights is opened: not AlexNet's 5
 BUDGET_BYTES = 1 << 40  # the operator's own machine: nothing is refused here
 
 
-class Calibration(DataSpec, frozen=True, forbid_unknown_fields=True):
+class CalibrationData(DataSpec, frozen=True, forbid_unknown_fields=True):
     """The `[schedule]` table: examples as in `[data]`, with the held-out share for validation."""
 
     epochs: Annotated[int, Meta(ge=1)] = 5
@@ -39,7 +40,7 @@ class Calibration(DataSpec, frozen=True, forbid_unknown_fields=True):
     blocks: tuple[tuple[str, ...], ...] = ()  # modules of each block, first to last; (): by rule (`blocks`)
 
 
-class Tried(NamedTuple):
+class CandidateResult(NamedTuple):
     """Trained modules of a candidate, and its accuracy on the validation share (0 to 1)."""
 
     trained: tuple[str, ...]
@@ -58,9 +59,9 @@ def make_schedule(
         JobError: If a key is wrong.
         DataError: If the calibration data cannot be read.
     """
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
-    wanted = config.convert_table(table, Calibration, "[schedule]")
+    wanted = toml.convert_table(table, CalibrationData, "[schedule]")
     train, held = examples.load_share(wanted)
     engine = TorchEngine(BUDGET_BYTES)
     parts = wanted.blocks or list_blocks(registry.build(network))
@@ -77,9 +78,9 @@ def search_schedule(
     train: Examples,
     held: Examples,
     parts: Sequence[Sequence[str]],
-    wanted: Calibration,
+    wanted: CalibrationData,
     say: Callable[[str], None] = lambda line: None,
-) -> list[Tried]:
+) -> list[CandidateResult]:
     """Fine-tune with more and more trained blocks, and return the candidates in order.
 
     The search ends after the first candidate that is not better than the previous one.
@@ -94,13 +95,13 @@ def search_schedule(
     if unknown or not parts:
         raise JobError(f"[schedule] blocks: {unknown[0]!r} has no tensors" if unknown else "[schedule] blocks: none")
     fit = Fit(epochs=wanted.epochs, batch=wanted.batch, lr=wanted.lr, weight_decay=wanted.weight_decay)
-    tried: list[Tried] = []
+    tried: list[CandidateResult] = []
     for depth in range(1, len(parts) + 1):
         trained = tuple(part for block in parts[-depth:] for part in block)
         hooks = Hooks(steps=(Step(rate=partial(_get_rate_factor, trained)),))
         given, _ = engine.train(network, model, train, fit, tensors.seeded_rng("schedule", wanted.seed), hooks=hooks)
         accuracy = evaluation.main_metric_value(engine.evaluate(network, given, held))
-        tried.append(Tried(trained, accuracy))
+        tried.append(CandidateResult(trained, accuracy))
         say(f"schedule: last {depth} of {len(parts)} blocks trained: {accuracy:.2%} of {len(held)} validation examples")
         if depth > 1 and accuracy <= tried[-2].accuracy:
             break

@@ -12,30 +12,36 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fedquilt import bundle, config, footprint, methods, progress, tensors, units
-from fedquilt.coordinator import preflight
-from fedquilt.coordinator.settings import NOT_NETWORK, Job
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.console import progress, units
+from fedquilt.coordinator.settings import NOT_NETWORK, JobSettings
+from fedquilt.coordinator.updates import job_validation
 from fedquilt.core import Bundle, FedquiltError, JobError, ModelError, Name
-from fedquilt.data import examples, fitting, inputs, measured_settings, readers, reading
-from fedquilt.data.images import Input
+from fedquilt.costs import peak_memory
+from fedquilt.data import compatibility, examples, inputs, measured_settings, readers, reading_settings
+from fedquilt.data.images import ImageInput
 from fedquilt.data.spec import DataSpec
-from fedquilt.models.networks import drawn, registry
+from fedquilt.formats import job_bundle, toml
+from fedquilt.models.networks import numpy_init, registry
 from fedquilt.models.partial import masks
-from fedquilt.tools.artefacts import alignment, dry_run, frozen_part
+from fedquilt.tools.artefacts import class_alignment, dry_run, frozen_part
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedquilt.tools.artefacts.quantize import Trial
+    from fedquilt.tools.artefacts.quantization import QuantizationTrial
 
 
-class Donor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DonorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     network: dict[str, Any]  # see fedquilt.models.networks.registry; of outside too
     weights: str | None = None  # a file, or a name of torchvision's ("DEFAULT"); none: random from `seed`
     seed: int = 0
     cuts: tuple[str, ...] = ()  # modules after which to cut; none: by rule
-    align: alignment.Align | None = None  # for each label the donor's classes that mean it: `alignment.align_labels`
+    align: class_alignment.Align | None = (
+        None  # for each label the donor's classes that mean it: `class_alignment.align_labels`
+    )
     classes: str | None = None  # with names in `align`: a file of the classes' names, one a line; or "imagenet"
 
 
@@ -44,14 +50,14 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
 
     From `[model]`: the files "model" and "masks" (`models.partial.masks`), or metadata "untraced" with the reason why
     the network cannot be masked. Metadata "network", "flops" and "example_bytes" of one example, "register"
-    (`fedquilt.tensor_register`), "layers", and "pretrained". For plug-in networks also "plugins"
+    (`fedquilt.formats.tensor_register`), "layers", and "pretrained". For plug-in networks also "plugins"
     (`fedquilt.plugins.needs`) and "outputs". With `weights_classes`, the number of classes of the weights, the last
     layer is replaced.
     From `[schedule]`: metadata "schedule" (`fedquilt.tools.artefacts.frozen_part`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and metadata "input", "labels",
-    "donors" and "blocks" (read by `fedquilt.models.stitching.stitched.stock`). A block's id is "<donor>.<index>".
-    From `[data]`: metadata "reading" (`fedquilt.data.reading`).
-    From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.artefacts.quantize` accepts.
+    "donors" and "blocks" (read by `fedquilt.models.stitching.stitched_network.stock`). A block's id is
+    "<donor>.<index>". From `[data]`: metadata "reading" (`fedquilt.data.reading_settings`).
+    From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.artefacts.quantization` accepts.
 
     Raises:
         JobError: If a key is missing or wrong.
@@ -67,12 +73,12 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     own = job["model"].get("input") if job.get("model") else None
     given = job.get("input") or (own if isinstance(own, Mapping) and own.get("standardise") else None)
     wanted = inputs.parse_input_table(given) if given else None
-    if isinstance(wanted, inputs.Values) and wanted.standardise:
+    if isinstance(wanted, inputs.ValueInput) and wanted.standardise:
         wanted = _measure_features(job)
     for line in measured_settings.agent_lines(job.get("data") or {}):
         say(f"for [data] of each device's agent.toml: {line}")
     if job.get("data"):
-        meta["reading"] = reading.reading_settings(DataSpec.parse(job["data"]))
+        meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
     trial = _make_trial(job) if job.get("int8") else None
     if job.get("model"):
         far("the network")
@@ -92,7 +98,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
             meta["blocks"][name]["int8"] = f"{name}.int8.onnx"
             files[f"{name}.int8.onnx"] = graph
     far("the files")
-    return bundle.write_bundle(out, meta, files)
+    return job_bundle.write_bundle(out, meta, files)
 
 
 def _make_progress_reporter(job: Mapping[str, Any]) -> Callable[[str], None]:
@@ -102,14 +108,14 @@ def _make_progress_reporter(job: Mapping[str, Any]) -> Callable[[str], None]:
     return lambda now: progress.LINE.set_part(now, next(begun), total)
 
 
-def _measure_features(job: Mapping[str, Any]) -> inputs.Values:
+def _measure_features(job: Mapping[str, Any]) -> inputs.ValueInput:
     if not job.get("data"):
         raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
     found = examples.load_split(DataSpec.parse(job["data"]))
     return msgspec.structs.replace(inputs.measure_scales(found.x), standardise=True)
 
 
-def prepare_and_check(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job, and check that the job can run with its parameters, network and data.
 
     A dry run carries out a few rounds of the method on synthetic examples (`fedquilt.tools.artefacts.dry_run`).
@@ -118,8 +124,8 @@ def prepare_and_check(job: Job, out: Path, say: Callable[[str], None] = lambda l
         FedquiltError: If `prepare_bundle` raises, or the method or the data does not fit the network.
     """
     made = prepare_bundle(msgspec.to_builtins(job), out, say)
-    state = preflight.create_initial_state(job, made)
-    if isinstance(plan := getattr(state, "plan", None), masks.Plan) and (why := masks.describe_whole_layers(plan)):
+    state = job_validation.create_initial_state(job, made)
+    if isinstance(plan := getattr(state, "plan", None), masks.MaskPlan) and (why := masks.describe_whole_layers(plan)):
         say(f"{job.method}: {why}")
     if (frozen := methods.load(job.method).frozen) and not made.meta.get("pretrained", True):
         say(
@@ -130,7 +136,9 @@ def prepare_and_check(job: Job, out: Path, say: Callable[[str], None] = lambda l
     if job.data:
         spec = DataSpec.parse(job.data)
         if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
-            for warning in fitting.data_warnings(made.meta, fitting.open_compatible_data(made.meta, spec), spec):
+            for warning in compatibility.data_warnings(
+                made.meta, compatibility.open_compatible_data(made.meta, spec), spec
+            ):
                 say(f"warning: {warning}")
             if spec.path:
                 readers.require_supported_images(spec)
@@ -138,19 +146,19 @@ def prepare_and_check(job: Job, out: Path, say: Callable[[str], None] = lambda l
 
 
 def _parts_of_model(
-    table: Mapping[str, Any], wanted: Input | inputs.Values | None
+    table: Mapping[str, Any], wanted: ImageInput | inputs.ValueInput | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the metadata and files of a bundle that follow from the [model] table."""
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
-    if drawn.can_initialise(network, table.get("weights")) and "weights_classes" not in table:
+    if numpy_init.can_initialise(network, table.get("weights")) and "weights_classes" not in table:
         return _parts_of_numpy_model(network, int(table.get("seed", 0)))
     registry.required_plugins(network)  # refuses an unknown name, also where torch is missing
     import torch
 
-    from fedquilt.models.networks import layer_costs, tensor_register
-    from fedquilt.models.partial import trace
+    from fedquilt.models.networks import layer_costs, register_trace
+    from fedquilt.models.partial import dependency_trace
 
     if "weights_classes" in table:
         model = frozen_part.load_with_new_head(
@@ -160,19 +168,19 @@ def _parts_of_model(
         model = registry.load_network(network, table.get("weights"), seed=int(table.get("seed", 0)))
     _require_trainable(model, str(network["name"]))
     flops = registry.measure_cost(model, registry.input_shape(network)).flops
-    state = {name: value.detach().numpy() for name, value in tensor_register.state_without_aliases(model).items()}
+    state = {name: value.detach().numpy() for name, value in register_trace.state_without_aliases(model).items()}
     parts = {"model": tensors.encode_tensors(state)}
     facts: dict[str, Any] = {"network": network, "flops": flops}
     try:
-        parts["masks"] = tensors.encode_tensors({"json": masks.plan_to_array(trace.trace_plan(model))})
+        parts["masks"] = tensors.encode_tensors({"json": masks.plan_to_array(dependency_trace.trace_plan(model))})
     except ModelError as error:  # methods that need masks refuse the network with this reason
         facts["untraced"] = str(error)
-    trained, _ = footprint.measure_training(
+    trained, _ = peak_memory.measure_training(
         model, torch.zeros(2, *registry.input_shape(network))
     )  # last: it moves batch norm
-    register = tensor_register.trace_register(model, registry.input_shape(network))
+    register = register_trace.trace_register(model, registry.input_shape(network))
     whole = register.is_coupled(state)
-    each_bytes = footprint.least_bytes_per_example(trained) if whole else footprint.bytes_per_example(trained)
+    each_bytes = peak_memory.least_bytes_per_example(trained) if whole else peak_memory.bytes_per_example(trained)
     facts |= {"example_bytes": each_bytes, "register": register}
     facts["layers"] = layer_costs.trace_layer_costs(model, registry.input_shape(network))
     facts |= {"pretrained": table.get("weights") is not None}
@@ -204,15 +212,15 @@ def _require_trainable(model: nn.Module, name: str) -> None:
 def _parts_of_numpy_model(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return what `_parts_of_model` does, without torch, for a network that numpy can make."""
     model, plan = (
-        drawn.initial_weights(network, seed),
-        masks.plan_to_array(masks.plan_from_layers(drawn.layer_sizes(network))),
+        numpy_init.initial_weights(network, seed),
+        masks.plan_to_array(masks.plan_from_layers(numpy_init.layer_sizes(network))),
     )
     facts = {
         "network": network,
-        "flops": drawn.forward_flops(network),
-        "example_bytes": footprint.bytes_per_example(drawn.training_memory(network)),
-        "register": drawn.mlp_register(network),
-        "layers": drawn.costs_by_layer(network),
+        "flops": numpy_init.forward_flops(network),
+        "example_bytes": peak_memory.bytes_per_example(numpy_init.training_memory(network)),
+        "register": numpy_init.mlp_register(network),
+        "layers": numpy_init.costs_by_layer(network),
         "pretrained": False,
     }
     return facts, {"model": tensors.encode_tensors(model), "masks": tensors.encode_tensors({"json": plan})}
@@ -237,15 +245,15 @@ def _count_outputs(model: Any, network: Mapping[str, Any]) -> int:
     return int(scores.shape[1])
 
 
-def _make_trial(job: Mapping[str, Any]) -> Trial:
-    from fedquilt.tools.artefacts import quantize  # onnxruntime
+def _make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
+    from fedquilt.tools.artefacts import quantization  # onnxruntime
 
-    return quantize.make_trial(job)
+    return quantization.make_trial(job)
 
 
 def _prepare_donors(
     job: Mapping[str, Any],
-    wanted: Input | inputs.Values | None,
+    wanted: ImageInput | inputs.ValueInput | None,
     files: dict[str, bytes],
     say: Callable[[str], None],
     far: Callable[[str], None],
@@ -256,7 +264,7 @@ def _prepare_donors(
             "a job with [[donors]] also needs [input] (channels, size, mean and std of images; mean and std, or "
             "standardise, of time series) and labels = [...]"
         )
-    donors = [config.convert_table(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
+    donors = [toml.convert_table(table, DonorSettings, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
     twice = sorted({donor.name for donor in donors if sum(other.name == donor.name for other in donors) > 1})
     if twice:
         raise JobError(f"two donors are called {twice[0]!r}: give each its own name")
@@ -279,15 +287,15 @@ def _prepare_donors(
 
 
 def _prepare_donor(
-    donor: Donor,
-    wanted: Input | inputs.Values,
+    donor: DonorSettings,
+    wanted: ImageInput | inputs.ValueInput,
     labels: Sequence[str],
     files: dict[str, bytes],
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    from fedquilt.models.stitching import blocks  # torch and onnx
+    from fedquilt.models.stitching.onnx import blocks  # torch and onnx
 
-    if isinstance(wanted, Input):
+    if isinstance(wanted, ImageInput):
         shape: tuple[int, ...] = (wanted.channels, wanted.size, wanted.size)
     else:
         shape = registry.input_shape(donor.network)
@@ -299,7 +307,7 @@ def _prepare_donor(
     if donor.align is not None:
         tell: Callable[[str], None] = lambda line: say(f"donor {donor.name}: {line}")  # noqa: E731
         try:
-            facts["align"] = alignment.align_labels(donor.align, donor.classes, classes, labels, tell)
+            facts["align"] = class_alignment.align_labels(donor.align, donor.classes, classes, labels, tell)
         except FedquiltError as error:
             raise type(error)(f"donor {donor.name!r}: {error}") from None
     table = {}

@@ -11,20 +11,20 @@ import numpy as np
 
 from fedquilt.core import DataError
 from fedquilt.data.spec import TABLES
-from fedquilt.tools.artefacts.classifier import Classifier, Examples, examples_from_arrays
+from fedquilt.tools.artefacts.classifier import Classifier, StoredExamples, examples_from_arrays
 
 BATCH = 64
 
 
 @dataclass(frozen=True)
-class Row:
+class Prediction:
     image: str  # its file, or its place in the .npz
     label: str
     score: float  # the network's output for that label, the largest of all; no probability: it may be above 1
     truth: str | None  # the label it is known to have
 
 
-def run_model(model: Path, source: Path) -> list[Row]:
+def run_model(model: Path, source: Path) -> list[Prediction]:
     """Return the predicted label of each example in a file or folder, read as in training.
 
     Args:
@@ -49,13 +49,13 @@ def run_model(model: Path, source: Path) -> list[Row]:
     for names, truths, x in batches:
         scores = network.compute_scores(x)
         rows += [
-            Row(name, labels[best], float(scores[i, best]), truth)
+            Prediction(name, labels[best], float(scores[i, best]), truth)
             for i, (name, truth, best) in enumerate(zip(names, truths, scores.argmax(axis=1), strict=True))
         ]
     return rows
 
 
-def compute_accuracy(rows: Sequence[Row]) -> float | None:
+def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
     """Return the share of correct predictions, or None if no true label is known."""
     known = [row.label == row.truth for row in rows if row.truth is not None]
     return sum(known) / len(known) if known else None
@@ -93,7 +93,7 @@ def _batches_from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
     yield from _batches_of_examples(examples_from_arrays(held, len(labels), str(path)), network)
 
 
-def _batches_of_examples(held: Examples, network: Classifier) -> Iterator[Batch]:
+def _batches_of_examples(held: StoredExamples, network: Classifier) -> Iterator[Batch]:
     """Yield batches of examples in memory, with names and true labels."""
     x, y, labels = held.x, held.y, network.labels
     for first in range(0, len(x), BATCH):

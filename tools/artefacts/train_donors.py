@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, derive_seed
 from fedquilt.data.examples import load_split
@@ -29,7 +29,7 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
 from fedquilt.tools.artefacts.prepare import prepare_bundle
 
-DEMO = Path(__file__).resolve().parents[1] / "demo" / "job.toml"
+DEMO = Path(__file__).resolve().parents[1] / "lab" / "demo" / "job.toml"
 EPOCHS = 2
 BATCH = 128
 LEARNING_RATE = 0.1  # of SGD with momentum, falling to 0 along a cosine

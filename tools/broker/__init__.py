@@ -69,7 +69,7 @@ class EmbeddedBroker:
             LinkError: If the address is in use, or the broker does not listen within START_S.
         """
         try:
-            from fedquilt.tools.broker.amqtt_fixes import MendedBroker
+            from fedquilt.tools.broker.amqtt_fixes import PatchedBroker
         except ModuleNotFoundError:
             raise JobError("the embedded broker needs amqtt: pip install 'fedquilt[demo]'") from None
         for name in ("amqtt", "transitions"):  # each connection is three lines of theirs
@@ -77,7 +77,7 @@ class EmbeddedBroker:
         ready = threading.Event()
         failures: list[BaseException] = []
         self._thread = threading.Thread(
-            target=self._run_thread, args=(MendedBroker, ready, failures), name="broker", daemon=True
+            target=self._run_thread, args=(PatchedBroker, ready, failures), name="broker", daemon=True
         )
         self._thread.start()
         if not ready.wait(START_S):  # an interrupt in the middle of an import leaves a lock of Python's held

@@ -33,7 +33,7 @@ HEAD = 11  # bytes: a CONNECT's longest fixed header, its protocol's name and le
 REFUSED_LEVEL = b"\x20\x02\x00\x01"  # CONNACK of 3.1.1, "unacceptable protocol version"
 
 
-class Replayed(StreamReaderAdapter):  # type: ignore[misc]
+class ReplayedStream(StreamReaderAdapter):  # type: ignore[misc]
     """A stream with some bytes read ahead."""
 
     def __init__(self, head: bytes, reader: asyncio.StreamReader) -> None:
@@ -51,7 +51,7 @@ class Replayed(StreamReaderAdapter):  # type: ignore[misc]
         return head if len(head) == n else head + await super().read(n - len(head))
 
 
-class Subscriptions(dict[str, Any]):
+class SafeSubscriptions(dict[str, Any]):
     """Dictionary that may change during an iteration."""
 
     def __iter__(self) -> Iterator[str]:
@@ -61,10 +61,10 @@ class Subscriptions(dict[str, Any]):
         return list(super().items())
 
 
-class MendedBroker(Broker):  # type: ignore[misc]
+class PatchedBroker(Broker):  # type: ignore[misc]
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._subscriptions = Subscriptions()
+        self._subscriptions = SafeSubscriptions()
         self._writers: set[asyncio.StreamWriter] = set()
 
     @property
@@ -88,7 +88,7 @@ class MendedBroker(Broker):  # type: ignore[misc]
             if found and level and level[0] != LEVEL_311:
                 writer.write(REFUSED_LEVEL)
             else:
-                await self._client_connected(listener_name, Replayed(head, reader), StreamWriterAdapter(writer))
+                await self._client_connected(listener_name, ReplayedStream(head, reader), StreamWriterAdapter(writer))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # it left
         finally:

@@ -20,19 +20,19 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import config
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError, LinkError
-from fedquilt.disk import doing
-from fedquilt.tools import demo
+from fedquilt.formats import toml
+from fedquilt.host.disk import disk_errors
+from fedquilt.tools.boards.flash import portable_python
 from fedquilt.tools.emulate import beside, binfmt, guest, host, units
 from fedquilt.tools.emulate.guest import Guest
-from fedquilt.tools.emulate.host import Machine
-from fedquilt.tools.emulate.rollouts import Rollouts, job_table
-from fedquilt.tools.emulate.site import STOP_S, Site, find_free_ports, last, run_server, stop_process
-from fedquilt.tools.flash import own_python
-from fedquilt.tools.simulation.agents import Plan, run_fleet_virtually
+from fedquilt.tools.emulate.host import HostMachine
+from fedquilt.tools.emulate.rollouts import RolloutDriver, job_table
+from fedquilt.tools.emulate.site import STOP_S, LoopbackFleet, find_free_ports, last, run_server, stop_process
+from fedquilt.tools.lab import demo
+from fedquilt.tools.simulation.agents import FleetPlan, run_fleet_virtually
 
 HERE: Final = Path(__file__).parent
 DEVICE: Final = "emulated"
@@ -43,7 +43,7 @@ DEPLOYED_S: Final = 900.0  # longest that a rollout may take in the emulator
 DATA: Final = "/srv/digits.npz"  # in the root file system
 
 
-class Lone(Plan):
+class SingleBoard(FleetPlan):
     """One board that has all the data. Its random draws depend on its name."""
 
     def make_agent_tables(self, run: str = "") -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ class Lone(Plan):
 
 
 @dataclass
-class Steps:
+class EmulationSteps:
     """Report of steps, with the seconds that each took."""
 
     quiet: bool = False
@@ -82,20 +82,20 @@ def system(out: Path) -> Path:
     return out / f"{guest.SUITE}-arm64"
 
 
-def check_machine(out: Path, machine: Machine | None = None) -> Machine:
-    here = machine or Machine.detect(out.resolve())
+def check_machine(out: Path, machine: HostMachine | None = None) -> HostMachine:
+    here = machine or HostMachine.detect(out.resolve())
     host.require_all(here, system(out.resolve()).exists())
     return here
 
 
-def main(out: Path, mirror: str | None, rounds: int | None, format: str, machine: Machine | None = None) -> int:
+def main(out: Path, mirror: str | None, rounds: int | None, format: str, machine: HostMachine | None = None) -> int:
     out, machine = out.resolve(), check_machine(out, machine)
     root = system(out)
     folder = out / time.strftime("%Y%m%d-%H%M%S")
-    with doing(f"make {folder}"):
+    with disk_errors(f"make {folder}"):
         folder.mkdir(parents=True)
     emulator = Path(machine.programs["qemu-aarch64-static"])
-    steps = Steps(quiet=format == "json")
+    steps = EmulationSteps(quiet=format == "json")
     with contextlib.ExitStack() as stack:
         stack.enter_context(host.interrupt_on_signals())
         stack.enter_context(host.hold_lock(emulator))
@@ -112,11 +112,11 @@ def main(out: Path, mirror: str | None, rounds: int | None, format: str, machine
     return 0 if beside.agrees(result) else 8
 
 
-def _system(root: Path, mirror: str | None, folder: Path, steps: Steps) -> Guest:
+def _system(root: Path, mirror: str | None, folder: Path, steps: EmulationSteps) -> Guest:
     if root.exists():
         with steps(f"take the root file system that is in {root}"):
             return Guest(root)
-    mirror = mirror or own_python.debian_mirror(guest.SUITE)
+    mirror = mirror or portable_python.debian_mirror(guest.SUITE)
     with steps(f"debootstrap: Debian {guest.SUITE} for arm64 from {mirror}") as notes:
         made = guest.create_root(root, mirror, folder / "debootstrap.log")
         size = sum(path.lstat().st_size for path in root.rglob("*") if path.is_file() and not path.is_symlink())
@@ -127,9 +127,11 @@ def _system(root: Path, mirror: str | None, folder: Path, steps: Steps) -> Guest
 # -- the proof ------------------------------------------------------------------------------------
 
 
-def _proof(board: Guest, folder: Path, rounds: int | None, steps: Steps, stack: contextlib.ExitStack) -> dict[str, Any]:
+def _proof(
+    board: Guest, folder: Path, rounds: int | None, steps: EmulationSteps, stack: contextlib.ExitStack
+) -> dict[str, Any]:
     plan = _job(folder, rounds)
-    site = Site(folder, *find_free_ports(2))
+    site = LoopbackFleet(folder, *find_free_ports(2))
     with steps("an authority, a broker's and a coordinator's certificates, a token for the board"):
         site.create_fleet(DEVICE)
     with steps("flash the root file system") as notes:
@@ -157,19 +159,19 @@ def _proof(board: Guest, folder: Path, rounds: int | None, steps: Steps, stack: 
     return {"run": run, **beside.table(found)}
 
 
-def _job(folder: Path, rounds: int | None) -> Plan:
-    table = config.read_toml(demo.HERE / "job.toml")
+def _job(folder: Path, rounds: int | None) -> FleetPlan:
+    table = toml.read_toml(demo.HERE / "job.toml")
     table["rounds"] = rounds or table["rounds"]
     table["cohort"] = {"deadline_s": DEADLINE_S}
     table["fleet"] = {"devices": 1, "boards": ["x86-host"], "budgets": [BUDGET]}
     table["data"] = {**table["data"], "path": str(demo.HERE / "digits.npz")}
-    (folder / "job.toml").write_text(config.format_toml(table))
-    return Lone(jobs.load_job(folder / "job.toml"), demo.HERE / "bundle", folder / "native", 1)
+    (folder / "job.toml").write_text(toml.format_toml(table))
+    return SingleBoard(jobs.load_job(folder / "job.toml"), demo.HERE / "bundle", folder / "native", 1)
 
 
-def _flash(site: Site, board: Guest, plan: Plan, wheels: Path) -> str:
+def _flash(site: LoopbackFleet, board: Guest, plan: FleetPlan, wheels: Path) -> str:
     data = {**plan.make_agent_tables()[0]["data"], "path": DATA}
-    (site.folder / "agent.toml").write_text(config.format_toml(site.agent_table(DEVICE, BUDGET, data)))
+    (site.folder / "agent.toml").write_text(toml.format_toml(site.agent_table(DEVICE, BUDGET, data)))
     shutil.copyfile(plan.job.data["path"], board.root / DATA.lstrip("/"))
     (board.root / DATA.lstrip("/")).chmod(0o644)
     where = ["--rootfs", str(board.root)]
@@ -181,7 +183,7 @@ def _flash(site: Site, board: Guest, plan: Plan, wheels: Path) -> str:
     return next(line for line in site.log.read_text().splitlines() if line.startswith(f"{DEVICE}: "))
 
 
-def _oneshot(board: Guest, service: units.Service, log: Path) -> str:
+def _oneshot(board: Guest, service: units.UnitService, log: Path) -> str:
     with log.open("ab") as out:
         process = units.start(board, service, out)
     try:
@@ -195,10 +197,12 @@ def _oneshot(board: Guest, service: units.Service, log: Path) -> str:
     return f"{service.name}: {last(log)}" if log.stat().st_size else f"{service.name}: done"
 
 
-def _agent(site: Site, board: Guest, log: Path, stack: contextlib.ExitStack) -> tuple[subprocess.Popen[bytes], str]:
+def _agent(
+    site: LoopbackFleet, board: Guest, log: Path, stack: contextlib.ExitStack
+) -> tuple[subprocess.Popen[bytes], str]:
     listener = site.create_listener(DEVICE)
     stack.callback(listener.close)
-    notices = units.Notices(board)
+    notices = units.StatusNotices(board)
     stack.callback(notices.close)
     with log.open("ab") as out:
         process = units.start(board, units.read(board, "fedquilt-agent"), out, notices.inside)
@@ -213,7 +217,7 @@ def _agent(site: Site, board: Guest, log: Path, stack: contextlib.ExitStack) -> 
     return process, notices.said.get("STATUS", "ready")
 
 
-def _run(site: Site, agent: subprocess.Popen[bytes], folder: Path) -> None:
+def _run(site: LoopbackFleet, agent: subprocess.Popen[bytes], folder: Path) -> None:
     words = site.fedquilt_command("run", "job.toml", "--bundle", str(demo.HERE / "bundle"), *site.coordinator_options())
     log = folder / "run.log"
     with log.open("ab") as out:
@@ -232,8 +236,8 @@ def _run(site: Site, agent: subprocess.Popen[bytes], folder: Path) -> None:
         raise JobError(f"fedquilt run ended with {process.returncode}: {last(log)} ({log})")
 
 
-def _deploy_models(site: Site, board: Guest, log: Path) -> str:
-    rollouts = Rollouts(site, DEVICE, lambda: last(log), DEPLOYED_S)
+def _deploy_models(site: LoopbackFleet, board: Guest, log: Path) -> str:
+    rollouts = RolloutDriver(site, DEVICE, lambda: last(log), DEPLOYED_S)
     link = board.root / "var/lib/fedquilt/models/current"
     with rollouts.run_coordinator():
         rollouts.train_model(job_table("first", cohort={"deadline_s": DEADLINE_S}))
@@ -246,7 +250,7 @@ def _deploy_models(site: Site, board: Guest, log: Path) -> str:
     return f"{model}: accuracy {told['accuracy']:.1%}, {told['latency_s'] * 1e3:.1f} ms an answer; the other: {refused}"
 
 
-def _quietly(plan: Plan, home: Path) -> tuple[str, str]:
+def _quietly(plan: FleetPlan, home: Path) -> tuple[str, str]:
     home.mkdir()
     with (home / "log.txt").open("w") as log, contextlib.redirect_stdout(log):
         return run_fleet_virtually(plan)
@@ -257,7 +261,7 @@ def _versions(board: Guest, emulator: Path) -> dict[str, str]:
     code = "import numpy, onnxruntime, platform as p; print(p.machine(), p.python_version(), numpy.__version__, "
     machine, *found = board.run(python, "-c", f"{code} onnxruntime.__version__)").split()
     return {
-        "qemu": own_python.run([str(emulator), "--version"]).split("\n")[0].split("version ")[-1],
+        "qemu": portable_python.run([str(emulator), "--version"]).split("\n")[0].split("version ")[-1],
         "machine": f"{machine} ({guest.CPU})",
         **dict(zip(("python", "numpy", "onnxruntime"), found, strict=True)),
     }

@@ -9,18 +9,19 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedquilt import methods, tensors
-from fedquilt.coordinator.facts import Answered, Committed
-from fedquilt.coordinator.store import Store
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
-from fedquilt.models.stitching import judging
-from fedquilt.models.stitching.search_state import State
+from fedquilt.models.stitching.search import ranking
+from fedquilt.models.stitching.search.state import SearchState
 
 TOLERANCE: Final = 1e-3  # of scores, which are at most 1: another release of onnxruntime rounds otherwise
 
 
 @dataclass(frozen=True)
-class Beside:
+class NativeComparison:
     rounds: int  # committed by the first
     tasks_s: tuple[float, ...]  # of each task of the first, on its board
     paths: int  # networks, whole or not, that both have scored
@@ -31,15 +32,15 @@ class Beside:
     same: bool  # whether the other has come to the same
 
 
-def compare(first: tuple[Store, str], other: tuple[Store, str]) -> Beside:
+def compare(first: tuple[Store, str], other: tuple[Store, str]) -> NativeComparison:
     ours, theirs = state(*first), state(*other)
     mine, others = scores(ours), scores(theirs)
     common = mine.keys() & others.keys()
     joined = ours.junctions.keys() & theirs.junctions.keys()
     facts = [fact for _, _, fact in first[0].read_events(first[1])]
-    return Beside(
-        sum(isinstance(fact, Committed) for fact in facts),
-        tuple(fact.update.usage.wall_s for fact in facts if isinstance(fact, Answered)),
+    return NativeComparison(
+        sum(isinstance(fact, RoundCommitted) for fact in facts),
+        tuple(fact.update.usage.wall_s for fact in facts if isinstance(fact, UpdateAccepted)),
         len(common),
         len(mine.keys() ^ others.keys()),
         max((abs(mine[path] - others[path]) for path in common), default=None),
@@ -49,28 +50,28 @@ def compare(first: tuple[Store, str], other: tuple[Store, str]) -> Beside:
     )
 
 
-def state(store: Store, run: str) -> State:
-    refs = [fact.state for _, _, fact in store.read_events(run) if isinstance(fact, Committed)]
+def state(store: Store, run: str) -> SearchState:
+    refs = [fact.state for _, _, fact in store.read_events(run) if isinstance(fact, RoundCommitted)]
     path = store.depot.blob_path(refs[-1].sha256) if refs else None
     if path is None:
         raise JobError(f"{run} in {store.home} has committed no round: `fedquilt logs {run} --home {store.home}`")
     return tensors.unpack_state(path.read_bytes(), methods.load("fedstitch").state)
 
 
-def scores(state: State) -> dict[tuple[str, ...], float]:
+def scores(state: SearchState) -> dict[tuple[str, ...], float]:
     nets = (*state.frontier, *state.finished, *([state.current] if state.current else []))
     return {**{net.path: net.score for net in nets}, **{net.path: net.score for net in state.finalists}}
 
 
-def chosen(state: State) -> str:
-    return judging.candidate_name(state.candidates[state.chosen]) if state.phase == "done" and state.candidates else ""
+def chosen(state: SearchState) -> str:
+    return ranking.candidate_name(state.candidates[state.chosen]) if state.phase == "done" and state.candidates else ""
 
 
 def _max_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-def table(beside: Beside) -> dict[str, object]:
+def table(beside: NativeComparison) -> dict[str, object]:
     """Comparison as a table."""
     return dataclasses.asdict(beside)
 

@@ -13,11 +13,11 @@ from fedquilt.core import FedquiltError
 How = Literal["ok", "failed", "not here"]
 
 
-class NotHere(FedquiltError): ...
+class CheckUnavailableError(FedquiltError): ...
 
 
 @dataclass(frozen=True)
-class Check:
+class RehearsalCheck:
     name: str
     how: How
     seen: str
@@ -25,9 +25,9 @@ class Check:
 
 
 @dataclass
-class Checks:
+class CheckLog:
     quiet: bool = False
-    done: list[Check] = field(default_factory=list)
+    done: list[RehearsalCheck] = field(default_factory=list)
     gave_up: str | None = None  # why not everything was tried
 
     @property
@@ -41,11 +41,11 @@ class Checks:
         how: How = "ok"
         try:
             yield seen
-        except NotHere as error:
+        except CheckUnavailableError as error:
             how, seen = "not here", [str(error)]
         except (FedquiltError, OSError) as error:
             how, seen = "failed", [str(error)]
-        check = Check(name, how, "; ".join(seen), round(time.monotonic() - began_s, 1))
+        check = RehearsalCheck(name, how, "; ".join(seen), round(time.monotonic() - began_s, 1))
         self.done.append(check)
         self.print_line(format_check(check))
 
@@ -70,5 +70,5 @@ class Checks:
         return ["; ".join(said), f"journals and logs: {folder}"]
 
 
-def format_check(check: Check) -> str:
+def format_check(check: RehearsalCheck) -> str:
     return f"{check.how:9} {check.name}: {check.seen} ({check.seconds:.1f} s)"

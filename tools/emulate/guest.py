@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.core import JobError
-from fedquilt.disk import doing
+from fedquilt.host.disk import disk_errors
 
 SUITE: Final = "bookworm"
 PYTHON: Final = "3.11"  # of that suite
@@ -70,7 +70,7 @@ def create_root(
         StoreError: If the folder is unusable.
     """
     new = root.with_name(root.name + ".new")
-    with doing(f"make {new}"):
+    with disk_errors(f"make {new}"):
         if new.exists():  # of one that was killed; its mounts went with it
             shutil.rmtree(new)
         new.mkdir(parents=True)

@@ -31,14 +31,14 @@ BOOTED: Final = {  # likewise, for what systemd-nspawn boots
 
 
 @dataclass(frozen=True)
-class Machine:
+class HostMachine:
     name: str  # as `uname -m` says
     user: int
     programs: Mapping[str, str]  # name -> path of those that are there
     free_bytes: int  # where the root file system would be
 
     @classmethod
-    def detect(cls, folder: Path) -> Machine:
+    def detect(cls, folder: Path) -> HostMachine:
         while not folder.exists():
             folder = folder.parent
         search = os.pathsep.join((os.environ.get("PATH", ""), *PATHS))
@@ -47,7 +47,7 @@ class Machine:
         return cls(os.uname().machine, os.geteuid(), found, shutil.disk_usage(folder).free)
 
 
-def require_all(machine: Machine, made: bool, programs: Mapping[str, str] = PROGRAMS) -> None:
+def require_all(machine: HostMachine, made: bool, programs: Mapping[str, str] = PROGRAMS) -> None:
     missing = []
     emulated = "qemu-aarch64-static" in programs
     if machine.name == "aarch64" and emulated:

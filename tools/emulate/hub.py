@@ -12,14 +12,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt import config
 from fedquilt.core import JobError, LinkError
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import portable_python
 from fedquilt.tools.emulate import enclosure
-from fedquilt.tools.emulate.checks import Checks
+from fedquilt.tools.emulate.checks import CheckLog
 from fedquilt.tools.emulate.container import Container, wait_until
 from fedquilt.tools.emulate.journal import last_message
-from fedquilt.tools.emulate.site import FILES, HOST, Site, find_free_ports
-from fedquilt.tools.flash import own_python
+from fedquilt.tools.emulate.site import FILES, HOST, LoopbackFleet, find_free_ports
 
 SERVE, ENROL, DASH = "fedquilt-serve.service", "fedquilt-enrol-serve.service", "fedquilt-dash.service"
 STATE: Final = "/var/lib/fedquilt"
@@ -36,7 +36,7 @@ FLOOD: Final = "line %.0f of a service that has much to say"
 LINES: Final = 60_000  # log lines that exceed the size limit
 
 
-class Hub:
+class CoordinatorHost:
     """Machine of a coordinator. Broker, authority and board are those of the rehearsal.
 
     Args:
@@ -46,13 +46,13 @@ class Hub:
         job: File of a prepared job in the site's folder.
     """
 
-    def __init__(self, site: Site, base: Path, root: Path, job: str) -> None:
+    def __init__(self, site: LoopbackFleet, base: Path, root: Path, job: str) -> None:
         self.site, self._base, self.root, self._job = site, base, root, job
         self._enrolment, self._dash = find_free_ports(2)
         log = site.folder / "console-hub.log"
         self.machine = Container(root, None, log, "fedquilt-hub", tuple(enclosure.container_group_files(enclosure.HUB)))
 
-    def run_checks(self, checks: Checks, target: Sequence[str]) -> None:
+    def run_checks(self, checks: CheckLog, target: Sequence[str]) -> None:
         checks.print_line("flash a coordinator's machine, and boot it beside the board")
         try:
             with checks("the coordinator's services come up") as seen:
@@ -90,13 +90,13 @@ class Hub:
         return f"{', '.join(f'{unit} as {user}' for unit, user in users.items())}; {time.monotonic() - began_s:.0f} s"
 
     def _flash(self, target: Sequence[str]) -> None:
-        own_python.run(["cp", "--archive", "--reflink=auto", str(self._base), str(self.root)])
+        portable_python.run(["cp", "--archive", "--reflink=auto", str(self._base), str(self.root)])
         table = {
             "broker": {"url": self.site.url, **FILES},
             "enrol": {"hosts": [HOST], "port": self._enrolment},
             "dash": {"listen": f"{HOST}:{self._dash}", "actions": True},
         }
-        (self.site.folder / "coordinator.toml").write_text(config.format_toml(table))
+        (self.site.folder / "coordinator.toml").write_text(toml.format_toml(table))
         self.site.run_fedquilt(
             *("flash", "coordinator.toml", "--role", "coordinator", *target, "--rootfs", str(self.root))
         )
@@ -146,7 +146,7 @@ class Hub:
             "broker": {"url": self.site.url, "ca": str(self.site.folder / FILES["ca"]), **own},
             "enrol": {"url": f"https://{HOST}:{self._enrolment}", "token": str(self.site.folder / f"{NEWCOMER}.token")},
         }
-        (folder / "agent.toml").write_text(config.format_toml(table))
+        (folder / "agent.toml").write_text(toml.format_toml(table))
         self.site.run_fedquilt("enrol", "board", str(folder / "agent.toml"))
         if not Path(own["cert"]).is_file():
             raise JobError("the board has no certificate")
@@ -166,8 +166,8 @@ class Hub:
     def _submit_job(self, name: str, rounds: int = 1) -> None:
         folder, prepared = self.root / "srv/jobs", self.site.folder / self._job
         shutil.copytree(prepared.with_suffix(".bundle"), folder / f"{name}.bundle")
-        table = {**config.read_toml(prepared), "name": name, "rounds": rounds}
-        (folder / f"{name}.toml").write_text(config.format_toml(table))
+        table = {**toml.read_toml(prepared), "name": name, "rounds": rounds}
+        (folder / f"{name}.toml").write_text(toml.format_toml(table))
         self.machine.run("chmod", "-R", "a+rX", "/srv/jobs")
         self.machine.run(
             *("systemd-run", "--quiet", "--collect", "--uid=fedquilt", f"--unit=submit-{name}", PROGRAM),

@@ -12,10 +12,10 @@ from typing import Final
 from fedquilt.core import OperatingPoint, Profile
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.client import Status
+from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.edge_agent.clocks.helper import read_clock_state
-from fedquilt.profiles.layouts import BOARDS
-from fedquilt.profiles.planted import write_fake_board
+from fedquilt.profiles.board_layouts import BOARDS
+from fedquilt.profiles.fake_trees import write_fake_board
 from fedquilt.wire import Telemetry
 
 Layout = tuple[str, int]  # board, JetPack
@@ -55,7 +55,7 @@ def _replace(source: Path, target: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Told:
+class ExpectedProfile:
     board: str
     points: tuple[OperatingPoint, ...]
     provenance: str
@@ -63,15 +63,17 @@ class Told:
     temperature_c: float | None
 
 
-class _Root:
+class _FakeClockHelper:
     """Status that a clock helper of a tree would answer; it sets nothing."""
 
     def __init__(self, tree: Path) -> None:
         self._tree = tree
 
-    def request_status(self) -> Status:
+    def request_status(self) -> HelperStatus:
         found = controls.discover_controls(self._tree)
-        return Status(clocks=tuple(map(read_clock_state, found.found)), modes=tuple(mode.name for mode in found.modes))
+        return HelperStatus(
+            clocks=tuple(map(read_clock_state, found.found)), modes=tuple(mode.name for mode in found.modes)
+        )
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:
         return point
@@ -81,13 +83,15 @@ class _Root:
     def send_keepalive(self, now_s: float) -> None: ...
 
 
-def read_expected_profile(tree: Path) -> Told:
-    device = devices.create_device("auto", tree, connect=lambda: _Root(tree))
+def read_expected_profile(tree: Path) -> ExpectedProfile:
+    device = devices.create_device("auto", tree, connect=lambda: _FakeClockHelper(tree))
     reading = device.read_sensors(0.0)
-    return Told(device.board, tuple(device.points), device.provenance, reading.power_w, reading.temperature_c)
+    return ExpectedProfile(
+        device.board, tuple(device.points), device.provenance, reading.power_w, reading.temperature_c
+    )
 
 
-def find_differences(wanted: Told, profile: Profile, telemetry: Telemetry | None) -> list[str]:
+def find_differences(wanted: ExpectedProfile, profile: Profile, telemetry: Telemetry | None) -> list[str]:
     found = []
     if profile.board != wanted.board:
         found.append(f"it calls itself {profile.board!r} and is {wanted.board!r}")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from fedquilt import wire
 from fedquilt.core import Profile, WireError
-from fedquilt.transport import envelope
+from fedquilt.security import message_signature
 from fedquilt.transport.link import Link, Message
 
 
 @dataclass(frozen=True)
-class Heard:
+class ReceivedMessages:
     presence: wire.Presence | None = None
     profile: Profile | None = None
     telemetry: wire.Telemetry | None = None
@@ -23,29 +23,29 @@ class Heard:
     def online(self) -> str:
         return self.presence.boot if self.presence is not None and self.presence.online else ""
 
-    def with_message(self, message: Message, device: str) -> Heard:
+    def with_message(self, message: Message, device: str) -> ReceivedMessages:
         """Return the state after a message. Messages of other devices and invalid ones change nothing."""
         try:
             route = wire.parse_topic(message.topic)
             if route.device != device or route.direction != "up":
                 return self
-            payload = envelope.payload_without_check(message.payload)
+            payload = message_signature.payload_without_check(message.payload)
             if route.leaf == "presence":
                 said = wire.decode(payload, wire.Presence)
                 begun = self.begun | {said.boot} if said.online else self.begun
                 again = self.presence is not None and self.presence.boot == said.boot
-                return Heard(said, self.profile if again else None, self.telemetry if again else None, begun)
+                return ReceivedMessages(said, self.profile if again else None, self.telemetry if again else None, begun)
             if route.leaf == "profile":
-                return Heard(self.presence, wire.decode(payload, Profile), self.telemetry, self.begun)
+                return ReceivedMessages(self.presence, wire.decode(payload, Profile), self.telemetry, self.begun)
             if route.leaf == "telemetry":
                 told = wire.decode(payload, wire.Telemetry)
-                return Heard(self.presence, self.profile, told, self.begun)
+                return ReceivedMessages(self.presence, self.profile, told, self.begun)
         except WireError:
             pass
         return self
 
 
-class Listener:
+class DeviceListener:
     """Client of the broker that receives the messages of one device and publishes none.
 
     Args:
@@ -53,7 +53,7 @@ class Listener:
     """
 
     def __init__(self, connect: Callable[[], Link], fleet: str, device: str) -> None:
-        self._device, self.heard = device, Heard()
+        self._device, self.heard = device, ReceivedMessages()
         self._connect, self._topic = connect, wire.Topics(fleet).device_topic(device, "up", "+")
         self._link: Link | None = self._connect_link()
 
@@ -62,7 +62,7 @@ class Listener:
         link.subscribe([self._topic])
         return link
 
-    def receive(self, limit_s: float) -> Heard:
+    def receive(self, limit_s: float) -> ReceivedMessages:
         self._link = self._link or self._connect_link()
         self._link.wait(limit_s)
         for message in self._link.receive():
@@ -70,7 +70,7 @@ class Listener:
         return self.heard
 
     def wait_until(
-        self, true: Callable[[Heard], bool], limit_s: float, alive: Callable[[], bool] = lambda: True
+        self, true: Callable[[ReceivedMessages], bool], limit_s: float, alive: Callable[[], bool] = lambda: True
     ) -> bool:
         """Return whether a condition became true within `limit_s`, while `alive` returned True."""
         end_s = time.monotonic() + limit_s

@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 
 from fedquilt.core import JobError
-from fedquilt.disk import doing
+from fedquilt.host.disk import disk_errors
+from fedquilt.tools.boards.flash import portable_python
 from fedquilt.tools.emulate import enclosure, host, layouts
-from fedquilt.tools.emulate.checks import Checks
+from fedquilt.tools.emulate.checks import CheckLog
 from fedquilt.tools.emulate.layouts import Layout
 from fedquilt.tools.emulate.rehearsed import FIRST, MADE, Rehearsal, base_folder
-from fedquilt.tools.flash import own_python
 
 
 def select_layouts(named: Sequence[str]) -> list[Layout]:
@@ -40,8 +40,8 @@ def select_layouts(named: Sequence[str]) -> list[Layout]:
     return found
 
 
-def check_machine(out: Path) -> host.Machine:
-    here = host.Machine.detect(out)
+def check_machine(out: Path) -> host.HostMachine:
+    here = host.HostMachine.detect(out)
     host.require_all(here, base_folder(out.resolve()).exists(), host.BOOTED)
     return here
 
@@ -58,15 +58,15 @@ def rehearse_enclosed(out: Path, mirror: str | None, boards: Sequence[str], form
 def main(out: Path, mirror: str | None, boards: Sequence[Layout], format: str) -> int:
     out = out.resolve()
     folder = out / time.strftime("rehearsal-%Y%m%d-%H%M%S")
-    with doing(f"make {folder}"):
+    with disk_errors(f"make {folder}"):
         for name in MADE:  # by a rehearsal that was killed
             for path in out.glob(f"rehearsal-*/{name}"):
                 shutil.rmtree(path, ignore_errors=True)
         folder.mkdir(parents=True)
-    checks = Checks(quiet=format == "json")
+    checks = CheckLog(quiet=format == "json")
     with contextlib.ExitStack() as stack:
         stack.enter_context(host.interrupt_on_signals())
-        own_python.run(["sh", "-c", "mkdir -p /run/systemd/nspawn && mount -t tmpfs tmpfs /run/systemd/nspawn"])
+        portable_python.run(["sh", "-c", "mkdir -p /run/systemd/nspawn && mount -t tmpfs tmpfs /run/systemd/nspawn"])
         rehearsal = Rehearsal(folder, checks, stack)
         stack.callback(rehearsal.clean_up)
         rehearsal.prepare_fleet(out, mirror)

@@ -14,22 +14,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedquilt import config
-from fedquilt.coordinator.facts import Answered, Declined, Ended
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import JobEnded, TaskDeclined, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import FedquiltError, JobError, LinkError
-from fedquilt.tools import demo
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import portable_python
 from fedquilt.tools.emulate import enclosure, guest, layouts
-from fedquilt.tools.emulate.checks import Checks, NotHere
+from fedquilt.tools.emulate.checks import CheckLog, CheckUnavailableError
 from fedquilt.tools.emulate.container import Container, wait_until
-from fedquilt.tools.emulate.hub import Hub
+from fedquilt.tools.emulate.hub import CoordinatorHost
 from fedquilt.tools.emulate.journal import count_restarts, last_message
 from fedquilt.tools.emulate.layouts import Layout
-from fedquilt.tools.emulate.listener import Heard
-from fedquilt.tools.emulate.released import HOOK, Released, flash_options
+from fedquilt.tools.emulate.listener import ReceivedMessages
+from fedquilt.tools.emulate.released import HOOK, ReleaseChecks, flash_options
 from fedquilt.tools.emulate.rollouts import job_table
-from fedquilt.tools.emulate.site import HOST, STOP_S, Site, find_free_ports, last, run_server, stop_process
-from fedquilt.tools.flash import own_python
+from fedquilt.tools.emulate.site import HOST, STOP_S, LoopbackFleet, find_free_ports, last, run_server, stop_process
+from fedquilt.tools.lab import demo
 
 PACKAGES: Final = (*guest.PACKAGES, "systemd-sysv", "dbus")  # what a booted system needs beside the least Debian
 MACHINES: Final = {"x86_64": "amd64", "aarch64": "arm64"}  # the kernel's name -> Debian's and flash's
@@ -53,11 +53,11 @@ TRIES: Final = 2  # starts of an agent that ends by itself before it is given up
 
 
 class Rehearsal:
-    def __init__(self, folder: Path, checks: Checks, stack: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Path, checks: CheckLog, stack: contextlib.ExitStack) -> None:
         self.folder, self.checks, self._stack = folder, checks, stack
         self.root, self.tree, self._hub = (folder / name for name in MADE)
         broker, endpoint, self._port = find_free_ports(3)
-        self.site = Site(folder, broker, endpoint)
+        self.site = LoopbackFleet(folder, broker, endpoint)
         self.board: Container | None = None
         self.layout = FIRST
         self._runs = 0
@@ -83,27 +83,27 @@ class Rehearsal:
         self.listener = self.site.create_listener(DEVICE)
         self._stack.callback(self.listener.close)
         self.checks.print_line("flash a copy of the base system")
-        own_python.run(["cp", "--archive", "--reflink=auto", str(self._debian), str(self.root)])
+        portable_python.run(["cp", "--archive", "--reflink=auto", str(self._debian), str(self.root)])
         self._flash()
 
     def _ensure_base(self, out: Path, mirror: str | None) -> Path:
         base = base_folder(out)
         if not base.exists():
-            mirror = mirror or own_python.debian_mirror(guest.SUITE)
+            mirror = mirror or portable_python.debian_mirror(guest.SUITE)
             self.checks.print_line(f"debootstrap: Debian {guest.SUITE} for {debian_architecture()} from {mirror}")
             guest.create_root(base, mirror, self.folder / "debootstrap.log", debian_architecture(), PACKAGES)
         return base
 
     def _prepare_job(self) -> None:
         table = {**job_table("job"), "cohort": {"deadline_s": RUN_S}}
-        (self.folder / JOB).write_text(config.format_toml(table))
+        (self.folder / JOB).write_text(toml.format_toml(table))
         self.site.run_fedquilt("prepare", JOB)
 
     def _flash(self) -> None:
         data = {"path": DATA, "share": 0, "shares": 1}
         models = {"serve": f"{HOST}:{self._port}", "hook": list(HOOK)}
         (self.folder / "agent.toml").write_text(
-            config.format_toml({**self.site.agent_table(DEVICE, BUDGET, data), "models": models})
+            toml.format_toml({**self.site.agent_table(DEVICE, BUDGET, data), "models": models})
         )
         self._copy_data(demo.HERE / "digits.npz")
         self.site.run_fedquilt(
@@ -137,7 +137,7 @@ class Rehearsal:
             (self.folder / f"journal-{_format_layout(self.layout, '-')}.txt").write_text(board.read_journal())
         board.stop()
 
-    def _wait_until_online(self, before: frozenset[str], limit_s: float) -> Heard:
+    def _wait_until_online(self, before: frozenset[str], limit_s: float) -> ReceivedMessages:
         assert self.board is not None
         board, looked_s, started = self.board, time.monotonic(), count_restarts(self.board.read_journal(AGENT))
 
@@ -148,7 +148,7 @@ class Rehearsal:
             looked_s = time.monotonic()
             return count_restarts(board.read_journal(AGENT)) <= started + TRIES
 
-        def is_online(heard: Heard) -> bool:
+        def is_online(heard: ReceivedMessages) -> bool:
             whole = heard.profile is not None and heard.telemetry is not None
             return bool(heard.online) and heard.online not in before and whole
 
@@ -204,10 +204,10 @@ class Rehearsal:
         with self.checks("memory limits of unit and task, by the kernel") as seen:
             seen.append(self._check_memory_limit(board))
         self.listener.close()
-        Released(self.site, board, DEVICE, self._port).run_checks(
+        ReleaseChecks(self.site, board, DEVICE, self._port).run_checks(
             self.checks, flash_options(debian_architecture(), self._wheels)
         )
-        Hub(self.site, self._debian, self._hub, JOB).run_checks(
+        CoordinatorHost(self.site, self._debian, self._hub, JOB).run_checks(
             self.checks, flash_options(debian_architecture(), self._wheels)
         )
 
@@ -227,11 +227,11 @@ class Rehearsal:
 
     def _check_task(self) -> str:
         before = layouts.read_clock_files(self.tree)
-        facts = self._run_job(lambda facts: any(isinstance(fact, Ended) for fact in facts))
-        done = [fact for fact in facts if isinstance(fact, Answered)]
-        ended = [fact for fact in facts if isinstance(fact, Ended)]
+        facts = self._run_job(lambda facts: any(isinstance(fact, JobEnded) for fact in facts))
+        done = [fact for fact in facts if isinstance(fact, UpdateAccepted)]
+        ended = [fact for fact in facts if isinstance(fact, JobEnded)]
         if not done or ended[-1].status != "done":
-            declined = [fact.reason for fact in facts if isinstance(fact, Declined)]
+            declined = [fact.reason for fact in facts if isinstance(fact, TaskDeclined)]
             raise JobError(f"no task was done: {'; '.join(declined) or last(self.folder / 'run.log')}")
         usage = done[-1].update.usage
         if usage.point is None:
@@ -264,11 +264,11 @@ class Rehearsal:
         before = board.unit_properties(AGENT)
         self._copy_data(kept)
         try:
-            facts = self._run_job(lambda facts: any(isinstance(fact, Declined) for fact in facts))
+            facts = self._run_job(lambda facts: any(isinstance(fact, TaskDeclined) for fact in facts))
         finally:
             self._copy_data(demo.HERE / "digits.npz")
             kept.unlink()
-        declined = [fact for fact in facts if isinstance(fact, Declined)]
+        declined = [fact for fact in facts if isinstance(fact, TaskDeclined)]
         if not declined or declined[-1].code != "memory":
             said = f"{declined[-1].code}: {declined[-1].reason}" if declined else last(self.folder / "run.log")
             raise JobError(f"the task did not end for want of memory: {said}")
@@ -297,7 +297,7 @@ class Rehearsal:
         told = board.unit_properties(AGENT)
         group = f"/sys/fs/cgroup{told['ControlGroup']}"
         if board.error_of("test", "-e", f"{group}/memory.max") is not None:
-            raise NotHere(
+            raise CheckUnavailableError(
                 f"systemd holds MemoryMax={told['MemoryMax']}, but this kernel's memory controller is not in "
                 "cgroup v2: a task is held by the agent's watch alone"
             )

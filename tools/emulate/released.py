@@ -16,13 +16,13 @@ from typing import Any, Final
 import numpy as np
 
 from fedquilt.core import JobError, LinkError
-from fedquilt.tools import demo
 from fedquilt.tools.emulate import guest
-from fedquilt.tools.emulate.checks import Checks
+from fedquilt.tools.emulate.checks import CheckLog
 from fedquilt.tools.emulate.container import Container, wait_until
 from fedquilt.tools.emulate.journal import last_message
-from fedquilt.tools.emulate.rollouts import Rollouts, job_table
-from fedquilt.tools.emulate.site import HOST, Site
+from fedquilt.tools.emulate.rollouts import RolloutDriver, job_table
+from fedquilt.tools.emulate.site import HOST, LoopbackFleet
+from fedquilt.tools.lab import demo
 
 AGENT, RUNNER, USER = "fedquilt-agent.service", "fedquilt-serve-model.service", "fedquilt-runner"
 MODELS: Final = "/var/lib/fedquilt-models"
@@ -32,20 +32,20 @@ ANSWERS_S: Final = 60.0
 
 
 @dataclass
-class Released:
+class ReleaseChecks:
     """Rollouts to one board by the commands of an operator.
 
     Args:
         port: Port of the board's model runner.
     """
 
-    site: Site
+    site: LoopbackFleet
     board: Container
     device: str
     port: int
 
-    def run_checks(self, checks: Checks, target: Sequence[str]) -> None:
-        self._rollouts = Rollouts(self.site, self.device, lambda: last_message(self.board.read_journal(AGENT)))
+    def run_checks(self, checks: CheckLog, target: Sequence[str]) -> None:
+        self._rollouts = RolloutDriver(self.site, self.device, lambda: last_message(self.board.read_journal(AGENT)))
         with self._rollouts.run_coordinator():
             with checks("an upgrade over the air, and the version before again") as seen:
                 seen.append(self._check_upgrade(target))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fedquilt import config
-from fedquilt.coordinator.rollouts import Rollout
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.rollout import Rollout
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
-from fedquilt.tools import demo
+from fedquilt.formats import toml
 from fedquilt.tools.emulate.container import wait_until
-from fedquilt.tools.emulate.site import STOP_S, Site, last, stop_process
+from fedquilt.tools.emulate.site import STOP_S, LoopbackFleet, last, stop_process
+from fedquilt.tools.lab import demo
 
 HOME: Final = "releases"  # the coordinator's home in the site's folder
 PHASED: Final = ("--canary", "50", "--phases", "100", "--soak", "2s")
@@ -35,8 +35,8 @@ def job_table(name: str, **more: Any) -> dict[str, Any]:
 
 
 @dataclass
-class Rollouts:
-    site: Site
+class RolloutDriver:
+    site: LoopbackFleet
     device: str
     reason: Callable[[], str]
     limit_s: float = 300.0
@@ -60,7 +60,7 @@ class Rollouts:
 
     def train_model(self, table: dict[str, Any]) -> None:
         path = f"{table['name']}.toml"
-        (self.site.folder / path).write_text(config.format_toml(table))
+        (self.site.folder / path).write_text(toml.format_toml(table))
         self.site.run_fedquilt("prepare", path)
         self.site.run_fedquilt("run", path, "--home", HOME)
 

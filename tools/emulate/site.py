@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedquilt.core import JobError, LinkError, shorten_error
-from fedquilt.tools.emulate.listener import Listener
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.tools.emulate.listener import DeviceListener
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 HOST: Final = "127.0.0.1"
 START_S: Final = 30.0
@@ -27,7 +27,7 @@ WATCHING: Final = {"ca": "fedquilt-ca/ca.crt", "cert": "watcher.crt", "key": "wa
 
 
 @dataclass(frozen=True)
-class Site:
+class LoopbackFleet:
     folder: Path
     broker: int
     endpoint: int
@@ -65,10 +65,10 @@ class Site:
         self.run_fedquilt("ca", "issue", "coordinator")
         self.run_fedquilt("enrol", "token", device, "--out", f"{device}.token")
 
-    def create_listener(self, device: str) -> Listener:
+    def create_listener(self, device: str) -> DeviceListener:
         files: dict[str, Any] = {name: self.folder / path for name, path in WATCHING.items()}
         broker = Broker.from_url(self.url, **files)
-        return Listener(lambda: MqttLink(broker, "fedquilt-emulate"), "fleet", device)
+        return DeviceListener(lambda: MqttLink(broker, "fedquilt-emulate"), "fleet", device)
 
     def agent_table(self, device: str, budget: str, data: Mapping[str, object]) -> dict[str, object]:
         return {

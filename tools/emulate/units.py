@@ -27,7 +27,7 @@ STOP_S: Final = 30.0
 
 
 @dataclass(frozen=True)
-class Service:
+class UnitService:
     """Content of a unit. Paths are of the root file system."""
 
     name: str
@@ -53,7 +53,7 @@ class Service:
         return tuple(word.replace("${CREDENTIALS_DIRECTORY}", self.credentials_folder) for word in self.command)
 
 
-def parse(name: str, text: str) -> Service:
+def parse(name: str, text: str) -> UnitService:
     found: dict[str, list[str]] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
@@ -63,7 +63,7 @@ def parse(name: str, text: str) -> Service:
     if "ExecStart" not in last:
         raise JobError(f"{name} has no ExecStart: flash the root file system anew")
     variables = [word.partition("=") for value in found.get("Environment", ()) for word in shlex.split(value)]
-    return Service(
+    return UnitService(
         name,
         tuple(shlex.split(last["ExecStart"].lstrip("-@:+!"))),
         last.get("Type", "simple"),
@@ -78,7 +78,7 @@ def parse(name: str, text: str) -> Service:
     )
 
 
-def read(guest: Guest, name: str) -> Service:
+def read(guest: Guest, name: str) -> UnitService:
     path = guest.root / UNITS / f"{name}.service"
     try:
         return parse(name, path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def read(guest: Guest, name: str) -> Service:
         raise JobError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def start(guest: Guest, service: Service, log: IO[bytes], notify: str | None = None) -> subprocess.Popen[bytes]:
+def start(guest: Guest, service: UnitService, log: IO[bytes], notify: str | None = None) -> subprocess.Popen[bytes]:
     for path in service.wanted:
         if (guest.root / path.lstrip("!/")).exists() is path.startswith("!"):
             raise JobError(f"{service.name} would not start: {path} {'is' if path.startswith('!') else 'is not'} there")
@@ -112,7 +112,7 @@ def start(guest: Guest, service: Service, log: IO[bytes], notify: str | None = N
     )
 
 
-def _credentials(root: Path, service: Service, user: int, group: int) -> None:
+def _credentials(root: Path, service: UnitService, user: int, group: int) -> None:
     folder = root / service.credentials_folder.lstrip("/")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -127,7 +127,7 @@ def _own(path: Path, user: int, group: int, mode: int) -> None:
     path.chmod(mode)
 
 
-class Notices:
+class StatusNotices:
     """Status messages of a service: systemd's end of sd_notify(3)."""
 
     def __init__(self, guest: Guest) -> None:

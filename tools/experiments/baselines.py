@@ -17,15 +17,17 @@ import msgspec
 import numpy as np
 
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.settings import Cohort, Job
+from fedquilt.coordinator.settings import CohortSettings, JobSettings
 from fedquilt.core import Bundle, Examples, Method, Runner
 from fedquilt.data import inputs
 from fedquilt.methods import fedstitch
-from fedquilt.models.stitching import class_moments, joint_head, search, stitched
-from fedquilt.models.stitching.search_state import Net, Params, State
-from fedquilt.models.stitching.stitched import Block
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.algebra import class_moments, joint_head
+from fedquilt.models.stitching.search import steps
+from fedquilt.models.stitching.search.state import ScoredPath, SearchParams, SearchState
+from fedquilt.models.stitching.stitched_network import Block
 from fedquilt.models.stitching.vote import Winner
-from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
 
@@ -34,13 +36,13 @@ MOST_ROUNDS = 1000  # of a search that is compared with: all end before by thems
 
 
 @dataclass(frozen=True)
-class Result:
+class BaselineResult:
     name: str
     accuracy: float
     note: str = ""
 
 
-class Bench:
+class BaselineSetup:
     """Pooled examples and an engine on which baselines are computed.
 
     Args:
@@ -56,13 +58,13 @@ class Bench:
     ) -> None:
         self.bundle, self.path, self.engine = bundle, path, engine
         self.train, self.test = train, test
-        self.stock = stitched.load_donor_pool(bundle.meta)
+        self.stock = stitched_network.load_donor_pool(bundle.meta)
 
     def _run_block(self, block: Block, x: np.ndarray) -> np.ndarray:
-        return stitched.run_block(block, lambda graph, x: self.engine.run(self.path(graph), x), x)
+        return stitched_network.run_block(block, lambda graph, x: self.engine.run(self.path(graph), x), x)
 
     def _run_path(self, path: list[Block], x: np.ndarray) -> np.ndarray:
-        return stitched.run_path(path, [None] * len(path), self._run_block, x)
+        return stitched_network.run_path(path, [None] * len(path), self._run_block, x)
 
     def _run_in_batches(self, examples: Examples, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         starts = range(0, len(examples), BATCH)
@@ -73,7 +75,7 @@ class Bench:
     def _score_accuracy(self, scores: np.ndarray) -> float:
         return float((scores.argmax(axis=1) == self.test.y).mean())
 
-    def evaluate_unmodified(self) -> list[Result]:
+    def evaluate_unmodified(self) -> list[BaselineResult]:
         """Evaluate all unmodified donors whose classes are aligned with the labels."""
         found = []
         for name, donor in self.stock.donors.items():
@@ -85,17 +87,17 @@ class Bench:
                 return self._run_path(path, x)
 
             logits = self._run_in_batches(self.test, logits_of)
-            found.append(Result(name, self._score_accuracy(stitched.align_logits(logits, donor.align))))
+            found.append(BaselineResult(name, self._score_accuracy(stitched_network.align_logits(logits, donor.align))))
         return found
 
-    def evaluate_new_heads(self) -> list[Result]:
+    def evaluate_new_heads(self) -> list[BaselineResult]:
         """Evaluate each donor's body with a new head, solved by FedStitch from the pooled examples."""
         found = []
         for name, donor in self.stock.donors.items():
             path = [self.stock.blocks[block] for block in donor.blocks[:-1]]
 
             def features(x: np.ndarray, path: list[Block] = path) -> np.ndarray:
-                return stitched.global_average_pool(self._run_path(path, x))
+                return stitched_network.global_average_pool(self._run_path(path, x))
 
             own = class_moments.device_moments(
                 self._run_in_batches(self.train, features), self.train.y, len(self.stock.labels)
@@ -103,13 +105,15 @@ class Bench:
             given = joint_head.standardise(class_moments.merge_moments([], [own]))
             head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
             found.append(
-                Result(
+                BaselineResult(
                     name, self._score_accuracy(self._run_in_batches(self.test, features) @ head.weights.T + head.bias)
                 )
             )
         return found
 
-    def evaluate_self_stitched(self, job: Job, folder: Path, members: Sequence[Member]) -> list[Result]:
+    def evaluate_self_stitched(
+        self, job: JobSettings, folder: Path, members: Sequence[DeviceData]
+    ) -> list[BaselineResult]:
         """Evaluate each donor with a junction between all its blocks, to measure the cost of junctions.
 
         Args:
@@ -123,13 +127,13 @@ class Bench:
         found = []
         for name in self.stock.donors:
             both, path = add_twin_donor(self.bundle, name)
-            bench = Bench(both, self.path, self.engine, self.train, self.test)
+            bench = BaselineSetup(both, self.path, self.engine, self.train, self.test)
             led = self._stitch_along_path(make_twin_path_method(name, path), path, job, folder, members)
-            found.append(Result(name, bench.compute_accuracy(led)))
+            found.append(BaselineResult(name, bench.compute_accuracy(led)))
         return found
 
     def _stitch_along_path(
-        self, led: Method, path: Sequence[str], job: Job, folder: Path, members: Sequence[Member]
+        self, led: Method, path: Sequence[str], job: JobSettings, folder: Path, members: Sequence[DeviceData]
     ) -> Any:
         params = replace(settings.parse_params(job), mode="default", head="ridge", depth=len(path) + 1)
         params = replace(params, max_upsampling=sys.float_info.max)
@@ -137,27 +141,33 @@ class Bench:
         wanted = msgspec.structs.replace(job, params=asdict(params))
         return fedstitch.result(run_to_last_state(wanted, folder, members, led, self.engine))
 
-    def evaluate_single_devices(self, job: Job, folder: Path, members: Iterable[Member]) -> list[Result]:
+    def evaluate_single_devices(
+        self, job: JobSettings, folder: Path, members: Iterable[DeviceData]
+    ) -> list[BaselineResult]:
         """Evaluate networks that single devices stitch from their own examples.
 
         Args and Raises are those of `evaluate_self_stitched`.
         """
-        single = msgspec.structs.replace(job, cohort=Cohort())
+        single = msgspec.structs.replace(job, cohort=CohortSettings())
         found = []
         for member in members:
             state = run_to_last_state(single, folder, [member], fedstitch.METHOD, self.engine)
-            found.append(Result(member.device, self.compute_accuracy(fedstitch.result(state))))
+            found.append(BaselineResult(member.device, self.compute_accuracy(fedstitch.result(state))))
         return found
 
     def compute_accuracy(self, artefact: Any) -> float:
         """Return the accuracy of a stitched network, with the forward pass of the agents."""
-        network = stitched.from_artefact(artefact.meta, artefact.tensors)
+        network = stitched_network.from_artefact(artefact.meta, artefact.tensors)
         return self._score_accuracy(
-            self._run_in_batches(self.test, lambda x: stitched.classify(network, self.stock.blocks, self._run_block, x))
+            self._run_in_batches(
+                self.test, lambda x: stitched_network.classify(network, self.stock.blocks, self._run_block, x)
+            )
         )
 
 
-def run_to_last_state(job: Job, folder: Path, members: Iterable[Member], method: Method, engine: Any) -> Any:
+def run_to_last_state(
+    job: JobSettings, folder: Path, members: Iterable[DeviceData], method: Method, engine: Any
+) -> Any:
     """Run a search on devices with unlimited memory until its end, and return the last method state.
 
     Raises:
@@ -168,7 +178,7 @@ def run_to_last_state(job: Job, folder: Path, members: Iterable[Member], method:
     return last
 
 
-def pool_examples(members: Sequence[Member]) -> Examples:
+def pool_examples(members: Sequence[DeviceData]) -> Examples:
     return Examples(
         np.concatenate([member.train.x for member in members]), np.concatenate([member.train.y for member in members])
     )
@@ -177,18 +187,18 @@ def pool_examples(members: Sequence[Member]) -> Examples:
 def make_path_method(path: Sequence[str]) -> Method:
     """Return FedStitch without a search: it solves the junctions of one path, then its head."""
 
-    def force_path(state: State) -> State:
+    def force_path(state: SearchState) -> SearchState:
         while state.phase == "score":
             assert state.current is not None
             winner = Winner(path[len(state.current.path)], 1.0, 1.0, 1)
             state = replace(state, winners=(winner,))
-            if search.junction_winners(state):
+            if steps.junction_winners(state):
                 return replace(state, phase="fit")
-            state = search.grow_paths(state, {})
+            state = steps.grow_paths(state, {})
         return state
 
-    def init(bundle: Bundle, params: Params, seed: int) -> State:
-        start = Net(tuple(path[:1]), tuple(path[1:]), 1.0)
+    def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
+        start = ScoredPath(tuple(path[:1]), tuple(path[1:]), 1.0)
         alone = replace(params, join=False, completion=False)  # else the donors would be finished beside it
         return force_path(replace(fedstitch.init(bundle, alone, seed), frontier=(), current=start))
 

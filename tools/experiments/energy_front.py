@@ -13,16 +13,19 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import columns, disk, methods, progress
-from fedquilt.coordinator import deadline, energy_plan, tasks
-from fedquilt.coordinator.deadline import RECENT, Ask, Took
-from fedquilt.coordinator.energy_plan import Board, Choice, Plan
-from fedquilt.coordinator.preflight import create_initial_state
-from fedquilt.coordinator.settings import Cohort, Job
+from fedquilt import methods
+from fedquilt.console import progress, table
+from fedquilt.coordinator.rounds import deadline, energy_scheduling
+from fedquilt.coordinator.rounds.deadline import RECENT, DeviceWorkload, TaskDuration
+from fedquilt.coordinator.rounds.energy_scheduling import DeviceForecast, EnergyPlan, EpochChoice
+from fedquilt.coordinator.settings import CohortSettings, JobSettings
+from fedquilt.coordinator.updates import tasks
+from fedquilt.coordinator.updates.job_validation import create_initial_state
 from fedquilt.core import Device, DeviceView, JobError
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.settings import parse_size
+from fedquilt.host import disk
 from fedquilt.tools.experiments import single_run
 from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import agents
@@ -32,17 +35,17 @@ ROWS: Final = 8  # of the front, that are printed
 
 
 @dataclass(frozen=True)
-class Front:
-    moved: Sequence[Plan]  # the front, the shortest plan first
-    even: Sequence[Plan]  # the front of plans in which every board trains for the job's epochs
-    chosen: Plan  # by the bounds in [cohort]
-    predicted: Plan | None  # the round as `deadline = "predicted"` has it; None: it predicts nothing
+class EnergyFront:
+    moved: Sequence[EnergyPlan]  # the front, the shortest plan first
+    even: Sequence[EnergyPlan]  # the front of plans in which every board trains for the job's epochs
+    chosen: EnergyPlan  # by the bounds in [cohort]
+    predicted: EnergyPlan | None  # the round as `deadline = "predicted"` has it; None: it predicts nothing
     kinds: Mapping[str, str]  # device -> board
     epochs: int  # of the job; 0: its method has the same of each board
     dark: Sequence[str] = ()  # boards whose idle power is not known: joules are without their waiting
 
 
-def compute_fronts(job: Job, folder: Path) -> Front:
+def compute_fronts(job: JobSettings, folder: Path) -> EnergyFront:
     """Compute the energy plans of a job.
 
     Raises:
@@ -61,9 +64,9 @@ def compute_fronts(job: Job, folder: Path) -> Front:
     alike = {device: _fix_epochs(board, asks[device].epochs or 1) for device, board in own.items()}
     kinds = {device: ask.profile.board for device, ask in asks.items() if ask.profile}
     limit_s = deadline.decide_by_prediction(job.cohort, known, asks).seconds
-    return Front(
-        energy_plan.pareto_front(own, passes),
-        energy_plan.pareto_front(alike, passes),
+    return EnergyFront(
+        energy_scheduling.pareto_front(own, passes),
+        energy_scheduling.pareto_front(alike, passes),
         chosen,
         None if limit_s is None else _plan_for_deadline(alike, limit_s),
         kinds,
@@ -73,8 +76,8 @@ def compute_fronts(job: Job, folder: Path) -> Front:
 
 
 def predict_work(
-    job: Job, folder: Path, make: Callable[[str], Device] | None = None
-) -> tuple[dict[str, Ask], dict[str, tuple[Took, ...]]]:
+    job: JobSettings, folder: Path, make: Callable[[str], Device] | None = None
+) -> tuple[dict[str, DeviceWorkload], dict[str, tuple[TaskDuration, ...]]]:
     """Return the predicted work of each device, and predicted times of its last rounds.
 
     Args:
@@ -83,45 +86,45 @@ def predict_work(
         make: Factory of a board by its name in [fleet], or None for boards that follow their profiles.
     """
     method, fleet = methods.load(job.method), job.fleet
-    state = create_initial_state(job, agents.Plan(job, folder, Path()).validate(), method)
+    state = create_initial_state(job, agents.FleetPlan(job, folder, Path()).validate(), method)
     engine = choose_job_engine(job, method)
-    asks: dict[str, Ask] = {}
-    known: dict[str, tuple[Took, ...]] = {}
+    asks: dict[str, DeviceWorkload] = {}
+    known: dict[str, tuple[TaskDuration, ...]] = {}
     for index, member in enumerate(single_run.load_devices(job, folder)[0]):
         board = (make or boards.create_device)(fleet.boards[index % len(fleet.boards)])
         budget = parse_size(fleet.budgets[index % len(fleet.budgets)])
-        profile = messages.profile_message(member.device, board, events.Means(budget, (engine,), (job.method,)))
+        profile = messages.profile_message(member.device, board, events.Capabilities(budget, (engine,), (job.method,)))
         order = method.send(state, DeviceView(member.device, profile))
         if order is None or not len(member.train):
             continue
         ask = tasks.predict_workload(order, ("work",), engine, tasks.HELD, method.uneven)._replace(profile=profile)
         took_s = ask.predict_duration_s(len(member.train))
         if took_s is not None:
-            took = Took(0, took_s, ask.work_amount, took_s, took_s, len(member.train))
+            took = TaskDuration(0, took_s, ask.work_amount, took_s, took_s, len(member.train))
             known[member.device] = (took,) * RECENT
         asks[member.device] = ask
     return asks, known
 
 
-def _fix_epochs(board: Board, epochs: int) -> Board:
+def _fix_epochs(board: DeviceForecast, epochs: int) -> DeviceForecast:
     return board._replace(choices=tuple(choice for choice in board.choices if choice.epochs == epochs))
 
 
-def _plan_for_deadline(own: Mapping[str, Board], limit_s: float) -> Plan:
+def _plan_for_deadline(own: Mapping[str, DeviceForecast], limit_s: float) -> EnergyPlan:
     # each board takes its cheapest choice that meets the deadline, or else its fastest
-    picked: dict[str, Choice] = {}
+    picked: dict[str, EpochChoice] = {}
     for device, board in own.items():
         in_time = [choice for choice in board.choices if choice.seconds <= limit_s]
         picked[device] = min(in_time or board.choices, key=lambda each: each.joules if in_time else each.seconds)
     end_s = max(choice.seconds for choice in picked.values())
     joules = sum(choice.joules + own[device].idle_w * end_s for device, choice in picked.items())
-    return Plan(end_s, joules, {device: choice.epochs for device, choice in picked.items()})
+    return EnergyPlan(end_s, joules, {device: choice.epochs for device, choice in picked.items()})
 
 
 # -- for people and programs ----------------------------------------------------------------------
 
 
-def main(job: Job, folder: Path, out: Path | None, format: str) -> int:
+def main(job: JobSettings, folder: Path, out: Path | None, format: str) -> int:
     found = compute_fronts(job, folder)
     if out is not None:
         disk.write_output(out, plots.render_file(make_plot(found)))
@@ -132,7 +135,7 @@ def main(job: Job, folder: Path, out: Path | None, format: str) -> int:
     return 0
 
 
-def fronts_to_dict(found: Front) -> dict[str, Any]:
+def fronts_to_dict(found: EnergyFront) -> dict[str, Any]:
     return {
         "front": [each._asdict() for each in found.moved],
         "front_even": [each._asdict() for each in found.even],
@@ -143,7 +146,7 @@ def fronts_to_dict(found: Front) -> dict[str, Any]:
     }
 
 
-def format_fronts(found: Front, job: Job) -> list[str]:
+def format_fronts(found: EnergyFront, job: JobSettings) -> list[str]:
     last = len(found.moved) - 1
     places = sorted({round(step * last / max(ROWS - 1, 1)) for step in range(ROWS)})
     named = {"": [found.moved[at] for at in places], "chosen": [found.chosen]}
@@ -157,7 +160,7 @@ def format_fronts(found: Front, job: Job) -> list[str]:
         ]
     if not found.epochs:
         rows = [row[:3] for row in rows]
-    text = columns.format_table(rows, "<>>~" if found.epochs else "<>>")
+    text = table.format_table(rows, "<>>~" if found.epochs else "<>>")
     told = [f"{len(found.kinds)} boards; joules of all of them until the end of the round, idle included", *text]
     told += [f"without the waiting of {each}, whose idle power nobody knows" for each in found.dark]
     told.append(
@@ -171,7 +174,7 @@ def format_fronts(found: Front, job: Job) -> list[str]:
     return told
 
 
-def _describe_missed_bound(plan: Plan, cohort: Cohort) -> str:
+def _describe_missed_bound(plan: EnergyPlan, cohort: CohortSettings) -> str:
     for name, bound, reached in (
         ("joules_per_round", cohort.joules_per_round, plan.joules),
         ("seconds_per_round", cohort.seconds_per_round, plan.seconds),
@@ -182,7 +185,7 @@ def _describe_missed_bound(plan: Plan, cohort: Cohort) -> str:
     return ""
 
 
-def _format_epochs(found: Front, plan: Plan) -> str:
+def _format_epochs(found: EnergyFront, plan: EnergyPlan) -> str:
     # such as "jetson-nano 1, jetson-orin-nano 6-8"
     by_kind: dict[str, list[int]] = {}
     for device, epochs in sorted(plan.epochs.items()):
@@ -191,16 +194,16 @@ def _format_epochs(found: Front, plan: Plan) -> str:
     return ", ".join(f"{kind} {low}" + (f"-{high}" if high > low else "") for kind, (low, high) in spans.items())
 
 
-def make_plot(found: Front) -> plots.Plot:
+def make_plot(found: EnergyFront) -> plots.Plot:
     fronts = {"front": found.moved, "the same epochs on every board": found.even if found.epochs else ()}
-    drawn = [plots.Line(name, *_split_coordinates(plans)) for name, plans in fronts.items() if plans]
+    drawn = [plots.PlotLine(name, *_split_coordinates(plans)) for name, plans in fronts.items() if plans]
     drawn += [
-        plots.Line(name, [plan.seconds], [plan.joules])
+        plots.PlotLine(name, [plan.seconds], [plan.joules])
         for name, plan in (("chosen", found.chosen), ("predicted", found.predicted))
         if plan is not None
     ]
     return plots.plot_lines(drawn, "Joules of a round by its time", "seconds", "joules")
 
 
-def _split_coordinates(plans: Sequence[Plan]) -> tuple[list[float], list[float]]:
+def _split_coordinates(plans: Sequence[EnergyPlan]) -> tuple[list[float], list[float]]:
     return [plan.seconds for plan in plans], [plan.joules for plan in plans]

@@ -18,7 +18,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fedquilt import columns, disk, methods, plugins
+from fedquilt import methods, plugins
+from fedquilt.console import table
+from fedquilt.host import disk
 
 Covering = Callable[[str], Iterable[tuple[str, str]]]
 """Command and page of docs/ of each table that runs a method."""
@@ -27,7 +29,7 @@ SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Parameter:
+class MethodParameter:
     name: str
     kind: str
     default: Any
@@ -35,18 +37,18 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Card:
+class MethodCard:
     name: str
     title: str
     about: str  # the file's docstring after its first line
     paper: str
     engines: tuple[str, ...]
     evaluates: bool  # whether `[check] every` works
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[MethodParameter, ...]
     tables: tuple[tuple[str, str], ...]  # the command of each table that runs it, and where in docs/ what came out is
 
 
-def make_card(name: str, covering: Covering = lambda name: ()) -> Card:
+def make_card(name: str, covering: Covering = lambda name: ()) -> MethodCard:
     """Return the description of a method from its source file.
 
     Raises:
@@ -55,7 +57,7 @@ def make_card(name: str, covering: Covering = lambda name: ()) -> Card:
     method = methods.load(name)
     title, _, about = (inspect.getdoc(methods.method_module(name)) or "").partition("\n")
     found = tuple(_list_parameters(method.params))
-    return Card(
+    return MethodCard(
         name=name,
         title=title,
         about=about.strip(),
@@ -67,7 +69,7 @@ def make_card(name: str, covering: Covering = lambda name: ()) -> Card:
     )
 
 
-def format_card(one: Card) -> list[str]:
+def format_card(one: MethodCard) -> list[str]:
     found = [f"# {one.name}", "", one.title, "", one.about, ""]
     found += [f'Runs on: {" or ".join(one.engines)}. In a job: `method = "{one.name}"`.']
     if not one.evaluates:
@@ -84,7 +86,7 @@ def format_card(one: Card) -> list[str]:
 def format_method_list(names: Iterable[str], outside: Sequence[plugins.Plugin] = ()) -> list[str]:
     titles = {name: make_card(name).title for name in names}
     titles |= {each.name: f"of package {each.package} {each.version} ({each.target})" for each in outside}
-    return columns.format_table([list(each) for each in titles.items()], "<~")
+    return table.format_table([list(each) for each in titles.items()], "<~")
 
 
 def format_index() -> list[str]:
@@ -108,7 +110,7 @@ def write_pages(folder: Path, covering: Covering) -> list[Path]:
     Raises:
         StoreError: If the folder cannot be written.
     """
-    with disk.doing(f"write {folder}", "name another folder"):
+    with disk.disk_errors(f"write {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         pages = {
             folder / f"{name}.md": "\n".join(format_card(make_card(name, covering))) + "\n"
@@ -144,7 +146,7 @@ def main(name: str | None, out: Path | None, format: str, covering: Covering) ->
 # -- parameters -----------------------------------------------------------------------------------
 
 
-def _list_parameters(params: type) -> Iterable[Parameter]:
+def _list_parameters(params: type) -> Iterable[MethodParameter]:
     hints = typing.get_type_hints(params, include_extras=True)
     about: dict[str, str] = {}
     for each in reversed(params.__mro__):
@@ -154,7 +156,7 @@ def _list_parameters(params: type) -> Iterable[Parameter]:
         default = field.default if field.default is not dataclasses.MISSING else None
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield Parameter(field.name, _format_type(hints[field.name]), default, about.get(field.name, ""))
+        yield MethodParameter(field.name, _format_type(hints[field.name]), default, about.get(field.name, ""))
 
 
 def _read_field_comments(params: Any) -> dict[str, str]:

@@ -18,11 +18,12 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 import fedquilt
-from fedquilt import bundle as bundles
-from fedquilt import columns, methods, plugins, units
+from fedquilt import methods, plugins
+from fedquilt.console import table, units
 from fedquilt.core import JobError, StoreError
-from fedquilt.disk import doing
 from fedquilt.edge_agent import engines
+from fedquilt.formats import job_bundle as bundles
+from fedquilt.host.disk import disk_errors
 from fedquilt.models.networks import registry
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ SETTLED_S: Final = 2.0  # a file written within so many seconds may be written a
 LIBRARIES: Final = ("numpy", "torch", "torchvision", "onnxruntime")  # whose arithmetic a run's results come from
 
 
-class Kept(Generic[T]):
+class RunCache(Generic[T]):
     """Cached runs of one type in `folder`/runs.
 
     Raises:
@@ -72,7 +73,7 @@ class Kept(Generic[T]):
 # -- what is kept, for people ----------------------------------------------------------------------
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class CachedRun(msgspec.Struct, frozen=True, kw_only=True):
     """File of a cached run. `method` and `seed` are None if the file does not contain them."""
 
     key: str
@@ -83,20 +84,20 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     about: str = ""  # of what made it: devices and rounds of a comparison, searches of an ablation
 
 
-class _About(msgspec.Struct, frozen=True):
+class _RunDescription(msgspec.Struct, frozen=True):
     method: str
     seed: int
     devices: int = 0
     marks: list[dict[str, Any]] = []
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _AblationDescription(msgspec.Struct, frozen=True):
     condition: str
     seed: int
     part: str
 
 
-def list_runs(out: Path) -> list[Entry]:
+def list_runs(out: Path) -> list[CachedRun]:
     """Return the cached runs in `out`/runs, the oldest first.
 
     Raises:
@@ -105,18 +106,20 @@ def list_runs(out: Path) -> list[Entry]:
     folder = out / "runs"
     if not folder.is_dir():
         raise StoreError(f"no kept runs in {out}: `fedquilt compare` keeps some there, --out names another folder")
-    with doing(f"read {folder}"):
+    with disk_errors(f"read {folder}"):
         return sorted((_read_entry(path) for path in folder.glob("*.json")), key=lambda each: (each.made, each.key))
 
 
-def _read_entry(path: Path) -> Entry:
+def _read_entry(path: Path) -> CachedRun:
     found, content = path.stat(), path.read_bytes()
-    plain = Entry(key=path.stem, bytes=found.st_size, made=found.st_mtime)
+    plain = CachedRun(key=path.stem, bytes=found.st_size, made=found.st_mtime)
     try:
-        told: _About | list[_Part] = msgspec.json.decode(content, type=_About | list[_Part])
+        told: _RunDescription | list[_AblationDescription] = msgspec.json.decode(
+            content, type=_RunDescription | list[_AblationDescription]
+        )
     except msgspec.DecodeError:
         return plain
-    if isinstance(told, _About):
+    if isinstance(told, _RunDescription):
         rounds = told.marks[-1].get("rounds") if told.marks else None
         about = f"{told.devices} devices" + (f", {rounds} rounds" if rounds else "")
         return msgspec.structs.replace(plain, method=told.method, seed=told.seed, about=about)
@@ -126,14 +129,14 @@ def _read_entry(path: Path) -> Entry:
 
 
 def select_entries(
-    found: Iterable[Entry],
+    found: Iterable[CachedRun],
     keys: Collection[str],
     now: float,
     *,
     everything: bool = False,
     method: str | None = None,
     older_s: float | None = None,
-) -> list[Entry]:
+) -> list[CachedRun]:
     """Return the entries with one of the key prefixes, or of a method, an age, or both.
 
     Raises:
@@ -159,24 +162,24 @@ def select_entries(
     return list({each.key: each for each in chosen}.values())
 
 
-def delete_entries(out: Path, found: Iterable[Entry]) -> None:
+def delete_entries(out: Path, found: Iterable[CachedRun]) -> None:
     """Delete finished runs from the cache.
 
     Raises:
         StoreError: If a file cannot be deleted.
     """
-    with doing(f"drop kept runs of {out}"):
+    with disk_errors(f"drop kept runs of {out}"):
         for each in found:
             (out / "runs" / f"{each.key}.json").unlink(missing_ok=True)
 
 
-def format_entries(found: Sequence[Entry], now: float) -> list[str]:
+def format_entries(found: Sequence[CachedRun], now: float) -> list[str]:
     total = units.format_bytes(sum(each.bytes for each in found))
     rows = []
     for each in found:
         told = filter(None, (each.method, f"seed {each.seed}" if each.seed is not None else "", each.about))
         rows.append([each.key, _format_age(now - each.made), units.format_bytes(each.bytes), ", ".join(told)])
-    return [*columns.format_table(rows, "<>>~"), f"{len(found)} kept runs, {total}"]
+    return [*table.format_table(rows, "<>>~"), f"{len(found)} kept runs, {total}"]
 
 
 def _format_age(seconds: float) -> str:

@@ -9,23 +9,23 @@ from typing import Any
 
 import msgspec
 
-from fedquilt.coordinator.settings import Check, Job
+from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools.experiments import evaluate
-from fedquilt.tools.experiments.beside import Judge, Verdict
-from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.agents import Plan
-from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.experiments import evaluation
+from fedquilt.tools.experiments.live_evaluation import EvaluationResult, LiveEvaluator
+from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.agents import FleetPlan
 from fedquilt.tools.simulation.run import simulate
-from fedquilt.tools.simulation.simulated_job import Round, Simulation
+from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
+from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 FORMAT = 2  # of a finished run on disk
-Look = Callable[[Simulation, Hands], Mapping[str, Any]]
+Look = Callable[[Simulation, WorkBackend], Mapping[str, Any]]
 
 
-class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Metrics of a run after some rounds, with costs since its start. None means unknown."""
 
     rounds: int
@@ -46,33 +46,33 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.held if self.test is None else self.test
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SeedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     method: str
     seed: int
     params: dict[str, Any]
     devices: int
     tested: int  # examples of the test set; 0: there is none
-    marks: tuple[Mark, ...]
+    marks: tuple[EvaluationPoint, ...]
     refusals: dict[str, str] = {}  # device -> why it did not take part in some round
     figures: dict[str, Any] = {}  # what a table of `fedquilt reproduce` reads from the run besides
     format: int = FORMAT
 
 
 def run_seed(
-    job: Job,
+    job: JobSettings,
     folder: Path,
     tell: Callable[[int], None],
     workers: int | None = 1,
     *,
     engine: str = "pool",
     mixed: bool = False,
-    pick: Callable[[list[Member]], list[Member]] = lambda members: members,
+    pick: Callable[[list[DeviceData]], list[DeviceData]] = lambda members: members,
     away: int = 0,
     together: bool = True,
     first: bool = False,
     tested: bool = True,
     look: Look = lambda simulation, hands: {},
-) -> Run:
+) -> SeedRun:
     """Run a job with one seed, and evaluate its model outside of the rounds.
 
     The model is evaluated every `check.every` rounds and after the last one, on all held-out shares and on the test
@@ -90,21 +90,21 @@ def run_seed(
         together: Train the devices of small networks in one graph, equal to float tolerance.
         first: Evaluate on the test set before the first round too.
         tested: Evaluate on the test set.
-        look: Function called before the first round, after each round and at the end, which returns `Run.figures`.
+        look: Function called before the first round, after each round and at the end, which returns `SeedRun.figures`.
 
     Raises:
         FedquiltError: If the data or the bundle is wrong, or the run has failed.
     """
     members, test = load_devices(job, folder)
     members, test = pick(members), test if tested else None
-    marks: list[Mark] = []
-    spent = _Spent()
+    marks: list[EvaluationPoint] = []
+    spent = _CostSoFar()
     every = job.check.every
     refusals: dict[str, str] = {}
     figures: dict[str, Any] = {}
-    with Judge(job, folder, test) as judge:
+    with LiveEvaluator(job, folder, test) as judge:
 
-        def observe(simulation: Simulation, hands: Hands) -> None:
+        def observe(simulation: Simulation, hands: WorkBackend) -> None:
             spent.add_rounds(simulation.rounds[spent.rounds :])
             done = simulation.completed_rounds
             if first and not done and not marks and simulation.can_evaluate:
@@ -115,7 +115,7 @@ def run_seed(
             figures.update(look(simulation, hands))
             tell(done)
 
-        beside = msgspec.structs.replace(job, check=Check(every=every, beside=True))
+        beside = msgspec.structs.replace(job, check=EvaluationSettings(every=every, beside=True))
         absent = [member.device for member in members[len(members) - away :]]
         simulate(
             beside,
@@ -129,7 +129,7 @@ def run_seed(
             observe=observe,
             away=absent,
         )
-    return Run(
+    return SeedRun(
         method=job.method,
         seed=job.seed,
         params=job.params,
@@ -151,7 +151,7 @@ def is_evaluation_due(simulation: Simulation, every: int) -> bool:
     )
 
 
-def load_devices(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
+def load_devices(job: JobSettings, folder: Path) -> tuple[list[DeviceData], Examples | None]:
     """Return the devices of a job with their examples, and the test set.
 
     The test set is None if the job has none and its [data] has no split "test".
@@ -159,11 +159,11 @@ def load_devices(job: Job, folder: Path) -> tuple[list[Member], Examples | None]
     Raises:
         DataError: If the data cannot be read.
     """
-    agents = Plan(job, folder, Path()).make_agent_tables()
+    agents = FleetPlan(job, folder, Path()).make_agent_tables()
     split = examples.load_all_shares(DataSpec.parse(agents[0]["data"]))
-    members = [Member(agent["device"], *share) for agent, share in zip(agents, split, strict=True)]
+    members = [DeviceData(agent["device"], *share) for agent, share in zip(agents, split, strict=True)]
     try:
-        return members, evaluate.load_test_set(job)
+        return members, evaluation.load_test_set(job)
     except (DataError, JobError):
         if job.test:
             raise
@@ -171,7 +171,7 @@ def load_devices(job: Job, folder: Path) -> tuple[list[Member], Examples | None]
 
 
 @dataclasses.dataclass
-class _Spent:
+class _CostSoFar:
     rounds: int = 0
     seconds: float | None = 0.0
     real_s: float = 0.0
@@ -179,7 +179,7 @@ class _Spent:
     up_bytes: int = 0
     energy_j: float | None = 0.0
 
-    def add_rounds(self, rounds: Sequence[Round]) -> None:
+    def add_rounds(self, rounds: Sequence[SimulatedRound]) -> None:
         for round in rounds:
             self.rounds += 1
             self.seconds = _add_known(self.seconds, round.duration_s)
@@ -188,10 +188,10 @@ class _Spent:
             self.down_bytes += round.down_bytes
             self.up_bytes += round.up_bytes
 
-    def make_evaluation_point(self, done: int, found: Verdict) -> Mark:
+    def make_evaluation_point(self, done: int, found: EvaluationResult) -> EvaluationPoint:
         own = found.held
         known = found.test or own
-        return Mark(
+        return EvaluationPoint(
             test=None if found.test is None else found.test.value,
             metric="accuracy" if known is None else known.metric,
             held=None if own is None else own.weighted,

@@ -11,16 +11,17 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import columns, metrics, units
+from fedquilt import metrics
+from fedquilt.console import table, units
 from fedquilt.core import StoreError
-from fedquilt.tools.experiments.single_run import Mark, Run
+from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 from fedquilt.tools.report import page, plots
 
 COSTS: Final = ("rounds", "bytes", "energy_j", "seconds", "real_s")
 FILES: Final = {"energy_j": "energy", "seconds": "board-time", "real_s": "real-time"}
 
 
-def make_result(job: str, runs: Sequence[Run], target: float | None, failed: Sequence[str] = ()) -> dict[str, Any]:
+def make_result(job: str, runs: Sequence[SeedRun], target: float | None, failed: Sequence[str] = ()) -> dict[str, Any]:
     """Return a comparison for JSON: its table and all runs.
 
     Args:
@@ -40,7 +41,7 @@ def make_result(job: str, runs: Sequence[Run], target: float | None, failed: Seq
     }
 
 
-def drop_test_scores(runs: Sequence[Run]) -> list[Run]:
+def drop_test_scores(runs: Sequence[SeedRun]) -> list[SeedRun]:
     """Return the runs without test scores, so that values are those of the held-out shares."""
     return [
         msgspec.structs.replace(
@@ -50,14 +51,14 @@ def drop_test_scores(runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-def make_rows(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
+def make_rows(runs: Sequence[SeedRun], target: float | None) -> list[dict[str, Any]]:
     return [
         make_row(name, [run for run in runs if run.method == name and run.marks], target)
         for name in dict.fromkeys(run.method for run in runs if run.marks)
     ]
 
 
-def make_row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+def make_row(name: str, runs: Sequence[SeedRun], target: float | None) -> dict[str, Any]:
     """Return means over runs that differ in their seeds only.
 
     A cost is None if it is unknown for a run, and "sd" is None for one seed.
@@ -81,23 +82,23 @@ def make_row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, 
     return found
 
 
-def find_first_reaching(run: Run, target: float) -> Mark | None:
+def find_first_reaching(run: SeedRun, target: float) -> EvaluationPoint | None:
     """Return the first evaluation that reaches the target, or None."""
     metric = find_main_metric([run])
     told = (mark for mark in run.marks if mark.value is not None and metrics.reaches_target(metric, mark.value, target))
     return next(told, None)
 
 
-def _find_best_value(run: Run) -> float | None:
+def _find_best_value(run: SeedRun) -> float | None:
     values = [mark.value for mark in run.marks if mark.value is not None]
     return metrics.best_value(find_main_metric([run]), values) if values else None
 
 
-def find_main_metric(runs: Sequence[Run]) -> metrics.Metric:
+def find_main_metric(runs: Sequence[SeedRun]) -> metrics.Metric:
     return metrics.KNOWN[next((mark.metric for run in runs for mark in run.marks), "accuracy")]
 
 
-def _get_cost(mark: Mark, name: str) -> float | None:
+def _get_cost(mark: EvaluationPoint, name: str) -> float | None:
     return float(mark.down_bytes + mark.up_bytes) if name == "bytes" else getattr(mark, name)
 
 
@@ -154,7 +155,7 @@ def format_table(result: dict[str, Any]) -> list[str]:
     if not result["table"]:
         return ["no run has come to an end"]
     body = [make_table_head(result), *format_table_cells(result)]
-    return [*columns.format_table(body, "<>"), "", *make_table_notes(result)]
+    return [*table.format_table(body, "<>"), "", *make_table_notes(result)]
 
 
 def make_table_notes(result: dict[str, Any]) -> list[str]:
@@ -194,7 +195,7 @@ def _format_cost(value: float | None) -> str:
 # -- pictures -------------------------------------------------------------------------------------
 
 
-def make_plots(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plot]:
+def make_plots(runs: Sequence[SeedRun], target: float | None) -> dict[str, plots.Plot]:
     """Return plots by file name: accuracy over each cost, and at the end.
 
     Lines are means over seeds with a band of one standard deviation.
@@ -222,13 +223,13 @@ def make_plots(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plo
             continue
         whole = cost == "rounds" or (cost in ("seconds", "real_s") and largest >= 1)
         scale, prefix = (1.0, "") if whole else units.select_prefix(largest)
-        scaled = [plots.Line(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
+        scaled = [plots.PlotLine(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
         name = FILES.get(cost, cost)
         found[f"accuracy-{name}.svg"] = plots.plot_lines(
             scaled, f"{heading} {title}", prefix + unit, label, level=level, most=most
         )
     ends = [
-        plots.Dots(
+        plots.DotRow(
             name, [factor * value for run in runs if run.method == name and (value := _get_last_value(run)) is not None]
         )
         for name in dict.fromkeys(run.method for run in runs)
@@ -237,11 +238,11 @@ def make_plots(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plo
     return found
 
 
-def _get_last_value(run: Run) -> float | None:
+def _get_last_value(run: SeedRun) -> float | None:
     return run.marks[-1].value if run.marks else None
 
 
-def _make_mean_line(name: str, runs: Sequence[Run], cost: str) -> plots.Line | None:
+def _make_mean_line(name: str, runs: Sequence[SeedRun], cost: str) -> plots.PlotLine | None:
     # None if a cost is unknown, and only at numbers of rounds that all seeds have
     by_rounds = [{mark.rounds: mark for mark in run.marks if mark.value is not None} for run in runs]
     common = sorted(set.intersection(*map(set, by_rounds))) if by_rounds else []
@@ -262,10 +263,10 @@ def _make_mean_line(name: str, runs: Sequence[Run], cost: str) -> plots.Line | N
         low.append(factor * max(value - spread, 0.0))
         high.append(factor * min(value + spread, most))
     banded = len(runs) > 1
-    return plots.Line(name, x, y, low if banded else (), high if banded else ()) if x else None
+    return plots.PlotLine(name, x, y, low if banded else (), high if banded else ()) if x else None
 
 
-def write_files(result: dict[str, Any], runs: Sequence[Run], out: Path) -> list[str]:
+def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> list[str]:
     """Write compare.json, compare.html and the plots into `out`. Return their paths and any notes.
 
     An earlier table with runs or rounds that this one lacks is moved into a folder of its own.
@@ -283,7 +284,7 @@ def write_files(result: dict[str, Any], runs: Sequence[Run], out: Path) -> list[
         job=result["job"],
         metric=metrics.KNOWN[result["metric"]].title,
         accuracy_on=result["accuracy_on"],
-        table=page.Table(make_table_head(result), format_table_cells(result)),
+        table=page.HtmlTable(make_table_head(result), format_table_cells(result)),
         notes=make_table_notes(result),
         plots=page.render_plots(*pictures.values()),
         params=list(dict.fromkeys(params)),
@@ -297,9 +298,9 @@ def write_files(result: dict[str, Any], runs: Sequence[Run], out: Path) -> list[
     return [*moved, *(str(out / name) for name in files)]
 
 
-def _archive_larger_table(runs: Sequence[Run], out: Path) -> list[str]:
+def _archive_larger_table(runs: Sequence[SeedRun], out: Path) -> list[str]:
     try:
-        earlier = msgspec.json.decode((out / "compare.json").read_bytes(), type=_Written).runs
+        earlier = msgspec.json.decode((out / "compare.json").read_bytes(), type=_ComparisonHeader).runs
     except (FileNotFoundError, msgspec.DecodeError):  # none, or what no version of this command has written whole
         return []
     now = {(run.method, run.seed): _count_rounds(run) for run in runs}
@@ -318,9 +319,31 @@ def _archive_larger_table(runs: Sequence[Run], out: Path) -> list[str]:
     return [f"the table that was here held more ({names}): it is in {place} now"]
 
 
-def _count_rounds(run: Run) -> int:
+def _count_rounds(run: SeedRun) -> int:
     return run.marks[-1].rounds if run.marks else 0
 
 
-class _Written(msgspec.Struct):
-    runs: list[Run]
+class _ComparisonHeader(msgspec.Struct):
+    runs: list[SeedRun]
+
+
+T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom
+
+
+def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the mean of two or more values."""
+    mean, half = statistics.fmean(values), t_quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return mean - half, mean + half
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t. From 11 degrees of freedom on, 4 digits are correct."""
+    if freedom <= len(T_95):
+        return T_95[freedom - 1]
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )

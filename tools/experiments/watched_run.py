@@ -13,41 +13,41 @@ from pathlib import Path
 import msgspec
 
 from fedquilt import methods
-from fedquilt.coordinator import preflight
-from fedquilt.coordinator.facts import AnyFact
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.settings import Check, Job
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import job_validation
 from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.terminal import Console
 from fedquilt.core import FedquiltError
-from fedquilt.tools.experiments.beside import Judge, Verdict
+from fedquilt.tools.experiments.live_evaluation import EvaluationResult, LiveEvaluator
 from fedquilt.tools.experiments.single_run import is_evaluation_due, load_devices
 from fedquilt.tools.simulation import machines
-from fedquilt.tools.simulation.agents import Plan
-from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.agents import FleetPlan
 from fedquilt.tools.simulation.run import simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 Watch = Callable[[Simulation], None]
 
 
-def add_evaluation(job: Job) -> Job:
+def add_evaluation(job: JobSettings) -> JobSettings:
     """Return the job with an evaluation outside of each round if the job has no [check]."""
     if job.check.every or methods.load(job.method).check is None:
         return job
-    return msgspec.structs.replace(job, check=Check(every=1, beside=True))
+    return msgspec.structs.replace(job, check=EvaluationSettings(every=1, beside=True))
 
 
 def run_job(
-    job: Job,
+    job: JobSettings,
     folder: Path,
     home: Path,
     *,
     workers: int | None = 1,
     engine: str = "pool",
     mixed: bool = False,
-    heard: Callable[[Running, AnyFact], None] = lambda running, fact: None,
+    heard: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
     begun: Callable[[str], None] = lambda run: None,
     watch: Watch = lambda simulation: None,
 ) -> str:
@@ -71,13 +71,13 @@ def run_job(
     Raises:
         FedquiltError: If the job does not fit its bundle, data or fleet, or the run has failed.
     """
-    made = Plan(job, folder, home).validate()
-    preflight.create_initial_state(job, made)
+    made = FleetPlan(job, folder, home).validate()
+    job_validation.create_initial_state(job, made)
     members, test = load_devices(job, folder)
     ran: list[Simulation] = []
-    with Judge(job, folder, test) as judge:
+    with LiveEvaluator(job, folder, test) as judge:
 
-        def observe(simulation: Simulation, hands: Hands) -> None:
+        def observe(simulation: Simulation, hands: WorkBackend) -> None:
             if not ran:
                 ran.append(simulation)
                 begun(simulation.run)
@@ -102,7 +102,9 @@ def run_job(
     return ran[0].run
 
 
-def run_and_print(plan: Plan, *, workers: int | None, engine: str, mixed: bool, wordy: bool = False) -> tuple[str, str]:
+def run_and_print(
+    plan: FleetPlan, *, workers: int | None, engine: str, mixed: bool, wordy: bool = False
+) -> tuple[str, str]:
     """Run the job of a plan, and print its rounds. Return the run id and its final status.
 
     Args:
@@ -146,7 +148,7 @@ def run_and_print(plan: Plan, *, workers: int | None, engine: str, mixed: bool, 
     return run, "done"
 
 
-def _store_evaluation(home: Path, simulation: Simulation, look: Callable[[], Verdict]) -> None:
+def _store_evaluation(home: Path, simulation: Simulation, look: Callable[[], EvaluationResult]) -> None:
     with Store(home, durable=False) as store:
         row = store.find_job(simulation.run)
     found = scores.read_scores(home, row)
@@ -156,4 +158,4 @@ def _store_evaluation(home: Path, simulation: Simulation, look: Callable[[], Ver
     test = (*found.scores, verdict.test) if verdict.test else found.scores
     held = (*found.held, verdict.held) if verdict.held else found.held
     devices = dict(verdict.devices) or found.devices
-    scores.write_scores(scores.scores_path(home, row.id), scores.Scores(found.test, test, held, devices))
+    scores.write_scores(scores.scores_path(home, row.id), scores.RunScores(found.test, test, held, devices))

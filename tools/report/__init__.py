@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import fedquilt
-from fedquilt import disk
-from fedquilt.coordinator.store import Store
-from fedquilt.tools.report import front, matrix, page, sections
-from fedquilt.tools.report.found import Found, load_run_data
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.host import disk
+from fedquilt.tools.report import candidate_costs, matrix, page, sections
+from fedquilt.tools.report.run_data import RunData, load_run_data
 
 
 def main(store: Store, run: str, out: Path | None) -> Path:
@@ -26,12 +26,12 @@ def main(store: Store, run: str, out: Path | None) -> Path:
     found = load_run_data(store, run)
     file = out or Path(f"{found.row.id}.html")
     disk.write_output(file, render_run_page(found))
-    for line in front.format_table(found.candidates, found.row.job):
+    for line in candidate_costs.format_table(found.candidates, found.row.job):
         print(line)
     return file
 
 
-def render_run_page(found: Found, template: str = "run.html", **more: Any) -> str:
+def render_run_page(found: RunData, template: str = "run.html", **more: Any) -> str:
     row = found.row
     return page.render_page(
         template,
@@ -43,7 +43,7 @@ def render_run_page(found: Found, template: str = "run.html", **more: Any) -> st
         time=sections.make_time_section(found),
         devices=sections.make_device_section(found),
         bytes=sections.make_bytes_section(found),
-        front=front.make_section(found.candidates, row.job),
+        front=candidate_costs.make_section(found.candidates, row.job),
         matrix=matrix.make_matrix(found.parts) if found.parts else None,
         reasons=sections.make_reason_table(found),
         partition=page.make_safe_markup(found.partition) if found.partition else None,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fedquilt import metrics
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed
-from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.views import costs, progress
-from fedquilt.coordinator.views.scores import Scores
+from fedquilt.coordinator.views.scores import RunScores
 from fedquilt.core import Update
 
 Row = dict[str, Any]
@@ -46,12 +46,12 @@ DEVICE: Final = (
 )
 
 
-def find_main_metric(job: Job) -> metrics.Metric:
+def find_main_metric(job: JobSettings) -> metrics.Metric:
     return metrics.MAIN[metrics.task_from_network(job.model)]
 
 
 @dataclass
-class Rounds:
+class RoundRows:
     """Rows of a run's rounds, built from its events in order.
 
     The costs of surveys and evaluation-only rounds count with the preceding round, so that columns add up to the
@@ -71,10 +71,10 @@ class Rounds:
     _over: bool = False
     _before: Row | None = None  # what was taken before the first round
 
-    def add_event(self, fact: AnyFact) -> None:
-        if isinstance(fact, Answered):
+    def add_event(self, fact: AnyEvent) -> None:
+        if isinstance(fact, UpdateAccepted):
             self._updates.append(fact.update)
-        if not isinstance(fact, Committed):
+        if not isinstance(fact, RoundCommitted):
             return
         updates = [update for update in self._updates if update.round == fact.round]
         self._updates = []
@@ -97,7 +97,7 @@ class Rounds:
             self.rows.append(row)
         self._over = self._over or fact.finished
 
-    def _add_evaluation(self, done: int, updates: Iterable[Update], fact: Committed) -> None:
+    def _add_evaluation(self, done: int, updates: Iterable[Update], fact: RoundCommitted) -> None:
         # an evaluation in a round is of the state before the round, hence after `done` rounds
         found = progress.summarise_round(fact.evaluation, updates)
         if found is not None and self.rows and not fact.settled:
@@ -110,7 +110,7 @@ class Rounds:
                 "deviation": found.deviation,
             }
 
-    def merge_scores(self, found: Scores) -> list[Row]:
+    def merge_scores(self, found: RunScores) -> list[Row]:
         held = {each.rounds: each for each in found.held}
         test = {each.rounds: each for each in found.scores}
         rows = []
@@ -126,7 +126,7 @@ class Rounds:
         return rows
 
 
-def _sum_costs(fact: Committed, updates: Sequence[Update]) -> Row:
+def _sum_costs(fact: RoundCommitted, updates: Sequence[Update]) -> Row:
     whole = costs.sum_costs(updates)
     joules = whole.energy_j if whole.metered == whole.tasks else None
     return {
@@ -142,25 +142,25 @@ def _add_costs(row: Row, more: Row) -> None:
         row[name] = None if row[name] is None or more[name] is None else row[name] + more[name]
 
 
-def make_round_columns(facts: Iterable[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
+def make_round_columns(facts: Iterable[AnyEvent], job: JobSettings, found: RunScores) -> dict[str, list[Any]]:
     rows = collect_rounds(facts, job).merge_scores(found)
     names = [metrics.column_name(find_main_metric(job), name) for name in ROUND]
     return {name: [row[name] for row in rows] for name in names}
 
 
-def collect_rounds(facts: Iterable[AnyFact], job: Job) -> Rounds:
-    made = Rounds(job.rounds, find_main_metric(job))
+def collect_rounds(facts: Iterable[AnyEvent], job: JobSettings) -> RoundRows:
+    made = RoundRows(job.rounds, find_main_metric(job))
     for fact in facts:
         made.add_event(fact)
     return made
 
 
-def make_device_columns(facts: Sequence[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
+def make_device_columns(facts: Sequence[AnyEvent], job: JobSettings, found: RunScores) -> dict[str, list[Any]]:
     values = found.devices or collect_rounds(facts, job).devices
     account = costs.compute_job_cost(facts).devices
     rows = []
     for name in sorted({*account, *values}):
-        each = account.get(name, costs.Ledger())
+        each = account.get(name, costs.CostLedger())
         rows.append(
             {
                 "device": name,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fedquilt.coordinator.eligibility import REASONS
-from fedquilt.coordinator.views.why import Part
+from fedquilt.coordinator.rounds.eligibility import REASONS
+from fedquilt.coordinator.views.round_outcomes import DeviceOutcome
 
 MOST_DEVICES, MOST_ROUNDS = 60, 120
 MEANINGS: Final = {
@@ -27,18 +27,18 @@ COLOURED: Final = {
 
 
 @dataclass(frozen=True)
-class Matrix:
+class DeviceMatrix:
     keys: Sequence[tuple[str, str]]  # colours that occur, by their class, with their meaning
     heads: Sequence[tuple[str, int]]  # a round's number, and how many columns it stands over
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]  # device, and class and tooltip of each round
     notes: Sequence[str]
 
 
-def format_reason(part: Part) -> str:
+def format_reason(part: DeviceOutcome) -> str:
     return part.text if part.code == "declined" else MEANINGS.get(part.code, part.code)
 
 
-def make_matrix(parts: Mapping[int, Mapping[str, Part]]) -> Matrix:
+def make_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]]) -> DeviceMatrix:
     numbers = sorted(parts)[-MOST_ROUNDS:]
     known = sorted({name for number in numbers for name in parts[number]})
     names = known[:MOST_DEVICES]
@@ -52,10 +52,10 @@ def make_matrix(parts: Mapping[int, Mapping[str, Part]]) -> Matrix:
     hidden += [f"{len(parts) - len(numbers)} earlier rounds"] if len(parts) > len(numbers) else []
     notes = [f"Over all rounds and devices: {told}."]
     notes += [f"{' and '.join(hidden)} are not shown.".capitalize()] if hidden else []
-    return Matrix([(code, text) for code, text in COLOURED.items() if code in seen], heads, rows, notes)
+    return DeviceMatrix([(code, text) for code, text in COLOURED.items() if code in seen], heads, rows, notes)
 
 
-def _make_cell(number: int, name: str, part: Part | None) -> tuple[str, str]:
+def _make_cell(number: int, name: str, part: DeviceOutcome | None) -> tuple[str, str]:
     if part is None:
         return "", ""
     return (part.code if part.code in COLOURED else "barred"), f"round {number}, {name}: {part.text}"

@@ -15,18 +15,18 @@ from fedquilt.tools.report.plots import Plot, render_svg
 
 
 @dataclass(frozen=True)
-class Table:
+class HtmlTable:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     words: Sequence[str] = ()  # columns of sentences: they wrap and start at the left
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     before: Sequence[str] = ()  # sentences
     plots: Sequence[Any] = ()  # of `render_plots`
     notes: Sequence[str] = ()
-    table: Table | None = None
+    table: HtmlTable | None = None
 
 
 def render_plots(*plots: Plot) -> list[Any]:

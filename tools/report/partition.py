@@ -14,12 +14,13 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from fedquilt import columns, disk, progress
-from fedquilt.coordinator.settings import Job
+from fedquilt.console import progress, table
+from fedquilt.coordinator.settings import JobSettings
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
+from fedquilt.host import disk
 from fedquilt.tools.report import plots
-from fedquilt.tools.simulation.agents import Plan
+from fedquilt.tools.simulation.agents import FleetPlan
 
 DARK, PALE = "#2f6fb8", "#9fc4ea"
 WIDE, NARROW, ROOM = 32.0, 6.0, 960.0  # pixels: a device's column at most, at least; all columns where they fit
@@ -33,21 +34,21 @@ Place: TypeAlias = Callable[[int, int], tuple[float, float]]  # of a dot, for it
 
 
 @dataclass(frozen=True)
-class Counts:
+class ClassCounts:
     devices: tuple[str, ...]
     classes: tuple[str, ...]
     train: np.ndarray  # (devices, classes)
     held: np.ndarray  # likewise
 
 
-def count_examples(job: Job, devices: int | None = None) -> Counts:
+def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
     """Return the example counts of the devices of `fedquilt fleet`, by default as many as in the job.
 
     Raises:
         JobError: If the job has no [data], or a wrong one.
         DataError: If the data cannot be read or divided as requested.
     """
-    tables = Plan(job, Path(), Path(), devices).make_agent_tables()
+    tables = FleetPlan(job, Path(), Path(), devices).make_agent_tables()
     train, held = examples.count_labels(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]
     spec = DataSpec.parse(job.data)
@@ -55,10 +56,10 @@ def count_examples(job: Job, devices: int | None = None) -> Counts:
     classes = tuple(known) if len(known) >= kinds else tuple(map(str, range(kinds)))
     if spec.task != "classes":
         classes = ("all",)
-    return Counts(tuple(table["device"] for table in tables), classes[:kinds], train, held)
+    return ClassCounts(tuple(table["device"] for table in tables), classes[:kinds], train, held)
 
 
-def main(job: Job, devices: int | None, out: Path | None, format: str) -> int:
+def main(job: JobSettings, devices: int | None, out: Path | None, format: str) -> int:
     counts = count_examples(job, devices)
     if out is not None:
         disk.write_output(out, plots.add_background(draw_counts(counts, job.name)))
@@ -69,7 +70,7 @@ def main(job: Job, devices: int | None, out: Path | None, format: str) -> int:
     return 0
 
 
-def counts_to_dict(counts: Counts) -> dict[str, Any]:
+def counts_to_dict(counts: ClassCounts) -> dict[str, Any]:
     rows = zip(counts.devices, counts.train.tolist(), counts.held.tolist(), strict=True)
     return {
         "classes": list(counts.classes),
@@ -77,7 +78,7 @@ def counts_to_dict(counts: Counts) -> dict[str, Any]:
     }
 
 
-def format_counts(counts: Counts) -> list[str]:
+def format_counts(counts: ClassCounts) -> list[str]:
     every = counts.train + counts.held
     few = len(counts.classes) <= FEW
     head = ["device", "examples", "held out", *(counts.classes if few else ["classes", "largest class"])]
@@ -88,7 +89,7 @@ def format_counts(counts: Counts) -> list[str]:
         rows.append([name, f"{own.sum()}", f"{held.sum()}", *([f"{n or '.'}" for n in own] if few else shape)])
     sizes = every.sum(axis=1)
     return [
-        *columns.format_table(rows, "<>"),
+        *table.format_table(rows, "<>"),
         f"{len(counts.devices)} devices with {sizes.min()} to {sizes.max()} examples, {sizes.sum()} in all, of "
         f"{np.count_nonzero(every.sum(axis=0))} classes; {counts.held.sum()} are held out",
     ]
@@ -97,7 +98,7 @@ def format_counts(counts: Counts) -> list[str]:
 # -- the picture ----------------------------------------------------------------------------------
 
 
-def draw_counts(counts: Counts, title: str = "") -> str:
+def draw_counts(counts: ClassCounts, title: str = "") -> str:
     """Return an SVG with a dot per device and class, and a bar per device.
 
     The area of a dot is the number of examples. The dark part is for training, the pale rim is held out. Dots have
@@ -148,7 +149,7 @@ def _draw_legend(axis: Any, largest: int, radius: Radius) -> None:
         x += LETTER * len(str(count)) + 14
 
 
-def _draw_dots(axis: Any, tip: plots.Tip, counts: Counts, place: Place, radius: Radius) -> None:
+def _draw_dots(axis: Any, tip: plots.Tip, counts: ClassCounts, place: Place, radius: Radius) -> None:
     # dots have no tooltips if there are more than MOST_TIPS
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Circle
@@ -169,7 +170,7 @@ def _draw_dots(axis: Any, tip: plots.Tip, counts: Counts, place: Place, radius: 
             tip(dot, told)
 
 
-def _draw_bar(axis: Any, tip: plots.Tip, counts: Counts, column: int, x: float, floor: float, wide: float) -> None:
+def _draw_bar(axis: Any, tip: plots.Tip, counts: ClassCounts, column: int, x: float, floor: float, wide: float) -> None:
     from matplotlib.patches import Rectangle
 
     largest = max(1, int((counts.train + counts.held).sum(axis=1).max(initial=1)))

@@ -31,7 +31,7 @@ Tip: TypeAlias = Callable[[Any, str], None]  # gives an artist a tooltip
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     name: str
     x: Sequence[float]
     y: Sequence[float]
@@ -40,7 +40,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Bar:
+class PlotBar:
     """Bar of a plot, with a value per part. None means unknown."""
 
     name: str
@@ -48,7 +48,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Dots:
+class DotRow:
     name: str
     values: Sequence[float]
 
@@ -74,7 +74,7 @@ class Plot:
 
 
 def plot_lines(
-    found: Sequence[Line], title: str, x: str, y: str, *, level: float | None = None, most: float = math.inf
+    found: Sequence[PlotLine], title: str, x: str, y: str, *, level: float | None = None, most: float = math.inf
 ) -> Plot:
     """Return a plot of lines over common axes. Values that are not finite are left out.
 
@@ -116,7 +116,7 @@ def plot_lines(
 
 
 def plot_bars(
-    found: Sequence[Bar],
+    found: Sequence[PlotBar],
     title: str,
     x: str,
     parts: Sequence[str] = ("",),
@@ -165,7 +165,7 @@ def plot_bars(
     )
 
 
-def plot_dots(found: Sequence[Dots], title: str, x: str, *, most: float = math.inf) -> Plot:
+def plot_dots(found: Sequence[DotRow], title: str, x: str, *, most: float = math.inf) -> Plot:
     """Return a plot with a row of dots per name, and a stroke at their mean.
 
     `most` is the end of the x axis, unless a value is larger.
@@ -367,23 +367,23 @@ def _label_rows(axis: Any, names: Sequence[str]) -> None:
     axis.grid(False, axis="y")
 
 
-def _format_total(bar: Bar, total: float) -> str:
+def _format_total(bar: PlotBar, total: float) -> str:
     return "not known" if all(part is None for part in bar.parts) else format_number(total)
 
 
-def _compute_label_width(rows: Sequence[Bar | Dots]) -> float:
+def _compute_label_width(rows: Sequence[PlotBar | DotRow]) -> float:
     return 18 + LETTER * max(len(_shorten_name(row.name)) for row in rows)
 
 
-def _list_line_names(found: Sequence[Line]) -> tuple[str, ...]:
+def _list_line_names(found: Sequence[PlotLine]) -> tuple[str, ...]:
     return tuple(line.name for line in found if line.name)
 
 
-def _drop_infinite_points(line: Line) -> Line:
+def _drop_infinite_points(line: PlotLine) -> PlotLine:
     good = [i for i, (a, b) in enumerate(zip(line.x, line.y, strict=True)) if math.isfinite(a) and math.isfinite(b)]
     kept = [[values[i] for i in good] for values in (line.x, line.y)]
     band = [[values[i] for i in good] if values else [] for values in (line.low, line.high)]
-    return Line(line.name, *kept, *band)
+    return PlotLine(line.name, *kept, *band)
 
 
 def _wrap_legend(names: Sequence[str]) -> list[list[int]]:

@@ -9,15 +9,24 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from fedquilt import metrics, units
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Rounds, Surveyed, apply_event
-from fedquilt.coordinator.plan import Plan
+from fedquilt import metrics
+from fedquilt.console import units
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    EligibilityRecorded,
+    JobConstants,
+    JobState,
+    RoundClosed,
+    UpdateAccepted,
+    apply_event,
+)
 from fedquilt.coordinator.views import costs
-from fedquilt.coordinator.views.costs import Ledger
-from fedquilt.coordinator.views.log import Teller
+from fedquilt.coordinator.views.costs import CostLedger
+from fedquilt.coordinator.views.event_messages import EventFormatter
 from fedquilt.tools.report import matrix, plots
-from fedquilt.tools.report.found import Found
-from fedquilt.tools.report.page import Section, Table, render_plots
+from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
+from fedquilt.tools.report.run_data import RunData
 
 T = TypeVar("T")
 
@@ -26,7 +35,7 @@ MOST_ROUNDS = 40  # likewise
 MOST_LINES = 1000  # of the log
 
 
-def make_tiles(found: Found) -> list[tuple[str, str]]:
+def make_tiles(found: RunData) -> list[tuple[str, str]]:
     whole, tiles = found.account.whole, []
     if found.scores:
         tiles.append(
@@ -51,12 +60,12 @@ def make_tiles(found: Found) -> list[tuple[str, str]]:
     return tiles
 
 
-def make_accuracy_section(found: Found) -> Section:
+def make_accuracy_section(found: RunData) -> PageSection:
     if not found.evaluated_points and not found.scores:
         how = f"fedquilt evaluate {found.row.id} --home {found.home}"
-        return Section([f"Not measured: the job has [check] every = 0. `{how}` measures it on the test set."])
+        return PageSection([f"Not measured: the job has [check] every = 0. `{how}` measures it on the test set."])
     if len({*(point.rounds for point in found.evaluated_points), *(score.rounds for score in found.scores)}) < 2:
-        return Section(_describe_scores(found), (), *_summarise_held_out(found))
+        return PageSection(_describe_scores(found), (), *_summarise_held_out(found))
     at = {point.rounds: point for point in found.points}
     axes = [("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})]
     for title, label, taken in (
@@ -82,10 +91,10 @@ def make_accuracy_section(found: Found) -> Section:
         )
         for label, title, places in axes
     )
-    return Section((), render_plots(*over), *_summarise_held_out(found))
+    return PageSection((), render_plots(*over), *_summarise_held_out(found))
 
 
-def _describe_scores(found: Found) -> list[str]:
+def _describe_scores(found: RunData) -> list[str]:
     return [
         f"After {score.rounds} rounds: {_format_value(score.metric, score.value)} of {score.examples} "
         "examples of the test "
@@ -94,7 +103,7 @@ def _describe_scores(found: Found) -> list[str]:
     ]
 
 
-def _make_accuracy_lines(found: Found, places: Mapping[int, float]) -> list[plots.Line]:
+def _make_accuracy_lines(found: RunData, places: Mapping[int, float]) -> list[plots.PlotLine]:
     kinds: dict[str, dict[int, float]] = {
         "test set": {score.rounds: score.value for score in found.scores},
         "held-out shares": {},
@@ -108,11 +117,11 @@ def _make_accuracy_lines(found: Found, places: Mapping[int, float]) -> list[plot
     for name, values in kinds.items():
         known = sorted(number for number in values if number in places)
         if known:
-            lines.append(plots.Line(name, [places[n] for n in known], [scale * values[n] for n in known]))
+            lines.append(plots.PlotLine(name, [places[n] for n in known], [scale * values[n] for n in known]))
     return lines
 
 
-def _summarise_held_out(found: Found) -> tuple[list[str], Table | None]:
+def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
     checks = found.evaluated_points
     if not checks:
         return [], None
@@ -129,10 +138,10 @@ def _summarise_held_out(found: Found) -> tuple[list[str], Table | None]:
     ]
     head = ["after rounds", "weighted by examples", "mean of devices", "worst tenth", "spread", "devices"]
     note = f"Held-out shares: the devices' own examples that are not trained on; {last.count} devices reported."
-    return [note], Table(head, rows)
+    return [note], HtmlTable(head, rows)
 
 
-def make_time_section(found: Found) -> Section | None:
+def make_time_section(found: RunData) -> PageSection | None:
     splits = found.splits
     if not splits:
         return None
@@ -140,7 +149,7 @@ def make_time_section(found: Found) -> Section | None:
     lasted_s = sum(split.lasted_s for split in splits)
     scale, prefix = units.select_prefix(max(split.lasted_s for split in splits)) if lasted_s < 100 else (1.0, "")
     bars = [
-        plots.Bar(
+        plots.PlotBar(
             _format_round_name(found, split.round),
             (split.compute_s / scale, split.transfer_s / scale, split.wait_s / scale),
         )
@@ -172,10 +181,10 @@ def make_time_section(found: Found) -> Section | None:
         )
     names = ("task", "down, start and up", "waiting")
     plot = plots.plot_bars(bars, "Time per round, mean over its devices", f"{prefix}s", names)
-    return Section([note], render_plots(plot), clocks)
+    return PageSection([note], render_plots(plot), clocks)
 
 
-def make_device_section(found: Found) -> Section | None:
+def make_device_section(found: RunData) -> PageSection | None:
     known = found.account.devices
     if not known:
         return None
@@ -196,21 +205,23 @@ def make_device_section(found: Found) -> Section | None:
     figures = []
     if any(of.energy_j is not None for of in shown.values()):
         scale, prefix = units.select_prefix(max(of.energy_j or 0.0 for of in shown.values()))
-        joules = [plots.Bar(name, [each and each / scale for each in _split_energy(of)]) for name, of in shown.items()]
+        joules = [
+            plots.PlotBar(name, [each and each / scale for each in _split_energy(of)]) for name, of in shown.items()
+        ]
         kinds = ("idle", "above idle", "idle part unknown")
         used = 3 if any(bar.parts[2] is not None for bar in joules) else 2
-        joules = [plots.Bar(bar.name, bar.parts[:used]) for bar in joules]
+        joules = [plots.PlotBar(bar.name, bar.parts[:used]) for bar in joules]
         figures.append(plots.plot_bars(joules, "Energy of each device", f"{prefix}J", kinds[:used]))
     if any(of.peak_bytes is not None for of in shown.values()):
-        peaks = [plots.Bar(name, _split_memory_mb(of)) for name, of in shown.items()]
+        peaks = [plots.PlotBar(name, _split_memory_mb(of)) for name, of in shown.items()]
         figures.append(plots.plot_bars(peaks, "Highest memory of a task", "MB", ("runtime", "task")))
     notes = [] if len(shown) == len(known) else [f"Drawn: {len(shown)} of {len(known)} devices."]
     sources = sorted({of.energy_source for of in known.values() if of.energy_source})
     notes += [f"Energy measured by: {'; '.join(sources)}."] if sources else []
-    return Section((), render_plots(*figures), notes, Table(head, rows))
+    return PageSection((), render_plots(*figures), notes, HtmlTable(head, rows))
 
 
-def _format_device_cells(of: Ledger) -> list[str]:
+def _format_device_cells(of: CostLedger) -> list[str]:
     return [
         str(of.tasks),
         str(of.declined),
@@ -223,35 +234,37 @@ def _format_device_cells(of: Ledger) -> list[str]:
     ]
 
 
-def _split_energy(of: Ledger) -> tuple[float | None, float | None, float | None]:
+def _split_energy(of: CostLedger) -> tuple[float | None, float | None, float | None]:
     if of.energy_j is None or of.net_j is None:
         return (None, None, of.energy_j)
     return (of.energy_j - of.net_j, of.net_j, None)
 
 
-def _split_memory_mb(of: Ledger) -> tuple[float | None, float | None]:
+def _split_memory_mb(of: CostLedger) -> tuple[float | None, float | None]:
     if of.peak_bytes is None:
         return (None, None)
     base = min(of.base_bytes or 0, of.peak_bytes)
     return (base / 1e6, (of.peak_bytes - base) / 1e6)
 
 
-def make_bytes_section(found: Found) -> Section | None:
+def make_bytes_section(found: RunData) -> PageSection | None:
     per_round = found.account.rounds
     if not per_round:
         return None
     scale, prefix = units.select_prefix(max(of.down_bytes + of.up_bytes for of in per_round.values()))
     chosen = _thin_out(list(per_round.items()), MOST_ROUNDS)
-    bars = [plots.Bar(_format_round_name(found, n), (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen]
+    bars = [
+        plots.PlotBar(_format_round_name(found, n), (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen
+    ]
     whole = found.account.whole
     down, up = units.format_bytes(whole.down_bytes), units.format_bytes(whole.up_bytes)
     note = f"In all {down} down and {up} up: tensors and models, without the protocol's own messages."
-    return Section(
+    return PageSection(
         [note], render_plots(plots.plot_bars(bars, "Bytes per round, all devices", f"{prefix}B", ("down", "up")))
     )
 
 
-def make_reason_table(found: Found) -> Table:
+def make_reason_table(found: RunData) -> HtmlTable:
     counted = Counter(
         (name, matrix.format_reason(part))
         for devices in found.parts.values()
@@ -259,34 +272,34 @@ def make_reason_table(found: Found) -> Table:
         if part.code not in ("answered", "drawn", "asked")
     )
     rows = [[name, text, str(count)] for (name, text), count in counted.most_common(20)]
-    return Table(["device", "why not", "rounds"], rows, ["why not"])
+    return HtmlTable(["device", "why not", "rounds"], rows, ["why not"])
 
 
-class Told(NamedTuple):
+class LogText(NamedTuple):
     brief: list[str]  # without each answer; empty: nothing has happened yet
     whole: list[str]
     energy: list[str]
 
 
-def format_log(found: Found) -> Told:
-    brief, whole, teller = [], [], Teller()
-    state = Rounds(Plan.from_job(found.row.job))
+def format_log(found: RunData) -> LogText:
+    brief, whole, teller = [], [], EventFormatter()
+    state = JobState(JobConstants.from_job(found.row.job))
     for at, fact in found.facts:
         state = apply_event(state, fact, 0.0)
         first, *more = teller.format_event(fact, state)
         lines = [f"{at - found.facts[0][0]:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
         whole += lines
-        if not isinstance(fact, Surveyed | Asked) and _is_brief(fact):
+        if not isinstance(fact, EligibilityRecorded | CohortSelected) and _is_brief(fact):
             brief += lines
     cut = [f"... {len(whole) - MOST_LINES} more lines: fedquilt logs {found.row.id}"]
     detail = whole if len(whole) <= MOST_LINES else [*whole[:MOST_LINES], *cut]
     told = brief if len(brief) <= MOST_LINES else [*brief[:MOST_LINES], *cut]
-    return Told(told, detail, costs.format_energy_summary(found.account))
+    return LogText(told, detail, costs.format_energy_summary(found.account))
 
 
-def _is_brief(fact: AnyFact) -> bool:
+def _is_brief(fact: AnyEvent) -> bool:
     # single updates are left out of the brief log
-    return not isinstance(fact, Answered | Closed)
+    return not isinstance(fact, UpdateAccepted | RoundClosed)
 
 
 def format_job(job: Any) -> str:
@@ -327,19 +340,19 @@ def _thin_out(items: Sequence[T], most: int) -> list[T]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def _format_round_name(found: Found, number: int) -> str:
+def _format_round_name(found: RunData, number: int) -> str:
     # an evaluation may follow the last round
     done = found.points[-1].rounds if found.points else number + 1
     return f"round {number}" if number < done else "evaluation"
 
 
-def _find_main_metric(found: Found) -> metrics.Metric:
+def _find_main_metric(found: RunData) -> metrics.Metric:
     told = [score.metric for score in found.scores]
     told += [point.personal.metric for point in found.evaluated_points if point.personal is not None]
     return metrics.KNOWN[told[0] if told else "accuracy"]
 
 
-def _format_metric_title(found: Found) -> str:
+def _format_metric_title(found: RunData) -> str:
     return _find_main_metric(found).title
 
 

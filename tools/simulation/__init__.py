@@ -2,7 +2,7 @@
 
 The rounds and the store are those of the coordinator, and the devices run on virtual time. `fleet` is the executor,
 `hands` runs the work requests of devices in this process, `pool` in worker processes, and `run` combines these parts.
-`edge_agent.duty` makes the decisions of devices, and `edge_agent.task` runs their tasks.
+`edge_agent.task_runner` makes the decisions of devices, and `edge_agent.task` runs their tasks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fedquilt.core import Examples
 
 
 @dataclass(frozen=True)
-class Member:
+class DeviceData:
     device: str
     train: Examples
     held: Examples

@@ -24,15 +24,16 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import metrics, tensors
-from fedquilt.coordinator.settings import Adversaries, Job
-from fedquilt.core import Answer, Contribution, Examples, Method, Site, Task, derive_seed
-from fedquilt.edge_agent.task.protocol import Order
+from fedquilt import metrics
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.settings import AdversarySettings, JobSettings
+from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, Examples, Method, Task, derive_seed
+from fedquilt.edge_agent.task.protocol import WorkRequest
 
 KEY: Final = "adversary"  # of an order's data: the attack, and for "inner_product" the file with the honest mean
 
 
-def choose_adversaries(job: Job, devices: Collection[str]) -> frozenset[str]:
+def choose_adversaries(job: JobSettings, devices: Collection[str]) -> frozenset[str]:
     """Return the adversaries of a fleet, or none without [fleet] adversaries.
 
     The job's seed determines the choice.
@@ -44,18 +45,18 @@ def choose_adversaries(job: Job, devices: Collection[str]) -> frozenset[str]:
     return frozenset(sorted(devices, key=lambda device: derive_seed(job.seed, "adversary", device))[:count])
 
 
-def make_attack_data(lying: Adversaries) -> dict[str, Any]:
-    """Return the entry of `Order.data` that makes `corrupt_method` attack."""
+def make_attack_data(lying: AdversarySettings) -> dict[str, Any]:
+    """Return the entry of `WorkRequest.data` that makes `corrupt_method` attack."""
     return {KEY: {"attack": lying.attack, "factor": lying.factor}}
 
 
-def honest_file(order: Order) -> str | None:
+def honest_file(order: WorkRequest) -> str | None:
     """Return the file that `add_honest_mean` put into an order, or None."""
     honest: str | None = order.data.get(KEY, {}).get("honest")
     return honest
 
 
-def add_honest_mean(order: Order, honest: Path | str) -> Order:
+def add_honest_mean(order: WorkRequest, honest: Path | str) -> WorkRequest:
     """Return an adversary's work request with the path of the file that `write_mean` has written."""
     return msgspec.structs.replace(order, data={**order.data, KEY: {**order.data[KEY], "honest": str(honest)}})
 
@@ -66,7 +67,7 @@ def corrupt_method(method: Method, given: Mapping[str, Any]) -> Method:
     if told is None:
         return method
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         if told["attack"] == "label_flip":
             return method.work(task, replace(site, train=mirror_labels(site.train, task.params.get("network", {}))))
         answer = method.work(task, site)
@@ -108,12 +109,12 @@ def _corrupt_tensor(
     return np.asarray(start + factor * (value.astype(np.float64) - start)).astype(kind)
 
 
-class Overheard:
+class HonestUpdates:
     def __init__(self) -> None:
         self._round = -1
         self._sent: dict[str, dict[str, np.ndarray]] = {}  # device -> its tensors, named by bundle and name
 
-    def add_update(self, given: Contribution) -> None:
+    def add_update(self, given: DeviceUpdate) -> None:
         """Store the update of an honest device, and delete the updates of earlier rounds."""
         if given.round != self._round:
             self._round, self._sent = given.round, {}

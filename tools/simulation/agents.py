@@ -18,35 +18,37 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import config, methods, plugins
-from fedquilt.blobs.shared_store import Shared
-from fedquilt.bundle import load_bundle
-from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.preflight import create_initial_state, require_matching_bundle
+from fedquilt import methods, plugins
+from fedquilt.blobs.storage.shared_store import SharedBlobStore
+from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.settings import Job, require_no_adversaries
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.settings import JobSettings, require_no_adversaries
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates.job_validation import create_initial_state, require_matching_bundle
 from fedquilt.coordinator.views.terminal import Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
-from fedquilt.data import examples, fitting
+from fedquilt.data import compatibility, examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines, settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.formats import toml
+from fedquilt.formats.job_bundle import load_bundle
 from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
-from fedquilt.tools.simulation import Member, children
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, run_on_virtual_time
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.tools.simulation import DeviceData, child_processes
+from fedquilt.transport.link import Endpoint
+from fedquilt.transport.memory_link import MemoryBroker, MemoryLink, run_on_virtual_time
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
 
 
 @dataclass(frozen=True)
-class Plan:
-    job: Job
+class FleetPlan:
+    job: JobSettings
     bundle: Path
     home: Path
     devices: int | None = None  # default: the job's fleet.devices
@@ -101,7 +103,7 @@ class Plan:
             found += plugins.allowlist_entries("engine", self.job.engine, tuple(engines.NEEDS))
         return sorted(set(found))
 
-    def load_devices(self) -> tuple[list[Member], Examples]:
+    def load_devices(self) -> tuple[list[DeviceData], Examples]:
         """Return the examples of each device, and the common test set.
 
         Raises:
@@ -109,7 +111,7 @@ class Plan:
         """
         tables = self.make_agent_tables()
         shares = examples.load_all_shares(msgspec.convert(tables[0]["data"], DataSpec))
-        found = [Member(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
+        found = [DeviceData(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return found, examples.load_split(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
     def validate(self, make: Callable[[str], Device] = make_board) -> Bundle:
@@ -124,10 +126,10 @@ class Plan:
         agents = self.make_agent_tables()
         spec = DataSpec.parse(agents[0]["data"])
         examples.require_nonempty_shares(
-            fitting.open_compatible_data(made.meta, spec), spec
+            compatibility.open_compatible_data(made.meta, spec), spec
         )  # else every board would find out for itself
         self.job.fleet.require_cohort(self.job.cohort, self.size)
-        with config.prefix_errors("[fleet]"):
+        with toml.prefix_errors("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.parse_size(budget)
             for board in dict.fromkeys(agent["board"] for agent in agents):
@@ -155,7 +157,7 @@ class Plan:
 
 
 def run_fleet_on_broker(
-    plan: Plan,
+    plan: FleetPlan,
     broker: Mapping[str, Any] | None,
     *,
     agents_only: bool = False,
@@ -200,7 +202,9 @@ def run_fleet_on_broker(
         link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.wait_until_connected(timeout_s=10.0)
         console = console or Console(wordy=wordy, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
-        run_coordinator(store, link, plan.fleet, console, only=run, watch=_Watch(plan, run, agents, console.report))
+        run_coordinator(
+            store, link, plan.fleet, console, only=run, watch=_ProcessMonitor(plan, run, agents, console.report)
+        )
         ended = store.stored_status(run)
     if ended == "done":
         _delete_run_files(plan, run)
@@ -208,7 +212,7 @@ def run_fleet_on_broker(
 
 
 def run_fleet_virtually(
-    plan: Plan,
+    plan: FleetPlan,
     *,
     wordy: bool = False,
     make: Callable[[str], Device] = make_board,
@@ -236,12 +240,14 @@ def run_fleet_virtually(
         console = Console(wordy=wordy, clock=lambda: broker.now_s, real_clock=real_clock)
         console.report(f"{run}: making {plan.size} boards")
         link = broker.connect()
-        server = Server(OverLink(link, plan.fleet, store.depot, store.begin_epoch()), store, console.observe, only=run)
+        server = Server(
+            LinkExecutor(link, plan.fleet, store.depot, store.begin_epoch()), store, console.observe, only=run
+        )
         sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
-        together = examples.Together()
+        together = examples.SharedLoader()
         agents: list[Agent] = []
-        waiting = _Waiting(run)
-        shared = Shared(plan.get_agent_folder(run, ".shared"))
+        waiting = _StallDetector(run)
+        shared = SharedBlobStore(plan.get_agent_folder(run, ".shared"))
         with plugins.search_current_folder():  # the code there is these boards', too
             for index, table in enumerate(plan.make_agent_tables(run)):
                 options = settings.parse_settings(table)
@@ -276,7 +282,7 @@ def _suppress_agent_logs(wordy: bool) -> Iterator[None]:
         log.setLevel(before)
 
 
-class _Waiting:
+class _StallDetector:
     def __init__(self, run: str) -> None:
         self._run, self._busy_s = run, 0.0
 
@@ -302,7 +308,7 @@ def _format_status(run: str, server: Server, agents: Sequence[Agent]) -> str:
     return f"{run}: round {state.round}: {len(state.answered)} of {asked} answered, {at_work} at work"
 
 
-def _delete_run_files(plan: Plan, run: str) -> None:
+def _delete_run_files(plan: FleetPlan, run: str) -> None:
     """Delete the blobs and work folders of a run that is over. Logs and private state stay."""
     for table in plan.make_agent_tables(run):
         for name in ("blobs", "task", "outbox", "scratch"):
@@ -325,14 +331,14 @@ def start_agents(
     for table in agents:
         home = Path(table["home"])
         home.mkdir(parents=True, exist_ok=True)
-        (home / "agent.toml").write_text(config.format_toml({**table, "broker": dict(broker)}))
-        wanted[table["device"]] = children.Command(["agent", str(home / "agent.toml")], home / "agent.log")
-    return children.start_processes(wanted)
+        (home / "agent.toml").write_text(toml.format_toml({**table, "broker": dict(broker)}))
+        wanted[table["device"]] = child_processes.ChildCommand(["agent", str(home / "agent.toml")], home / "agent.log")
+    return child_processes.start_processes(wanted)
 
 
-class _Watch:
+class _ProcessMonitor:
     def __init__(
-        self, plan: Plan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
+        self, plan: FleetPlan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
     ) -> None:
         self._plan, self._run, self._agents, self._say = plan, run, agents, say
         self._ended: set[str] = set()  # devices whose end has been told
@@ -352,4 +358,4 @@ class _Watch:
 
     def _read_last_line(self, device: str) -> tuple[str, Path]:
         log = self._plan.get_agent_folder(self._run, device) / "agent.log"
-        return children.read_last_line(log), log
+        return child_processes.read_last_line(log), log

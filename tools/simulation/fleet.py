@@ -1,6 +1,6 @@
 """Simulated devices on virtual time as one executor, without broker, messages and processes.
 
-Each device is an agent's `Duty` on a simulated board: it accepts or declines a task, chooses an operating point,
+Each device is an agent's `TaskRunner` on a simulated board: it accepts or declines a task, chooses an operating point,
 spends energy and stores private state as an agent does. Work requests of running tasks are in `waiting_requests`
 until their results are delivered. Virtual time is halted until then.
 
@@ -24,20 +24,20 @@ from typing import Final
 from msgspec import structs
 
 from fedquilt import wire
-from fedquilt.blobs.store import Depot
-from fedquilt.coordinator.admission import Arrived
-from fedquilt.coordinator.executors import Heard, WithoutReleases
-from fedquilt.coordinator.folding import blob_hashes
-from fedquilt.coordinator.shown import Shown
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.coordinator.delivery.executor import Heard, NoReleaseExecutor
+from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.rounds.message_handler import UpdateReceived
+from fedquilt.coordinator.updates.partial_aggregate import blob_hashes
 from fedquilt.core import BlobRef, JobError, Profile, StoreError, Task, Update
 from fedquilt.edge_agent import events, messages
-from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.tools.simulation.fleet_device import FOLLOWING, UNANSWERED, FleetDevice, Spec
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.tools.simulation.device import FOLLOWING, UNANSWERED, DeviceSpec, FleetDevice
 
 OWN: Final = ("seed", "tier", "counted")  # fields of a task that are of its device alone, and plain
 
 
-class Encoded:
+class EncodedTasks:
     """Tasks after a round trip through the wire encoding.
 
     Fields that consecutive tasks share are encoded once.
@@ -65,7 +65,7 @@ _own = operator.attrgetter(*OWN)
 _shared = operator.attrgetter(*(name for name in Task.__struct_fields__ if name not in OWN))
 
 
-class SimulatedFleet(WithoutReleases):
+class SimulatedFleet(NoReleaseExecutor):
     """Executor of simulated devices, which can be brought online and switched off.
 
     Args:
@@ -77,10 +77,10 @@ class SimulatedFleet(WithoutReleases):
 
     def __init__(
         self,
-        specs: Iterable[Spec],
-        depot: Depot,
+        specs: Iterable[DeviceSpec],
+        depot: BlobStore,
         folder: Path,
-        apart: Mapping[str, Spec] | None = None,
+        apart: Mapping[str, DeviceSpec] | None = None,
         away: Collection[str] = (),
     ) -> None:
         self.depot, self.folder = depot, folder
@@ -91,7 +91,7 @@ class SimulatedFleet(WithoutReleases):
         self._due: list[tuple[float, str]] = []
         self._moved: dict[str, FleetDevice] = {}  # whose next event may be due at another time than `_due` says
         self._waiting: dict[str, FleetDevice] = {}  # whose order has to be carried out
-        self.begun: Callable[[Order], None] = lambda order: None  # is told of each order that a device begins
+        self.begun: Callable[[WorkRequest], None] = lambda order: None  # is told of each order that a device begins
         self.out = f"{folder}/made"  # what orders in hand write, all devices' together
         for name in ("private", "made"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class SimulatedFleet(WithoutReleases):
                 update = wire.decode((folder / "private" / f"{name}{UNANSWERED}").read_bytes(), Update)
                 self.unanswered[name, (update.job, update.round)] = update
         self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
-        self._wire = Encoded()
+        self._wire = EncodedTasks()
         self._boots: dict[str, int] = {}  # device -> how often it has come online
         self._away = set(self.specs)
         self.bring_online(name for name in self.specs if name not in away)
@@ -144,7 +144,7 @@ class SimulatedFleet(WithoutReleases):
     # -- for whoever carries orders out --
 
     @property
-    def waiting_requests(self) -> list[Order]:
+    def waiting_requests(self) -> list[WorkRequest]:
         """Work requests of running tasks that need a result before virtual time can continue, by device."""
         return [order for name in sorted(self._waiting) if (order := self._waiting[name].worker.order) is not None]
 
@@ -156,7 +156,7 @@ class SimulatedFleet(WithoutReleases):
         given = self._waiting.get(device)
         return None if given is None or given.worker.order is None else given.worker.order.task
 
-    def deliver_outcome(self, device: str, outcome: Outcome) -> None:
+    def deliver_outcome(self, device: str, outcome: WorkResult) -> None:
         """Give a device the result of its work request. Results for devices that are offline are dropped.
 
         It is lost with a device that has left meanwhile.
@@ -168,7 +168,7 @@ class SimulatedFleet(WithoutReleases):
         given.duty.step(self.now_s)
         self._update_waiting(given)
 
-    def make_extra_request(self, device: str, task: Task) -> Order:
+    def make_extra_request(self, device: str, task: Task) -> WorkRequest:
         """Return a work request outside of the rounds, such as an evaluation. Its outputs are not stored."""
         return self._get_device(device).build_work_request(task, self.specs[device].means.budget_bytes, 0, spare=True)
 
@@ -206,11 +206,11 @@ class SimulatedFleet(WithoutReleases):
             return  # it is sent again when the device appears
         received, given = self._wire(task), self._get_device(device)
         missing = frozenset(ref for ref in received.bundles.values() if ref.sha256 not in given.have)
-        self._feed_event(given, events.Arrived(received, missing), now_s)
+        self._feed_event(given, events.TaskReceived(received, missing), now_s)
 
     def cancel_task(self, device: str) -> None:
         if device in self._devices:
-            self._feed_event(self._devices[device], events.Cleared(), self.now_s)
+            self._feed_event(self._devices[device], events.TaskCancelled(), self.now_s)
             self._devices[device].discard_outputs()
 
     @property
@@ -227,20 +227,22 @@ class SimulatedFleet(WithoutReleases):
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
         # devices write into the coordinator's blob store, so all blobs are there already
         lost = [ref.sha256 for ref in refs if not self.depot.has_blob(ref)]
-        self._heard.append(Arrived(device, f"blob {lost[0][:12]} is gone from {self.depot.folder}" if lost else None))
+        self._heard.append(
+            UpdateReceived(device, f"blob {lost[0][:12]} is gone from {self.depot.folder}" if lost else None)
+        )
 
     def send_ack(self, device: str, ack: wire.Ack) -> None:
         if device in self._away:
             return  # it offers an update that leaves private state again when it is back
         given = self._get_device(device)
         given.apply_ack(ack)
-        self._feed_event(given, events.Acked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s)
+        self._feed_event(given, events.UpdateAcked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s)
 
     def set_epoch(self, epoch: int) -> None:
         # simulated devices keep no epoch
         ...
 
-    def publish_state(self, job: Shown) -> None:
+    def publish_state(self, job: JobView) -> None:
         # there are no observers
         ...
 

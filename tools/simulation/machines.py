@@ -18,9 +18,10 @@ from typing import Final
 import msgspec
 
 import fedquilt
-from fedquilt import checked, plugins
+from fedquilt import plugins
 from fedquilt.core import JobError
-from fedquilt.disk import PRIVATE, doing
+from fedquilt.formats import checksummed_json
+from fedquilt.host.disk import PRIVATE, disk_errors
 
 log = logging.getLogger("fedquilt.simulation")
 
@@ -58,7 +59,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
-class Machines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MachineSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: dict[str, Machine]
 
 
@@ -127,19 +128,21 @@ def record_machines(home: Path, run: str, found: Mapping[str, Machine], *, mixed
         if not mixed:  # a run may go on with a newer fedquilt
             then = next((each.code for each in known.values()), machine.code)
             require_same_results(known, named, msgspec.structs.replace(machine, code=then), mixed=False)
-    with doing(f"write {path}"):
+    with disk_errors(f"write {path}"):
         PRIVATE.make_folder(path.parent)
-        PRIVATE.write_atomically(path, checked.encode_with_checksum(Machines({**before, **found})), durable=False)
+        PRIVATE.write_atomically(
+            path, checksummed_json.encode_with_checksum(MachineSet({**before, **found})), durable=False
+        )
 
 
 def read_machines(home: Path, run: str) -> dict[str, Machine]:
     """Return the recorded machines of a run by name, empty if the file is missing or damaged."""
     path = home / "machines" / f"{run}.json"
     try:
-        return checked.decode_with_checksum(path.read_bytes(), Machines).workers
+        return checksummed_json.decode_with_checksum(path.read_bytes(), MachineSet).workers
     except FileNotFoundError:
         return {}
-    except checked.DamagedFileError as error:
+    except checksummed_json.DamagedFileError as error:
         log.warning("%s is damaged (%s): what the run was computed on is noted anew", path, error)
         return {}
 

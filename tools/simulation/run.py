@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedquilt import bundle, methods
-from fedquilt.coordinator.facts import AnyFact
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.preflight import required_packages
-from fedquilt.coordinator.settings import Job
+from fedquilt import methods
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.updates.job_validation import required_packages
 from fedquilt.core import Artefact, Examples, JobError, Method
-from fedquilt.edge_agent.task.protocol import Order
-from fedquilt.tools.simulation import Member, machines
-from fedquilt.tools.simulation.carriers import Carry, Hands, make_local_backend, open_pool_backend
-from fedquilt.tools.simulation.scratch import Scratch
-from fedquilt.tools.simulation.simulated_job import Round, Simulation
+from fedquilt.edge_agent.task.protocol import WorkRequest
+from fedquilt.formats import job_bundle
+from fedquilt.tools.simulation import DeviceData, machines
+from fedquilt.tools.simulation.scratch_folders import ScratchFolder
+from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
+from fedquilt.tools.simulation.workers.backend import Carry, WorkBackend, make_local_backend, open_pool_backend
 
 
 def run_rounds(simulations: Sequence[Simulation], carry: Carry) -> Iterator[Simulation]:
@@ -30,7 +31,7 @@ def run_rounds(simulations: Sequence[Simulation], carry: Carry) -> Iterator[Simu
     """
     told = dict.fromkeys(range(len(simulations)), -1)
     while True:
-        asked: list[tuple[Simulation, Order]] = []
+        asked: list[tuple[Simulation, WorkRequest]] = []
         for index, each in enumerate(simulations):
             orders = each.advance()
             asked += [(each, order) for order in orders]
@@ -46,13 +47,13 @@ def run_rounds(simulations: Sequence[Simulation], carry: Carry) -> Iterator[Simu
 
 
 def iterate_states(
-    job: Job,
+    job: JobSettings,
     folder: Path,
-    members: Iterable[Member],
+    members: Iterable[DeviceData],
     *,
     load: Callable[[str], Method] = methods.load,
     engine: Any = None,
-    observe: Callable[[Simulation, Hands], None] = lambda simulation, hands: None,
+    observe: Callable[[Simulation, WorkBackend], None] = lambda simulation, hands: None,
 ) -> Iterator[Any]:
     """Run a job here, and yield the method state before the first round and after each round.
 
@@ -60,7 +61,7 @@ def iterate_states(
         JobError: If the run has failed.
     """
     carry, held = make_local_backend(members, load=load, engine=engine)
-    with Scratch() as home:
+    with ScratchFolder() as home:
         name = None if engine is None else engine.name
         with Simulation(job, folder, held, home, load=load, engine=name) as simulation:
             for each in run_rounds([simulation], carry):
@@ -71,28 +72,28 @@ def iterate_states(
 
 
 @dataclass(frozen=True)
-class Outcomes:
-    rounds: tuple[Round, ...]
+class RunOutcomes:
+    rounds: tuple[SimulatedRound, ...]
     artefact: Artefact
     start_s: float  # until the first round began
     wall_s: float  # of all, that included
 
 
 def simulate(
-    job: Job,
+    job: JobSettings,
     folder: Path,
-    members: Iterable[Member],
+    members: Iterable[DeviceData],
     *,
     workers: int | None = 1,
     engine: str = "pool",
     mixed: bool = False,
     together: bool = False,
     test: Examples | None = None,
-    heard: Callable[[Running, AnyFact], None] = lambda running, fact: None,
-    observe: Callable[[Simulation, Hands], None] = lambda simulation, hands: None,
+    heard: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
+    observe: Callable[[Simulation, WorkBackend], None] = lambda simulation, hands: None,
     home: Path | None = None,
     away: Collection[str] = (),
-) -> Outcomes:
+) -> RunOutcomes:
     """Run a whole job on a pool of workers. Results are bit-identical for any number of workers.
 
     Args:
@@ -104,7 +105,7 @@ def simulate(
         mixed: Permit machines that differ in processor, GPU and libraries.
         together: Train devices in one graph where the engine can. Faster for small networks, and equal to the loop to
             float tolerance, not bit-identical.
-        test: Examples of `Hands.evaluate_test_set`.
+        test: Examples of `WorkBackend.evaluate_test_set`.
         heard: Function called with each event of the run.
         observe: Function called before the first round, after each round, and at the end.
         home: Folder of the run, which resumes there after an interruption, or None for a temporary folder.
@@ -116,11 +117,11 @@ def simulate(
     """
     began_s = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        place = stack.enter_context(Scratch()) if home is None else home
+        place = stack.enter_context(ScratchFolder()) if home is None else home
         if workers == 0:
             carry, held = make_local_backend(members, together=together, test=test)
         else:
-            modules = required_packages(job, bundle.load_bundle(folder))
+            modules = required_packages(job, job_bundle.load_bundle(folder))
             pool = open_pool_backend(
                 job,
                 members,
@@ -145,4 +146,4 @@ def simulate(
             raise JobError(f"{simulation.run} has {simulation.final_status}: {simulation.reason}")
         assert simulation.running is not None
         artefact = simulation.running.method.result(simulation.state)
-        return Outcomes(tuple(simulation.rounds), artefact, start_s, time.perf_counter() - began_s)
+        return RunOutcomes(tuple(simulation.rounds), artefact, start_s, time.perf_counter() - began_s)

@@ -13,34 +13,47 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import cohort, mending
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Resumed, Started
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.preflight import required_packages
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds import cohort_selection
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    JobResumed,
+    JobStarted,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
+)
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.settings import Fleet, Job
-from fedquilt.coordinator.shown import Shown
-from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, Device, EvaluationSums, JobError, Method, Task, Tensors
+from fedquilt.coordinator.settings import FleetSettings, JobSettings
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import blob_recovery
+from fedquilt.coordinator.updates.job_validation import required_packages
+from fedquilt.core import Device, DeviceUpdate, EvaluationSums, JobError, Method, Task, Tensors
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, events
-from fedquilt.edge_agent.power.governor import Rule
+from fedquilt.edge_agent.power.governor import GovernorPolicy
 from fedquilt.edge_agent.settings import parse_size
-from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.formats import job_bundle
 from fedquilt.tools.simulation import adversaries
+from fedquilt.tools.simulation.device import DeviceSpec
 from fedquilt.tools.simulation.fleet import SimulatedFleet
-from fedquilt.tools.simulation.fleet_device import Spec
 
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
 ROOM_BYTES = 1 << 40
-ROOM = Fleet(budgets=("1TiB",))  # for runs in which no device may be short of memory
+ROOM = FleetSettings(budgets=("1TiB",))  # for runs in which no device may be short of memory
 WAITS_S = 3600.0  # of virtual time for which nobody is at a run; boards tell their sensors, but no other will come
 POLL_S = 1e18  # nobody else uses the store of a simulated run; what is due then is due never
 
 
 @dataclass(frozen=True)
-class Round:
+class SimulatedRound:
     """Metrics and costs of a committed round. Evaluations outside of the rounds are not included."""
 
     number: int  # from 0
@@ -56,12 +69,12 @@ class Round:
     evaluation: EvaluationSums | None = None
 
 
-class Ahead(Protocol):
+class Prefetcher(Protocol):
     """Prefetcher that can start work requests before `Simulation.advance` returns them."""
 
     def expect_requests(self, count: int) -> None: ...
 
-    def prefetch(self, order: Order) -> None: ...
+    def prefetch(self, order: WorkRequest) -> None: ...
 
     def set_sum_receiver(self, sums: Simulation) -> None: ...
 
@@ -87,28 +100,28 @@ class Simulation:
 
     def __init__(
         self,
-        job: Job,
+        job: JobSettings,
         folder: Path,
         members: Mapping[str, int],
         home: Path,
         *,
         load: Callable[[str], Method] = methods.load,
         engine: str | None = None,
-        heard: Callable[[Running, AnyFact], None] = lambda running, fact: None,
+        heard: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
         make: Callable[[str], Device] = boards.create_device,
         away: Collection[str] = (),
     ) -> None:
         self.job, self.members, self._heard = job, members, heard
         self.now_s = 0.0
-        self.rounds: list[Round] = []
+        self.rounds: list[SimulatedRound] = []
         self.status, self.reason = "running", ""
-        self.running: Running | None = None
+        self.running: RunningJob | None = None
         self.refusals: dict[str, str] = {}  # device -> the last reason for which it did not take part
-        self._answers: list[Answered] = []
-        self._ahead: Ahead | None = None
+        self._answers: list[UpdateAccepted] = []
+        self._ahead: Prefetcher | None = None
         self._busy_s = 0.0  # when somebody was last at the run, on virtual time
         self.adversaries = adversaries.choose_adversaries(job, members)
-        self._overheard = adversaries.Overheard()
+        self._overheard = adversaries.HonestUpdates()
         self._store = Store(home, durable=False)
         if not self._store.acquire_lock():
             raise JobError(f"another coordinator serves {home} already: give another home")
@@ -121,11 +134,12 @@ class Simulation:
         self._store.set_status(self.run, "running")
         self.engine = engine or choose_job_engine(job, load(job.method))
         self._plugins = {
-            f"plugin {module}": proof for module, proof in required_packages(job, bundle.load_bundle(folder)).items()
+            f"plugin {module}": proof
+            for module, proof in required_packages(job, job_bundle.load_bundle(folder)).items()
         }
         spare = self._make_capabilities(ROOM_BYTES)
         self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
-        newcomer = Spec(NEWCOMER, lambda: boards.create_device("x86-host"), spare, {"share": NEWCOMER})
+        newcomer = DeviceSpec(NEWCOMER, lambda: boards.create_device("x86-host"), spare, {"share": NEWCOMER})
         self.fleet = SimulatedFleet(self._make_specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
         self._server = Server(self.fleet, self._store, self._observe_event, self.run, load, poll_s=POLL_S)
         self._began_s, self._opened_s = time.perf_counter(), 0.0
@@ -171,7 +185,7 @@ class Simulation:
         """Whether all rounds are completed and the state can be evaluated."""
         return self.running is not None and self.running.rounds.is_work_done and self.can_evaluate
 
-    def advance(self) -> list[Order]:
+    def advance(self) -> list[WorkRequest]:
         """Advance virtual time until work requests wait, and return them.
 
         The list is empty if the run has ended or no device can continue it (see `reason`).
@@ -197,9 +211,9 @@ class Simulation:
     def _draw_next_cohort(self) -> None:
         # the draw is cached, so it overlaps with the work of the devices
         if (job := self._server.find_job(self.run)) is not None:
-            cohort.draw_numbers(job.job.seed, job.rounds.round + 1, job.rounds.eligible)
+            cohort_selection.draw_numbers(job.job.seed, job.rounds.round + 1, job.rounds.eligible)
 
-    def set_prefetcher(self, ahead: Ahead | None) -> None:
+    def set_prefetcher(self, ahead: Prefetcher | None) -> None:
         """Announce work requests to `ahead` as soon as devices start them.
 
         This is disabled with adversaries that observe honest updates.
@@ -213,13 +227,13 @@ class Simulation:
     def _read_final_status(self) -> None:
         # a run that could not be loaded has no observed events, only its log
         self.status = self._store.stored_status(self.run)
-        ends = [fact for _, _, fact in self._store.read_events(self.run) if isinstance(fact, Ended)]
+        ends = [fact for _, _, fact in self._store.read_events(self.run) if isinstance(fact, JobEnded)]
         self.reason = ends[-1].reason if ends else ""
 
     def exclude_time(self, seconds: float) -> None:
         self._began_s += seconds
 
-    def deliver_outcome(self, device: str, outcome: Outcome) -> None:
+    def deliver_outcome(self, device: str, outcome: WorkResult) -> None:
         task, job = self.fleet.find_running_task(device), self._server.find_job(self.run)
         if job is not None and task is not None and task.job == job.id and outcome.bundles:
             small = all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values())
@@ -231,19 +245,21 @@ class Simulation:
                 self._overheard.add_update(self._read_update(device, task, outcome))
         self.fleet.deliver_outcome(device, outcome)
 
-    def find_state_file(self, orders: Sequence[Order]) -> str:
+    def find_state_file(self, orders: Sequence[WorkRequest]) -> str:
         job = self._server.find_job(self.run)
         if job is None or any((each.task.job, each.task.round) != (job.id, job.rounds.round) for each in orders):
             return ""
         return job.aggregator.state_path_for_folding(job.rounds) or ""
 
-    def receive_sum(self, orders: Sequence[Order], outcomes: Sequence[Outcome], packed: Callable[[], bytes]) -> None:
+    def receive_sum(
+        self, orders: Sequence[WorkRequest], outcomes: Sequence[WorkResult], packed: Callable[[], bytes]
+    ) -> None:
         job, done = self._server.find_job(self.run), zip(orders, outcomes, strict=True)
         if job is not None and all(self.fleet.find_running_task(each.device) is each.task for each in orders):
             given = {each.device: (it.weight, it.metrics, it.bundles) for each, it in done if it.code == "ok"}
             job.aggregator.fold_aggregate_early(job.rounds, orders[0].task.round, given, packed)
 
-    def _read_update(self, device: str, task: Task, outcome: Outcome) -> Contribution:
+    def _read_update(self, device: str, task: Task, outcome: WorkResult) -> DeviceUpdate:
         bundles: dict[str, Tensors] = {}
         for name, ref in outcome.bundles.items():
             payload = outcome.blobs.get(ref.sha256)
@@ -252,14 +268,14 @@ class Simulation:
                 if payload is None
                 else tensors.decode_tensors(payload)
             )
-        return Contribution(device, task.round, outcome.weight, outcome.metrics, bundles)
+        return DeviceUpdate(device, task.round, outcome.weight, outcome.metrics, bundles)
 
     @property
     def _adversaries_observe(self) -> bool:
         lying = self.job.fleet.adversaries
         return lying is not None and lying.attack == "inner_product"
 
-    def _select_requests(self, orders: list[Order]) -> list[Order]:
+    def _select_requests(self, orders: list[WorkRequest]) -> list[WorkRequest]:
         # observing adversaries work last, with the mean of the honest updates
         if not self._adversaries_observe:
             return orders
@@ -270,13 +286,13 @@ class Simulation:
         assert job is not None
         for device, update in job.rounds.answered.items():  # those that an interrupted process has carried out
             if device not in self.adversaries and device not in self._overheard.list_devices(job.rounds.round):
-                self._overheard.add_update(mending.load_update(self._store.depot, update))
+                self._overheard.add_update(blob_recovery.load_update(self._store.depot, update))
         if not self._overheard.list_devices(job.rounds.round):
             return orders
         honest = self._overheard.write_mean(self.devices / "honest.safetensors")
         return [adversaries.add_honest_mean(order, honest) for order in orders]
 
-    def make_evaluation_request(self, device: str) -> Order | None:
+    def make_evaluation_request(self, device: str) -> WorkRequest | None:
         """Return a work request that evaluates the next model, or None if there is nothing to evaluate.
 
         Args:
@@ -292,7 +308,7 @@ class Simulation:
         task = job.build_task(device, self.engine, self.fleet.profile(device), self.now_s, ("check",))
         return None if task is None else self.fleet.make_extra_request(device, task)
 
-    def _make_specs(self, make: Callable[[str], Device]) -> Iterator[Spec]:
+    def _make_specs(self, make: Callable[[str], Device]) -> Iterator[DeviceSpec]:
         fleet = self.job.fleet
         budgets = [parse_size(budget) for budget in fleet.budgets]
         for index, name in enumerate(self.members):
@@ -304,22 +320,24 @@ class Simulation:
                 else {}
             )
             data = {"share": name, **lies}
-            rule, link = Rule(fleet.policy), fleet.device_link(index)
-            yield Spec(name, lambda board=board: make(board), means, data, rule, link)  # type: ignore[misc]
+            rule, link = GovernorPolicy(fleet.policy), fleet.device_link(index)
+            yield DeviceSpec(name, lambda board=board: make(board), means, data, rule, link)  # type: ignore[misc]
 
-    def _make_capabilities(self, budget_bytes: int, labels: tuple[str, ...] = ()) -> events.Means:
+    def _make_capabilities(self, budget_bytes: int, labels: tuple[str, ...] = ()) -> events.Capabilities:
         # simulated devices have the plug-ins of this process, because they share its code
-        return events.Means(budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins, labels=labels)
+        return events.Capabilities(
+            budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins, labels=labels
+        )
 
-    def _observe_event(self, job: Shown, fact: AnyFact) -> None:
-        if isinstance(job, Running):  # it has not failed before it was taken up
+    def _observe_event(self, job: JobView, fact: AnyEvent) -> None:
+        if isinstance(job, RunningJob):  # it has not failed before it was taken up
             self.running = job
             self._heard(job, fact)
-        if isinstance(fact, Asked) and self._ahead is not None:
+        if isinstance(fact, CohortSelected) and self._ahead is not None:
             self._ahead.expect_requests(len(fact.devices))
-        if isinstance(fact, Asked | Answered | Committed):
+        if isinstance(fact, CohortSelected | UpdateAccepted | RoundCommitted):
             self._busy_s = self.now_s
-        if isinstance(fact, Committed):
+        if isinstance(fact, RoundCommitted):
             now_s = time.perf_counter()
             self._add_round(fact, now_s - self._began_s, self.now_s - self._opened_s)
             self._began_s, self._opened_s = now_s, self.now_s
@@ -329,31 +347,33 @@ class Simulation:
     def _replay_log(self) -> None:
         began_s = 0.0  # by the clock of the day: rounds follow one another, with evaluations between them
         for _, at_s, fact in self._store.read_events(self.run):
-            if isinstance(fact, Committed):
+            if isinstance(fact, RoundCommitted):
                 self._add_round(fact, at_s - began_s, fact.took_s)
-            elif isinstance(fact, Ended):
+            elif isinstance(fact, JobEnded):
                 continue  # it goes on
             self._record_event(fact)
-            if isinstance(fact, Started | Committed | Resumed):
+            if isinstance(fact, JobStarted | RoundCommitted | JobResumed):
                 began_s = at_s
 
-    def _add_round(self, fact: Committed, wall_s: float, duration_s: float) -> None:
+    def _add_round(self, fact: RoundCommitted, wall_s: float, duration_s: float) -> None:
         self.rounds.append(_make_round(fact, self._answers, wall_s, duration_s))
         self._answers = []
 
-    def _record_event(self, fact: AnyFact) -> None:
-        if isinstance(fact, Answered):
+    def _record_event(self, fact: AnyEvent) -> None:
+        if isinstance(fact, UpdateAccepted):
             self._answers.append(fact)
-        elif isinstance(fact, Declined | Rejected) and getattr(fact, "code", "") != "none":
+        elif isinstance(fact, TaskDeclined | UpdateRejected) and getattr(fact, "code", "") != "none":
             self.refusals[fact.device] = fact.reason
-        elif isinstance(fact, Ended):
+        elif isinstance(fact, JobEnded):
             self.status, self.reason = fact.status, fact.reason
 
 
-def _make_round(fact: Committed, answers: Sequence[Answered], wall_s: float, duration_s: float) -> Round:
+def _make_round(
+    fact: RoundCommitted, answers: Sequence[UpdateAccepted], wall_s: float, duration_s: float
+) -> SimulatedRound:
     updates = sorted((answer.update for answer in answers), key=lambda update: update.device)
     joules = [update.usage.energy_j for update in updates]
-    return Round(
+    return SimulatedRound(
         number=fact.round,
         devices=tuple(update.device for update in updates),
         metrics=fact.metrics,
@@ -368,7 +388,7 @@ def _make_round(fact: Committed, answers: Sequence[Answered], wall_s: float, dur
     )
 
 
-def choose_job_engine(job: Job, method: Method) -> str:
+def choose_job_engine(job: JobSettings, method: Method) -> str:
     """Return the engine of the job, or the first installed engine of the method.
 
     Raises:

@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 
-from fedquilt import tensors, wire
+from fedquilt import wire
+from fedquilt.arrays import tensors
 from fedquilt.blobs.chunks import ref_from_bytes
-from fedquilt.coordinator.tasks import make_task
-from fedquilt.core import BlobRef, ModelError, Order, Task, Tensors, derive_seed
-from fedquilt.edge_agent.task import budget, confine, outputs, protocol
-from fedquilt.edge_agent.task.process import Child
+from fedquilt.coordinator.updates.tasks import make_task
+from fedquilt.core import BlobRef, ModelError, Task, TaskSpec, Tensors, derive_seed
+from fedquilt.edge_agent.task import memory_budget, outputs, protocol, sandbox
+from fedquilt.edge_agent.task.process import ChildProcess
 from fedquilt.edge_agent.task.worker import COMMAND
 
 LOOK_S = 0.02
@@ -60,11 +61,11 @@ class TaskProcess:
         self._method, self._engine, self._budget_bytes = method, engine, budget_bytes
         self._data, self._find, self._folder = dict(data), find, folder
         self._private: str | None = None
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self.outside_bytes = 0
 
     def __enter__(self) -> TaskProcess:
-        self._child = Child(self._command, self._engine)
+        self._child = ChildProcess(self._command, self._engine)
         return self
 
     def __exit__(
@@ -73,13 +74,13 @@ class TaskProcess:
         if self._child is not None:
             self._child.kill()
 
-    def run_task(self, order: Order, number: int) -> tuple[protocol.Outcome, dict[str, Tensors]]:
+    def run_task(self, order: TaskSpec, number: int) -> tuple[protocol.WorkResult, dict[str, Tensors]]:
         """Run a task in the process. Return its result, and the tensors of its update.
 
         Raises:
             ModelError: If the task failed.
         """
-        out = self._folder / confine.OUT / str(number)
+        out = self._folder / sandbox.OUT / str(number)
         out.mkdir(parents=True)
 
         def blob(value: Tensors | BlobRef) -> BlobRef:
@@ -106,14 +107,14 @@ class TaskProcess:
             name: str(self._find(name) if isinstance(value, BlobRef) else out / f"{task.bundles[name].sha256}.in")
             for name, value in order.bundles.items()
         }
-        asked = protocol.Order(
+        asked = protocol.WorkRequest(
             task=wire.decode(wire.encode(task), Task),
             device="alone",
             budget_bytes=self._budget_bytes,
             data={},
             bundles=files,
             private=self._private,
-            cache=str(self._folder / confine.CACHE),
+            cache=str(self._folder / sandbox.CACHE),
             out=str(out),
             plugins=self._plugins,
         )
@@ -124,26 +125,26 @@ class TaskProcess:
             self._private = str(out / outputs.PRIVATE)
         return outcome, {name: tensors.read_tensors(out / ref.sha256) for name, ref in outcome.bundles.items()}
 
-    def run_request(self, order: protocol.Order) -> protocol.Outcome:
+    def run_request(self, order: protocol.WorkRequest) -> protocol.WorkResult:
         assert self._child is not None
         return self._run_line(self._child, msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n")
 
-    def _run_line(self, child: Child, line: bytes) -> protocol.Outcome:
+    def _run_line(self, child: ChildProcess, line: bytes) -> protocol.WorkResult:
         child.send_line(line)
         end_s = time.monotonic() + self._most_s
         while True:
             for event in child.receive_events():
-                if isinstance(event, protocol.Outcome):
-                    self.outside_bytes = budget.read_peak_bytes(child.pid) or 0
+                if isinstance(event, protocol.WorkResult):
+                    self.outside_bytes = memory_budget.read_peak_bytes(child.pid) or 0
                     return event
             if child.has_ended or child.garbled:
                 return child.explain_end()
             if time.monotonic() >= end_s:
-                return protocol.Outcome(code="failed", reason=f"it has not ended within {self._most_s:g} s")
+                return protocol.WorkResult(code="failed", reason=f"it has not ended within {self._most_s:g} s")
             if (held := child.measure_resident_bytes() or 0) > self._most_bytes:
                 reason = (
-                    f"its process holds {budget.format_megabytes(held)}, more than "
-                    f"{budget.format_megabytes(self._most_bytes)}"
+                    f"its process holds {memory_budget.format_megabytes(held)}, more than "
+                    f"{memory_budget.format_megabytes(self._most_bytes)}"
                 )
-                return protocol.Outcome(code="memory", reason=reason)
+                return protocol.WorkResult(code="memory", reason=reason)
             time.sleep(LOOK_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.core import Covers, Power
-from fedquilt.edge_agent import sysfs
+from fedquilt.host import sysfs
 
 
 class Batteries:

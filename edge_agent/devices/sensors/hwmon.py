@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.core import Covers, Power
-from fedquilt.edge_agent import sysfs
-from fedquilt.edge_agent.devices.sensors.meters import Rate
+from fedquilt.edge_agent.devices.sensors.meters import PowerFromEnergy
+from fedquilt.host import sysfs
 
 WHOLE_METERS = ("power_meter", "macsmc_hwmon Total System Power")  # ACPI's meter, and Apple's: of the whole machine
 SENSORS = ("power*_average", "power*_input", "energy*_input")
@@ -20,7 +20,7 @@ class Hwmon:
 
     def __init__(self, hwmon: Path) -> None:
         self._powers: dict[str, Path] = {}
-        self._energies: dict[str, tuple[Path, Rate]] = {}
+        self._energies: dict[str, tuple[Path, PowerFromEnergy]] = {}
         for chip in sysfs.list_matches(hwmon, "hwmon*"):
             name = sysfs.read_line(chip / "name") or chip.name
             for file in sorted(each for kind in SENSORS for each in sysfs.list_matches(chip, kind)):
@@ -32,7 +32,7 @@ class Hwmon:
                 if rail in self._powers or rail in self._energies:
                     rail = f"{name} {label} ({chip.name})"  # a second chip of this name
                 if channel.startswith("energy"):
-                    self._energies[rail] = (file, Rate())
+                    self._energies[rail] = (file, PowerFromEnergy())
                 else:
                     self._powers[rail] = file
         whole = any(rail.startswith(WHOLE_METERS) for rail in (*self._powers, *self._energies))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.core import Covers, Power
-from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.devices.sensors import rails
+from fedquilt.host import sysfs
 
 log = logging.getLogger("fedquilt.devices")
 
@@ -58,7 +58,7 @@ class Ina3221:
         labels = [rail.label for rail in self.rails]
         self.roles = rails.find_roles(sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible"), labels)
         self.fault: str | None = None
-        self._stuck = rails.Stuck()
+        self._stuck = rails.StuckRailCheck()
         sums = () if self.roles is None else self.roles.sums
         chip = "ina238" if sums == (VIN,) else "ina3221"
         self._source = f"{chip} {'sum of ' if len(sums) > 1 else ''}{', '.join(sums)}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent import sysfs
+from fedquilt.host import sysfs
 
 
-class Memory:
+class MemorySensor:
     """Memory from /proc/meminfo, within the limits of the process's control groups (cgroup v2).
 
     Limits are read once, at the start.

@@ -21,7 +21,7 @@ SLOW_S: Final = 1.0  # `read` has to return at once: the agent's loop, its broke
 PATIENCE_S: Final = 10.0  # time to wait for a silent meter before a narrower one replaces it
 
 
-class Widest:
+class WidestRangeMeter:
     """Several meters as one, with the power of the widest that responds.
 
     A meter of the board precedes a meter of the processor. Among equals the first counts. The power of a rail's meter
@@ -94,7 +94,7 @@ def plausible_or_none(value: float | None, most: float = math.inf) -> float | No
     return value if value is not None and math.isfinite(value) and 0 <= value <= most else None
 
 
-class Rate:
+class PowerFromEnergy:
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None  # (now_s, energy_j)
 

@@ -22,7 +22,7 @@ WINDOW: Final = 50  # readings
 
 
 @dataclass(frozen=True)
-class Roles:
+class RailRoles:
     fits: tuple[str, ...]  # beginnings of module or board names after "nvidia," in the device tree
     sums: tuple[str, ...]  # rails whose sum is the total: one, where a rail measures the board's or module's input
     inside: Mapping[str, str] = field(default_factory=dict)  # part -> rail that its power is included in
@@ -32,8 +32,8 @@ class Roles:
         return [part for part, place in self.inside.items() if place == whole]
 
 
-def _roles_with_parts(whole: str, *parts: str) -> Roles:
-    return Roles((), (whole,), dict.fromkeys(parts, whole))
+def _roles_with_parts(whole: str, *parts: str) -> RailRoles:
+    return RailRoles((), (whole,), dict.fromkeys(parts, whole))
 
 
 _NANO = _roles_with_parts("POM_5V_IN", "POM_5V_GPU", "POM_5V_CPU")
@@ -41,19 +41,19 @@ _TX2 = _roles_with_parts("VDD_IN", "VDD_SYS_CPU", "VDD_SYS_DDR", "VDD_SYS_GPU", 
 _SODIMM = _roles_with_parts("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC")
 _THOR = _roles_with_parts("VIN", "VDD_GPU", "VDD_CPU_SOC_MSS", "VIN_SYS_5V0")
 
-TABLE: Final[Sequence[Roles]] = (
-    Roles(("p3448", "p3450", "p3541", "jetson-nano"), _NANO.sums, _NANO.inside),
-    Roles(("p2180", "p2371"), ("VDD_IN",), {"VDD_GPU": "VDD_IN", "VDD_CPU": "VDD_IN"}),  # TX1
-    Roles(("p3310", "p3489", "p3636", "p2771", "quill"), _TX2.sums, _TX2.inside),
-    Roles(("p3668",), _SODIMM.sums, _SODIMM.inside),  # Xavier NX
-    Roles(("p2888", "p2972", "galen"), ("GPU", "CPU", "SOC", "CV", "VDDRQ", "SYS5V")),  # AGX Xavier
-    Roles(("p3767",), _SODIMM.sums, _SODIMM.inside),  # Orin NX and Orin Nano
-    Roles(("p3701",), ("VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"), {"VDDQ_VDD2_1V8AO": "VIN_SYS_5V0"}),  # AGX Orin
-    Roles(("p3834",), _THOR.sums, _THOR.inside),
+TABLE: Final[Sequence[RailRoles]] = (
+    RailRoles(("p3448", "p3450", "p3541", "jetson-nano"), _NANO.sums, _NANO.inside),
+    RailRoles(("p2180", "p2371"), ("VDD_IN",), {"VDD_GPU": "VDD_IN", "VDD_CPU": "VDD_IN"}),  # TX1
+    RailRoles(("p3310", "p3489", "p3636", "p2771", "quill"), _TX2.sums, _TX2.inside),
+    RailRoles(("p3668",), _SODIMM.sums, _SODIMM.inside),  # Xavier NX
+    RailRoles(("p2888", "p2972", "galen"), ("GPU", "CPU", "SOC", "CV", "VDDRQ", "SYS5V")),  # AGX Xavier
+    RailRoles(("p3767",), _SODIMM.sums, _SODIMM.inside),  # Orin NX and Orin Nano
+    RailRoles(("p3701",), ("VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"), {"VDDQ_VDD2_1V8AO": "VIN_SYS_5V0"}),  # AGX Orin
+    RailRoles(("p3834",), _THOR.sums, _THOR.inside),
 )
 
 
-def find_roles(compatible: Collection[str], labels: Collection[str]) -> Roles | None:
+def find_roles(compatible: Collection[str], labels: Collection[str]) -> RailRoles | None:
     """Return roles by the names in the device tree, else by the rail labels, or None if unknown.
 
     None: neither is known. Which rails are parts of which cannot be said then.
@@ -66,12 +66,12 @@ def find_roles(compatible: Collection[str], labels: Collection[str]) -> Roles | 
     return next(iter(known), None)
 
 
-class Sum(NamedTuple):
+class RailSum(NamedTuple):
     watts: float | None
     fault: str | None = None
 
 
-def total_power(roles: Roles | None, watts: Mapping[str, float | None]) -> Sum:
+def total_power(roles: RailRoles | None, watts: Mapping[str, float | None]) -> RailSum:
     """Return the power of a board from its rails, or the reason why the total is implausible.
 
     Args:
@@ -79,29 +79,29 @@ def total_power(roles: Roles | None, watts: Mapping[str, float | None]) -> Sum:
         watts: Signed power of each rail by label, or None for a rail without a reading.
     """
     if not watts:
-        return Sum(None)
+        return RailSum(None)
     if roles is None:
-        return Sum(None, f"it is not known which of the rails {', '.join(watts)} are parts of which on this board")
+        return RailSum(None, f"it is not known which of the rails {', '.join(watts)} are parts of which on this board")
     for label in roles.sums:
         if label not in watts:
-            return Sum(None, f"the rail {label} is missing: {', '.join(watts)} alone are not the whole board")
+            return RailSum(None, f"the rail {label} is missing: {', '.join(watts)} alone are not the whole board")
         power = watts[label]
         if power is None:
-            return Sum(None, f"the rail {label} does not answer")
+            return RailSum(None, f"the rail {label} does not answer")
         if power < (0.0 if len(roles.sums) == 1 else -OFFSET_W):
-            return Sum(None, f"the rail {label} reads {power:.2f} W, below 0")
+            return RailSum(None, f"the rail {label} reads {power:.2f} W, below 0")
     found = sum(max(0.0, watts[label] or 0.0) for label in roles.sums)
     if not LEAST_W <= found <= MOST_W:
-        return Sum(None, f"the total of {found:.2f} W is implausible")
+        return RailSum(None, f"the total of {found:.2f} W is implausible")
     for label in roles.sums:
         parts = sum(max(0.0, watts.get(part) or 0.0) for part in roles.parts_of(label))
         if parts > SLACK * max(0.0, watts[label] or 0.0) + SLACK_W:
             said = f"{watts[label]:.2f} W"
-            return Sum(None, f"the parts of the rail {label} add up to {parts:.2f} W, and it reads {said}")
-    return Sum(found)
+            return RailSum(None, f"the parts of the rail {label} add up to {parts:.2f} W, and it reads {said}")
+    return RailSum(found)
 
 
-class Stuck:
+class StuckRailCheck:
     def __init__(self) -> None:
         self._seen: list[tuple[float, float]] = []  # (total, sum of its parts)
 

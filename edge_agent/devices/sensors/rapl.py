@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.core import Covers, Power
-from fedquilt.edge_agent import sysfs
-from fedquilt.edge_agent.devices.sensors.meters import Rate
+from fedquilt.edge_agent.devices.sensors.meters import PowerFromEnergy
+from fedquilt.host import sysfs
 
 
 class Rapl:
@@ -23,8 +23,8 @@ class Rapl:
     covers: Covers = "processor"
 
     def __init__(self, powercap: Path) -> None:
-        self._counters = [Counter(zone) for zone in rapl_zones(powercap)]
-        self._rate = Rate()
+        self._counters = [EnergyCounter(zone) for zone in rapl_zones(powercap)]
+        self._rate = PowerFromEnergy()
 
     def read(self, now_s: float) -> Power:
         energy_j = self.read_energy_j()
@@ -38,7 +38,7 @@ class Rapl:
         return sum(known) if known and len(known) == len(totals) else None
 
 
-class Counter:
+class EnergyCounter:
     def __init__(self, zone: Path) -> None:
         self._file = zone / "energy_uj"
         self._last = sysfs.read_int(self._file)

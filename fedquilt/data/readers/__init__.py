@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 
 from fedquilt.core import DataError
-from fedquilt.data.readers import audio, files, image_file, images, npz, outside, table, text
-from fedquilt.data.readers.base import Reader, convert_read_errors
+from fedquilt.data.readers import audio, files, images, npz, pixels, plugin, table, text
+from fedquilt.data.readers.base import ExampleReader, convert_read_errors
 from fedquilt.data.readers.table import category_words
 from fedquilt.data.spec import DataSpec
 
-__all__ = ["Reader", "category_words", "image_depth", "open_reader", "require_supported_images"]
+__all__ = ["ExampleReader", "category_words", "image_depth", "open_reader", "require_supported_images"]
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}  # by suffix
-OPENERS: dict[str, Callable[[Path, DataSpec], Reader]] = {
+OPENERS: dict[str, Callable[[Path, DataSpec], ExampleReader]] = {
     "npz": npz.open_npz,
     "idx": images.open_idx,
     "folder": images.open_folder,
@@ -33,9 +33,9 @@ OPENERS: dict[str, Callable[[Path, DataSpec], Reader]] = {
 BY_CLASS = ("idx", "folder", "torchvision")  # kinds with classes only
 
 
-def open_reader(spec: DataSpec) -> Reader:
+def open_reader(spec: DataSpec) -> ExampleReader:
     if not spec.path:
-        return outside.open_plugin_data(spec)
+        return plugin.open_plugin_data(spec)
     path = Path(spec.path)
     with convert_read_errors(path):  # in a folder closed to this user, no file can even be looked for
         kind = spec.format if spec.format != "auto" else _detect_format(path, spec)
@@ -58,7 +58,7 @@ def image_depth(spec: DataSpec) -> int:
     Raises:
         DataError: If the folder has no images, or an image cannot be decoded.
     """
-    return image_file.measure_grey_depth(_list_image_files(msgspec.structs.replace(spec, split="train")))
+    return pixels.measure_grey_depth(_list_image_files(msgspec.structs.replace(spec, split="train")))
 
 
 def require_supported_images(spec: DataSpec) -> None:
@@ -67,7 +67,7 @@ def require_supported_images(spec: DataSpec) -> None:
     Raises:
         DataError: If an image is of a kind that cannot be read.
     """
-    image_file.require_supported_files(_list_image_files(spec))
+    pixels.require_supported_files(_list_image_files(spec))
 
 
 def _list_image_files(spec: DataSpec) -> list[Path]:
@@ -75,11 +75,11 @@ def _list_image_files(spec: DataSpec) -> list[Path]:
     path = Path(spec.path)
     with convert_read_errors(path):
         if (
-            not image_file.has_pillow()
+            not pixels.has_pillow()
             or (spec.format if spec.format != "auto" else _detect_format(path, spec)) != "folder"
         ):
             return []
-        return files.find_files_by_class(path, spec, image_file.SUFFIXES, "images")[0]
+        return files.find_files_by_class(path, spec, pixels.SUFFIXES, "images")[0]
 
 
 def _detect_format(path: Path, spec: DataSpec) -> str:

@@ -13,10 +13,9 @@ from typing import BinaryIO, Final, NamedTuple
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data import spectrogram
-from fedquilt.data.readers import columns, files, table
-from fedquilt.data.readers.base import Reader
-from fedquilt.data.readers.columns import Chunk
+from fedquilt.data.readers import columns, files, spectrogram, table
+from fedquilt.data.readers.base import ExampleReader
+from fedquilt.data.readers.columns import TableChunk
 from fedquilt.data.spec import Audio, DataSpec
 
 PCM: Final = 1  # format of a WAV file
@@ -25,7 +24,7 @@ SUBFORMAT: Final = bytes.fromhex("000000001000800000aa00389b71")  # behind the n
 FMT_MOST: Final = 40  # bytes of a format
 
 
-class _Sound(NamedTuple):
+class _WavFormat(NamedTuple):
     """A WAV file that stands at its samples."""
 
     stream: BinaryIO
@@ -35,7 +34,7 @@ class _Sound(NamedTuple):
     samples: int  # of each channel
 
 
-def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
+def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
     """Open recordings as spectrograms, float32 (n, frames, mels).
 
     Headers are read now, and samples when rows are taken.
@@ -65,7 +64,7 @@ def open_recordings(path: Path, spec: DataSpec, *, labelled: bool = True) -> Rea
             x[place] = read_spectrogram(found[row], audio)
         return x
 
-    return Reader(labels, take, shape, np.dtype(np.float32), owner=owner)
+    return ExampleReader(labels, take, shape, np.dtype(np.float32), owner=owner)
 
 
 def read_spectrogram(source: Path | bytes, audio: Audio) -> np.ndarray:
@@ -80,7 +79,7 @@ def read_spectrogram(source: Path | bytes, audio: Audio) -> np.ndarray:
 def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     """Return the recordings that a table names, with their labels and owners."""
 
-    def listed_files(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> list[Path]:
+    def listed_files(chunk: TableChunk, decoder: columns.ColumnDecoder, names: tuple[str, ...]) -> list[Path]:
         for place, name in zip(chunk.places, chunk.columns[names[0]], strict=True):
             if not (file.parent / str(name)).is_file():
                 raise DataError(
@@ -96,7 +95,7 @@ def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path
 
 
 @contextlib.contextmanager
-def _open_wav(source: Path | bytes) -> Iterator[_Sound]:
+def _open_wav(source: Path | bytes) -> Iterator[_WavFormat]:
     """Open a WAV file or its bytes. Raise DataError if it is none."""
     file = _name_of(source)
     try:
@@ -114,7 +113,7 @@ def _open_wav(source: Path | bytes) -> Iterator[_Sound]:
         yield sound
 
 
-def _read_head(stream: BinaryIO) -> _Sound:
+def _read_head(stream: BinaryIO) -> _WavFormat:
     riff, _, kind = struct.unpack("<4sI4s", stream.read(12))
     if (riff, kind) != (b"RIFF", b"WAVE"):
         raise ValueError("it does not begin as one")
@@ -133,14 +132,14 @@ def _read_head(stream: BinaryIO) -> _Sound:
     width = (bits + 7) // 8
     if tag != PCM or not channels or width not in (1, 2, 3, 4):
         raise ValueError(f"format {tag}, {channels} channels, {bits} bits")
-    return _Sound(stream, channels, rate, width, size // (channels * width))
+    return _WavFormat(stream, channels, rate, width, size // (channels * width))
 
 
 def _name_of(source: Path | bytes) -> str:
     return "the recording" if isinstance(source, bytes) else str(source)
 
 
-def _require_sample_rate(sound: _Sound, source: Path | bytes, audio: Audio) -> None:
+def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) -> None:
     """Raise DataError if the recording's rate is not the one of [data.audio]."""
     if (rate := sound.rate) != audio.rate:
         name = source.name if isinstance(source, Path) else "old.wav"

@@ -23,7 +23,7 @@ BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.erro
 
 
 @dataclass(frozen=True)
-class Reader:
+class ExampleReader:
     """Labels of a data set, with a function that reads the inputs (rows, *shape) of any rows.
 
     Labels are (n,) int64 of classes, (n, k) float32 of a regression, (n, k) uint8 of several labels.

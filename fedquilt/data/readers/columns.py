@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fedquilt import config
 from fedquilt.core import DataError
 from fedquilt.data.readers.base import NAMED_MOST
 from fedquilt.data.spec import DataSpec
+from fedquilt.formats import toml
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in capital or small letters
 SEPARATORS = (";", "|", " ")  # between the labels of one example, in one column
@@ -22,7 +22,7 @@ DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TableChunk:
     """Rows of a table by column, with each row's position in the file."""
 
     columns: Mapping[str, Sequence[Any]]
@@ -33,7 +33,7 @@ class Chunk:
         return len(self.places)
 
 
-class Decoder:
+class ColumnDecoder:
     """Converter of table chunks to arrays, by the [data] table.
 
     Args:
@@ -61,7 +61,7 @@ class Decoder:
             found += [name] if kinds is None else [f"{name}={kind}" for kind in kinds]
         return tuple(found)
 
-    def decode_inputs(self, chunk: Chunk, x: Sequence[str]) -> np.ndarray:
+    def decode_inputs(self, chunk: TableChunk, x: Sequence[str]) -> np.ndarray:
         parts = []
         for name in x:
             kinds = self._spec.categories.get(name)
@@ -71,14 +71,14 @@ class Decoder:
                 parts.append(self._encode_one_hot(chunk, name, kinds))
         return np.concatenate(parts, axis=1) if parts else np.zeros((len(chunk), 0), np.float32)
 
-    def decode_labels(self, chunk: Chunk) -> np.ndarray:
+    def decode_labels(self, chunk: TableChunk) -> np.ndarray:
         if self._spec.task == "regression":
             return np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
         if self._spec.task == "labels":
             return self._decode_multi_labels(chunk)
         return self._decode_classes(chunk)
 
-    def decode_numbers(self, chunk: Chunk, name: str, fill: float | None = None) -> np.ndarray:
+    def decode_numbers(self, chunk: TableChunk, name: str, fill: float | None = None) -> np.ndarray:
         """Return one column as (rows,) float32, with missing values replaced by `fill`.
 
         Raises:
@@ -109,7 +109,7 @@ class Decoder:
         fill = self._spec.fill
         return fill.get(name) if isinstance(fill, dict) else fill
 
-    def _number_hint(self, chunk: Chunk, name: str, value: object) -> str:
+    def _number_hint(self, chunk: TableChunk, name: str, value: object) -> str:
         if DECIMAL_COMMA.fullmatch(str(value)):
             return f"write it with a point, {str(value).replace(',', '.')}"
         if isinstance(name, str) and name in self._y:
@@ -117,10 +117,10 @@ class Decoder:
         kinds = sorted({str(value) for value in chunk.columns[name] if not is_missing(value)})
         if len(kinds) > 20:
             return "leave the column out of [data] x, or mend the value"
-        words = f"{config.key_text(name)} = {json.dumps(kinds, ensure_ascii=False)}"
+        words = f"{toml.key_text(name)} = {json.dumps(kinds, ensure_ascii=False)}"
         return f"mend it, or list the column's words: categories = {{ {words} }}"
 
-    def _encode_one_hot(self, chunk: Chunk, name: str, kinds: Sequence[str]) -> np.ndarray:
+    def _encode_one_hot(self, chunk: TableChunk, name: str, kinds: Sequence[str]) -> np.ndarray:
         places = {kind: place for place, kind in enumerate(kinds)}
         found = np.zeros((len(chunk), len(kinds)), np.float32)
         for row, value in enumerate(chunk.columns[name]):
@@ -137,7 +137,7 @@ class Decoder:
                 )
         return found
 
-    def _decode_classes(self, chunk: Chunk) -> np.ndarray:
+    def _decode_classes(self, chunk: TableChunk) -> np.ndarray:
         (name,) = self._y
         known = {kind: place for place, kind in enumerate(self._spec.labels)}
         found = np.empty(len(chunk), np.int64)
@@ -161,7 +161,7 @@ class Decoder:
                 )
         return found
 
-    def _label_hint(self, chunk: Chunk, name: str) -> str:
+    def _label_hint(self, chunk: TableChunk, name: str) -> str:
         """Return the fix for a label column whose values are no class numbers."""
         kinds = sorted({str(value) for value in chunk.columns[name]})
         try:
@@ -173,7 +173,7 @@ class Decoder:
             return f"name the classes in order: set [data] labels = {json.dumps(kinds, ensure_ascii=False)}"
         return "classes are whole numbers from 0; to predict numbers set task = 'regression'"
 
-    def _decode_multi_labels(self, chunk: Chunk) -> np.ndarray:
+    def _decode_multi_labels(self, chunk: TableChunk) -> np.ndarray:
         if len(self._y) > 1:
             found = np.stack([self.decode_numbers(chunk, name) for name in self._y], axis=1)
             for row, column in np.argwhere((found != 0) & (found != 1)):
@@ -204,7 +204,7 @@ class Decoder:
                 held[row, known[word]] = 1
         return held
 
-    def _raise_cell_error(self, chunk: Chunk, row: int, name: str, what: str, mend: str) -> NoReturn:
+    def _raise_cell_error(self, chunk: TableChunk, row: int, name: str, what: str, mend: str) -> NoReturn:
         raise DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {what}: {mend}")
 
 

@@ -13,8 +13,9 @@ import numpy as np
 
 from fedquilt.core import DataError
 from fedquilt.data import images
-from fedquilt.data.readers import files, image_file
-from fedquilt.data.readers.base import BROKEN, Bytes, Reader, convert_labels, convert_read_errors, read_rows
+from fedquilt.data.readers import files
+from fedquilt.data.readers import pixels as readers_pixels
+from fedquilt.data.readers.base import BROKEN, Bytes, ExampleReader, convert_labels, convert_read_errors, read_rows
 from fedquilt.data.spec import DataSpec
 
 IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
@@ -22,7 +23,7 @@ IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 # -- IDX, the format of MNIST ---------------------------------------------------------------------
 
 
-def open_idx(path: Path, spec: DataSpec) -> Reader:
+def open_idx(path: Path, spec: DataSpec) -> ExampleReader:
     if path.is_dir():
         wanted = ("t10k", "test") if spec.split == "test" else (spec.split,)
         found = [file for file in find_idx_images(path) if any(part in file.name for part in wanted)]
@@ -48,7 +49,7 @@ def open_idx(path: Path, spec: DataSpec) -> Reader:
         with convert_read_errors(path), _open_stream(path) as stream:
             return read_rows(stream, _read_idx_header(stream, path, 3), np.dtype(np.uint8), rows)
 
-    return Reader(convert_labels(labels, beside), take, shape[1:], np.dtype(np.uint8))
+    return ExampleReader(convert_labels(labels, beside), take, shape[1:], np.dtype(np.uint8))
 
 
 def find_idx_images(path: Path) -> list[Path]:
@@ -79,13 +80,13 @@ def _open_stream(path: Path) -> Bytes:
 # -- image files, torchvision ---------------------------------------------------------------------
 
 
-def open_folder(path: Path, spec: DataSpec) -> Reader:
-    found, labels = files.find_files_by_class(path, spec, image_file.SUFFIXES, "images")
-    return _reader_of_images(labels, lambda row: image_file.read_image(found[row], spec.size, spec.depth), path)
+def open_folder(path: Path, spec: DataSpec) -> ExampleReader:
+    found, labels = files.find_files_by_class(path, spec, readers_pixels.SUFFIXES, "images")
+    return _reader_of_images(labels, lambda row: readers_pixels.read_image(found[row], spec.size, spec.depth), path)
 
 
-def open_torchvision(path: Path, spec: DataSpec) -> Reader:
-    from fedquilt.torchvision_compat import import_torchvision
+def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
+    from fedquilt.host.torchvision_compat import import_torchvision
 
     import_torchvision()
     from torchvision import datasets
@@ -106,18 +107,18 @@ def open_torchvision(path: Path, spec: DataSpec) -> Reader:
         raise DataError(f"torchvision's {spec.dataset} does not list its labels: give it as a folder of images")
 
     def read_pixels(row: int) -> np.ndarray:
-        pixels = image_file.pixels_of(held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
+        pixels = readers_pixels.pixels_of(held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
         return images.resize_images(pixels[None], spec.size)[0] if spec.size else pixels
 
     return _reader_of_images(convert_labels(np.asarray(labels), path), read_pixels, path)
 
 
-def _reader_of_images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> Reader:
+def _reader_of_images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> ExampleReader:
     """Return a reader that decodes images one by one. The first image gives the shape of all."""
     if not len(y):
         raise DataError(f"{path} holds no images of this split")
     first = image(0)
-    return Reader(y, lambda rows: _stack_images(path, image, rows), first.shape, first.dtype)
+    return ExampleReader(y, lambda rows: _stack_images(path, image, rows), first.shape, first.dtype)
 
 
 def _stack_images(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:

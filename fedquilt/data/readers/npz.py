@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data.readers.base import Bytes, Reader, convert_labels, convert_read_errors, read_rows
+from fedquilt.data.readers.base import Bytes, ExampleReader, convert_labels, convert_read_errors, read_rows
 from fedquilt.data.spec import DataSpec
 
 
-def open_npz(path: Path, spec: DataSpec) -> Reader:
+def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
     with convert_read_errors(path), zipfile.ZipFile(path) as archive:
         names = [Path(name).stem for name in archive.namelist() if name.endswith(".npy")]
         x, y = (_array_name(path, spec, letter, names) for letter in "xy")
@@ -31,7 +31,7 @@ def open_npz(path: Path, spec: DataSpec) -> Reader:
         with convert_read_errors(path), zipfile.ZipFile(path) as archive, archive.open(f"{x}.npy") as stream:
             return read_rows(stream, *_read_npy_header(stream, path, x), rows)
 
-    return Reader(convert_labels(labels, path, spec.task), take, shape[1:], dtype, owner=owner)
+    return ExampleReader(convert_labels(labels, path, spec.task), take, shape[1:], dtype, owner=owner)
 
 
 def _read_owners(

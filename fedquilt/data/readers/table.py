@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedquilt import config
 from fedquilt.core import DataError
 from fedquilt.data.readers import columns
-from fedquilt.data.readers.base import Reader
-from fedquilt.data.readers.columns import Chunk
+from fedquilt.data.readers.base import ExampleReader
+from fedquilt.data.readers.columns import TableChunk
 from fedquilt.data.spec import DataSpec, Windows
+from fedquilt.formats import toml
 
 AT_ONCE = 4096  # rows of a chunk
 SUFFIXES = (".csv", ".tsv", ".parquet")
 
 
-class Inputs(NamedTuple):
+class InputColumns(NamedTuple):
     x: tuple[str, ...]
     y: tuple[str, ...]
     owner: str
 
 
-def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
+def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
     """Open the rows of a table, or windows of them, with their labels.
 
     An unlabelled table gets zeros as labels.
@@ -44,15 +44,15 @@ def open_table(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
         file, spec, lambda chunk, decoder, names: decoder.decode_inputs(chunk, names), "an example", labelled=labelled
     )
     values = np.concatenate(found.x)
-    rows = Reader(
+    rows = ExampleReader(
         found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, features=found.features
     )
     return rows if spec.windows is None else _cut_windows(file, spec, spec.windows, rows)
 
 
-class Gathered(NamedTuple):
+class TableRows(NamedTuple):
     x: list[Any]  # of each chunk: the result of `inputs`
-    y: np.ndarray  # labels, as in `Reader`
+    y: np.ndarray  # labels, as in `ExampleReader`
     owner: np.ndarray | None  # (n,) of words: user of each row; None: not needed
     features: tuple[str, ...]  # names of the inputs
 
@@ -60,12 +60,12 @@ class Gathered(NamedTuple):
 def read_rows(
     file: Path,
     spec: DataSpec,
-    inputs: Callable[[Chunk, columns.Decoder, tuple[str, ...]], Any],
+    inputs: Callable[[TableChunk, columns.ColumnDecoder, tuple[str, ...]], Any],
     each: str,
     alone: str = "",
     *,
     labelled: bool = True,
-) -> Gathered:
+) -> TableRows:
     """Read inputs, labels and owners of a table in chunks.
 
     Args:
@@ -84,7 +84,7 @@ def read_rows(
     parts = column_roles(file, tuple(first.columns), spec, labelled=labelled)
     if alone and len(parts.x) != 1:
         raise DataError(f"{file}: columns {', '.join(parts.x)} could all {alone}, as [data] x = {parts.x[0]!r}")
-    decoder = columns.Decoder(file, spec, parts.y)
+    decoder = columns.ColumnDecoder(file, spec, parts.y)
     x, y, owner = [], [], []
     for chunk in chain((first,), chunks):
         x.append(inputs(chunk, decoder, parts.x))
@@ -94,7 +94,7 @@ def read_rows(
     labels = np.concatenate(y)
     if not len(labels):
         raise DataError(f"{file} has a head and no rows: {each} in each row is wanted")
-    return Gathered(x, labels, np.concatenate(owner) if owner else None, decoder.feature_names(parts.x))
+    return TableRows(x, labels, np.concatenate(owner) if owner else None, decoder.feature_names(parts.x))
 
 
 def category_words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -144,7 +144,7 @@ def read_column_names(file: Path) -> tuple[str, ...]:
     return tuple(next(read_chunks(file)).columns)
 
 
-def column_roles(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> Inputs:
+def column_roles(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: bool = True) -> InputColumns:
     """Return the input, label and owner columns.
 
     The default label column is "y", and the default inputs are all other columns.
@@ -167,7 +167,7 @@ def column_roles(file: Path, there: Sequence[str], spec: DataSpec, *, labelled: 
         raise DataError(f"{file} has no column beside {', '.join(y)}: inputs are wanted too")
     if both := [name for name in x if name in y]:
         raise DataError(f"{file}: column {both[0]!r} is input and label at once: name it in [data] x or y, not in both")
-    return Inputs(x, y, owner)
+    return InputColumns(x, y, owner)
 
 
 def label_columns(spec: DataSpec) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ def label_columns(spec: DataSpec) -> tuple[str, ...]:
 
 def require_columns(file: Path, there: Sequence[str], key: str, names: Iterable[str]) -> None:
     if missing := [name for name in names if name not in there]:
-        hint = config.suggest_nearest(missing[0], there)
+        hint = toml.suggest_nearest(missing[0], there)
         if missing[0] == "y" and key == "y" and not hint:
             hint = f": name the column of labels, as [data] y = {there[-1]!r}" if there else ""
         raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}): it has {_format_names(there)}{hint}")
@@ -190,7 +190,7 @@ def _format_names(names: Sequence[str], most: int = 12) -> str:
 # -- rows -----------------------------------------------------------------------------------------
 
 
-def read_chunks(file: Path) -> Iterator[Chunk]:
+def read_chunks(file: Path) -> Iterator[TableChunk]:
     """Read a table in chunks: strings from CSV, typed values from Parquet.
 
     At least one chunk is returned, which may be empty.
@@ -201,7 +201,7 @@ def read_chunks(file: Path) -> Iterator[Chunk]:
     return _read_parquet(file) if file.suffix.lower() == ".parquet" else _read_csv(file)
 
 
-def _read_csv(file: Path) -> Iterator[Chunk]:
+def _read_csv(file: Path) -> Iterator[TableChunk]:
     # The delimiter is a semicolon or a tab if the header has no comma. A byte order mark is skipped.
     begun = [0]  # line at which the last whole row ended
     try:
@@ -227,7 +227,7 @@ def _read_csv(file: Path) -> Iterator[Chunk]:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
 
 
-def _chunk_rows(file: Path, head: Sequence[str], rows: Iterator[list[str]], ended: list[int]) -> Iterator[Chunk]:
+def _chunk_rows(file: Path, head: Sequence[str], rows: Iterator[list[str]], ended: list[int]) -> Iterator[TableChunk]:
     # `ended[0]` is set to the line at which the last complete row ended.
     lines: list[int] = []
     held: list[list[str]] = []
@@ -250,9 +250,11 @@ def _chunk_rows(file: Path, head: Sequence[str], rows: Iterator[list[str]], ende
         yield _chunk_from_rows(head, held, lines)
 
 
-def _chunk_from_rows(head: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[int]) -> Chunk:
+def _chunk_from_rows(head: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[int]) -> TableChunk:
     values = list(zip(*rows, strict=True)) if rows else [() for _ in head]
-    return Chunk({name: [each.strip() for each in column] for name, column in zip(head, values, strict=True)}, lines)
+    return TableChunk(
+        {name: [each.strip() for each in column] for name, column in zip(head, values, strict=True)}, lines
+    )
 
 
 def encoding_hint(file: Path) -> str:
@@ -264,7 +266,7 @@ def encoding_hint(file: Path) -> str:
     return f"{seems}: save it as UTF-8, as `iconv -f {name} -t UTF-8 {file.name} > new{file.suffix}` does"
 
 
-def _read_parquet(file: Path) -> Iterator[Chunk]:
+def _read_parquet(file: Path) -> Iterator[TableChunk]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
@@ -274,9 +276,9 @@ def _read_parquet(file: Path) -> Iterator[Chunk]:
     try:
         with parquet.ParquetFile(file) as opened:
             names, at = opened.schema_arrow.names, 1
-            yield Chunk({name: [] for name in names}, [])
+            yield TableChunk({name: [] for name in names}, [])
             for batch in opened.iter_batches(AT_ONCE):
-                yield Chunk(batch.to_pydict(), range(at, at + len(batch)), "row")
+                yield TableChunk(batch.to_pydict(), range(at, at + len(batch)), "row")
                 at += len(batch)
     except (ArrowException, OSError, ValueError) as error:
         raise DataError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
@@ -285,7 +287,7 @@ def _read_parquet(file: Path) -> Iterator[Chunk]:
 # -- windows --------------------------------------------------------------------------------------
 
 
-def _cut_windows(file: Path, spec: DataSpec, windows: Windows, rows: Reader) -> Reader:
+def _cut_windows(file: Path, spec: DataSpec, windows: Windows, rows: ExampleReader) -> ExampleReader:
     """Return windows of consecutive rows as examples (steps, features). No window spans two users.
 
     The label of a window is the most frequent class (the least of ties), the last row's targets in a regression, or the
@@ -309,7 +311,7 @@ def _cut_windows(file: Path, spec: DataSpec, windows: Windows, rows: Reader) -> 
         y = np.array([np.bincount(each, minlength=kinds).argmax() for each in within], np.int64)
     else:
         y = within[:, -1] if spec.task == "regression" else within.max(axis=1)
-    return Reader(
+    return ExampleReader(
         y,
         lambda wanted: rows.take(places[wanted]),
         (windows.steps, *rows.shape),

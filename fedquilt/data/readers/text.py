@@ -8,13 +8,13 @@ import numpy as np
 
 from fedquilt.core import DataError
 from fedquilt.data.readers import columns, files, table
-from fedquilt.data.readers.base import Reader
-from fedquilt.data.readers.columns import Chunk
+from fedquilt.data.readers.base import ExampleReader
+from fedquilt.data.readers.columns import TableChunk
 from fedquilt.data.spec import DataSpec, Text
 from fedquilt.data.tokens import Tokenizer
 
 
-def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
+def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> ExampleReader:
     if spec.text is None:
         raise DataError(f'{path}: texts need a vocabulary: add [data.text] vocabulary = "vocab.txt"')
     tokenizer = Tokenizer.load(spec.text.vocabulary)
@@ -23,25 +23,27 @@ def open_texts(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
     return _open_table(table.find_table(path, spec), spec, spec.text, tokenizer, labelled)
 
 
-def _open_table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, labelled: bool) -> Reader:
+def _open_table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer, labelled: bool) -> ExampleReader:
     """Return a reader of the tokens of a table's text column."""
 
-    def encode_chunk(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> np.ndarray:
+    def encode_chunk(chunk: TableChunk, decoder: columns.ColumnDecoder, names: tuple[str, ...]) -> np.ndarray:
         return _encode_texts([str(each or "") for each in chunk.columns[names[0]]], text, tokenizer)
 
     found = table.read_rows(file, spec, encode_chunk, "a text", "be the text: name it", labelled=labelled)
     values = np.concatenate(found.x)
-    return Reader(found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, tokens=len(tokenizer))
+    return ExampleReader(
+        found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, tokens=len(tokenizer)
+    )
 
 
-def _open_folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Reader:
+def _open_folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> ExampleReader:
     if spec.task != "classes":
         raise DataError(
             f"{path}: a folder by class has a class for each text: leave task = {spec.task!r} out, or give a table"
         )
     found, labels = files.find_files_by_class(path, spec, (".txt",), "texts")
     values = _encode_texts([_read_text(file) for file in found], text, tokenizer)
-    return Reader(labels, values.__getitem__, values.shape[1:], values.dtype, tokens=len(tokenizer))
+    return ExampleReader(labels, values.__getitem__, values.shape[1:], values.dtype, tokens=len(tokenizer))
 
 
 def _encode_texts(texts: list[str], text: Text, tokenizer: Tokenizer) -> np.ndarray:

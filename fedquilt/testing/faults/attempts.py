@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 
-from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Committed, Declined, Ended, Lost, Reopened, Resumed
-from fedquilt.coordinator.rounds import LEFT
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    JobResumed,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateLost,
+)
+from fedquilt.coordinator.rounds.next_event import LEFT
 
 
-class Attempts:
+class AttemptCheck:
     def __init__(self, deadline_s: float, slack_s: float) -> None:
         self._deadline_s, self._slack_s = deadline_s, slack_s
         self._opened_s = math.inf  # no attempt runs
@@ -16,23 +26,23 @@ class Attempts:
         self._began_s = math.inf  # when the attempt, or the coordinator that has it, began
         self._declined = False
 
-    def check_event(self, event: AnyFact, now_s: float) -> str:
+    def check_event(self, event: AnyEvent, now_s: float) -> str:
         """Apply an event written now. Return what is wrong with the time of an attempt, or ""."""
         wrong = ""
         match event:
-            case Declined():
+            case TaskDeclined():
                 self._declined = True
-            case Asked() if self._opened_s == math.inf:
+            case CohortSelected() if self._opened_s == math.inf:
                 self._start_attempt(now_s)
-            case Reopened():
+            case RoundRetried():
                 wrong = self._problem_if_early(now_s) or self._problem_if_late(now_s)
                 self._start_attempt(now_s)
-            case Resumed() | Lost():
+            case JobResumed() | UpdateLost():
                 self._start_attempt(now_s)
-            case Closed():
+            case RoundClosed():
                 wrong = self._problem_if_late(now_s)
                 self._opened_s = math.inf
-            case Committed() | Ended():
+            case RoundCommitted() | JobEnded():
                 self._opened_s = math.inf
             case _:
                 pass

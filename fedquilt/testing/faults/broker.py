@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from fedquilt import wire
 from fedquilt.transport import link as links
+from fedquilt.transport import memory_link
 from fedquilt.transport.link import Message
 
 matches = lru_cache(maxsize=1 << 14)(links.filter_matches)
@@ -22,7 +23,7 @@ HOP_S = 0.01  # of a message, each way; messages of one instant arrive together
 WILL_S = 5.0  # after a client was last heard
 
 
-class Noise(NamedTuple):
+class DeliveryNoise(NamedTuple):
     start_s: float
     end_s: float
     drop: float
@@ -74,7 +75,7 @@ class SimLink:
 
 
 class SimBroker:
-    def __init__(self, seed: int, noise: Sequence[Noise] = (), max_payload: int = 1 << 20) -> None:
+    def __init__(self, seed: int, noise: Sequence[DeliveryNoise] = (), max_payload: int = 1 << 20) -> None:
         self.now_s, self.max_payload = 0.0, max_payload
         self.up = True
         self.clients: dict[str, SimLink] = {}
@@ -239,7 +240,7 @@ class SimBroker:
         for topic, payload in self._queued.pop(name, ()):
             self._schedule_delivery(name, Message(topic, payload))
 
-    def _current_noise(self) -> Noise | None:
+    def _current_noise(self) -> DeliveryNoise | None:
         """Return the noise of this moment, or None."""
         return next((each for each in self.noise if each.start_s <= self.now_s < each.end_s), None)
 
@@ -248,7 +249,7 @@ class SimBroker:
         noise = self._current_noise() if self.noise else None
         if noise is None:
             return [payload]
-        return links.apply_faults(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)
+        return memory_link.apply_faults(payload, self._roll, noise.drop, noise.duplicate, noise.corrupt)
 
 
 def with_unknown_field(topic: str, payload: bytes) -> bytes:

@@ -8,18 +8,18 @@ from typing import Final
 
 import msgspec
 
-from fedquilt import progress
-from fedquilt.coordinator.facts import AnyFact
+from fedquilt.console import progress
+from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.core import JobError
 from fedquilt.testing.faults import schedule, search
-from fedquilt.testing.faults.schedule import Schedule
-from fedquilt.testing.faults.world import Theatre
+from fedquilt.testing.faults.schedule import FaultSchedule
+from fedquilt.testing.faults.world import ScheduleEnvironment
 
 FAILED: Final = 8  # exit code
 INTERRUPTED: Final = 130  # likewise
 
 
-def parse_plan(text: str, seed: int | None) -> Schedule:
+def parse_plan(text: str, seed: int | None) -> FaultSchedule:
     """Return the schedule of a text, with another seed unless None.
 
     Raises:
@@ -30,7 +30,7 @@ def parse_plan(text: str, seed: int | None) -> Schedule:
     return found if seed is None else msgspec.structs.replace(found, seed=seed)
 
 
-def draw_plan(seed: int, among: Sequence[str], kinds: Sequence[str]) -> Schedule:
+def draw_plan(seed: int, among: Sequence[str], kinds: Sequence[str]) -> FaultSchedule:
     """Return the schedule of a seed.
 
     Raises:
@@ -40,11 +40,11 @@ def draw_plan(seed: int, among: Sequence[str], kinds: Sequence[str]) -> Schedule
     return schedule.draw_schedule(seed, among or search.supported_methods(), kinds)
 
 
-def run_one(plan: Schedule) -> int:
+def run_one(plan: FaultSchedule) -> int:
     print(f"schedule: {plan.to_text()}")
-    with Theatre() as theatre:
+    with ScheduleEnvironment() as theatre:
         found = search.run_plan(theatre, plan, _print_event)
-    if isinstance(found, search.Failure):
+    if isinstance(found, search.FailedSchedule):
         print(found.why)
         return FAILED
     print(
@@ -88,12 +88,14 @@ def _processor_s() -> float:
     return taken.user + taken.system + taken.children_user + taken.children_system
 
 
-def _run_batches(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> Iterator[search.Played]:
+def _run_batches(
+    seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int
+) -> Iterator[search.SearchResult]:
     if processes > 1:
         yield from search.run_in_processes(seeds, processes, kinds, among)
         return
     search.prepare_process()
-    with Theatre() as theatre:
+    with ScheduleEnvironment() as theatre:
         for at in range(0, len(seeds), search.BATCH):
             yield search.play_seeds(theatre, seeds[at : at + search.BATCH], kinds, among)
 
@@ -107,7 +109,7 @@ def _require_names(among: Sequence[str], kinds: Sequence[str]) -> None:
             raise JobError(f"{kind!r} is no further kind of fault; there are: {', '.join(schedule.LATER)}")
 
 
-def _print_event(job: str, fact: AnyFact) -> None:
+def _print_event(job: str, fact: AnyEvent) -> None:
     of = getattr(fact, "round", None)
     who = getattr(getattr(fact, "update", None), "device", "") or ", ".join(getattr(fact, "devices", ()))
     said = getattr(fact, "reason", "") or getattr(fact, "device", "")

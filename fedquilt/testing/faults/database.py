@@ -10,23 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt.disk import Place
+from fedquilt.host.disk import Place
 
 LOG: Final = "fedquilt.db-wal"  # name of the write-ahead log
 
 
-class Database:
+class FaultyDatabase:
     def __init__(self, path: Path) -> None:
         self._stem, self._number = path, 0
         self.path, self._log = path, f"{path}-wal"
         self.unsynced: int | None = None  # bytes of the write-ahead log before the commit that is under way
-        self._open: list[Connection] = []
+        self._open: list[FaultyConnection] = []
 
     def write_file(self, payload: bytes) -> None:
         self.path.write_bytes(payload)
 
-    def open_connection(self, ask: Callable[[str, Place], None]) -> Connection:
-        made = sqlite3.connect(self.path, timeout=10, isolation_level=None, factory=Connection)
+    def open_connection(self, ask: Callable[[str, Place], None]) -> FaultyConnection:
+        made = sqlite3.connect(self.path, timeout=10, isolation_level=None, factory=FaultyConnection)
         made.assign(self, ask)
         self._open.append(made)
         return made
@@ -74,12 +74,12 @@ class Database:
         self.unsynced = None
 
 
-class Connection(sqlite3.Connection):
-    _base: Database
+class FaultyConnection(sqlite3.Connection):
+    _base: FaultyDatabase
     _ask: Callable[[str, Place], None]
     synchronous = True  # SQLite's own default; a commit is on the disk when it returns
 
-    def assign(self, base: Database, ask: Callable[[str, Place], None]) -> None:
+    def assign(self, base: FaultyDatabase, ask: Callable[[str, Place], None]) -> None:
         self._base, self._ask = base, ask
 
     def close_at_crash(self) -> None:

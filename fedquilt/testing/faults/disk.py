@@ -1,6 +1,6 @@
 """Disk with faults: unsynced data may be lost or torn, and any call may fail or end the process.
 
-A `SimDisk` is one process's way to a `Platter`, which is what its computer keeps and which outlives it.
+A `SimDisk` is one process's way to a `SimulatedFileSystem`, which is what its computer keeps and which outlives it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,26 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from fedquilt.disk import REAL, Disk, Found, Lock, Place
-from fedquilt.open_file import OpenFile
-from fedquilt.testing.faults.platter import Change, File, Folder, Node, Platter, SimLock, Symlink, apply_change
+from fedquilt.host.disk import REAL, Disk, Lock, OpenFile, PathInfo, Place
+from fedquilt.testing.faults.platter import (
+    Change,
+    Node,
+    SimLock,
+    SimulatedFileSystem,
+    StoredFile,
+    StoredFolder,
+    StoredSymlink,
+    apply_change,
+)
 
 Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
 """Called before each call with what it does ("read", "write", "sync", "name", "commit") and where.
 
-It returns the error that the call is to raise, or raises `Crash`.
+It returns the error that the call is to raise, or raises `SimulatedCrash`.
 """
 
 
-class Crash(BaseException):
+class SimulatedCrash(BaseException):
     """End of the process in the middle of a call. Not caught by `except Exception`."""
 
 
@@ -53,7 +61,7 @@ class SimFile(OpenFile):
 
 
 class SimDisk(Disk):
-    def __init__(self, platter: Platter, gate: Gate = lambda what, where: None) -> None:
+    def __init__(self, platter: SimulatedFileSystem, gate: Gate = lambda what, where: None) -> None:
         self.platter = platter
         self._gate, self._root = gate, platter.root
         self._held: list[SimLock] = []
@@ -68,25 +76,25 @@ class SimDisk(Disk):
 
     # -- what is there --
 
-    def stat(self, path: Place) -> Found | None:
+    def stat(self, path: Place) -> PathInfo | None:
         node = self._find_node(path)
         if node is None:
             return REAL.stat(path) if self._is_outside(path) else None
         return _file_info(os.path.basename(path), node)
 
     def is_file(self, path: Place) -> bool:
-        return isinstance(self._find_node(path), File) or (self._is_outside(path) and REAL.is_file(path))
+        return isinstance(self._find_node(path), StoredFile) or (self._is_outside(path) and REAL.is_file(path))
 
     def is_dir(self, path: Place) -> bool:
-        return isinstance(self._find_node(path), Folder)
+        return isinstance(self._find_node(path), StoredFolder)
 
-    def entries(self, folder: Place) -> list[Found]:
+    def entries(self, folder: Place) -> list[PathInfo]:
         self._apply_gate("read", folder)
         node = self._find_node(folder)
-        if not isinstance(node, Folder):
+        if not isinstance(node, StoredFolder):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(folder))
         places = (
-            (name, self._find_node(f"{os.fspath(folder)}/{name}") if isinstance(each, Symlink) else each)
+            (name, self._find_node(f"{os.fspath(folder)}/{name}") if isinstance(each, StoredSymlink) else each)
             for name, each in node.names.items()
         )
         return [_file_info(name, each) for name, each in places if each is not None]
@@ -129,11 +137,13 @@ class SimDisk(Disk):
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
 
         def write_whole(part: bytes) -> None:
-            if isinstance(known, File):
+            if isinstance(known, StoredFile):
                 known.rewritten = True
                 known.data, known.mtime_ns = part, self.platter.wall_ns()
             else:
-                self._apply_change([(folder, name, File(part, self.platter.next_inode(), self.platter.wall_ns()))])
+                self._apply_change(
+                    [(folder, name, StoredFile(part, self.platter.next_inode(), self.platter.wall_ns()))]
+                )
 
         self._apply_gate("write", path, lambda: write_whole(payload[: len(payload) // 2]))
         write_whole(bytes(payload))
@@ -153,12 +163,14 @@ class SimDisk(Disk):
         self._apply_gate("write", path)
         folder, name = self._parent_folder(path)
         node = folder.names.get(name)
-        if isinstance(node, File):
+        if isinstance(node, StoredFile):
             if len(node.data) != size:
                 node.rewritten = node.rewritten or size < len(node.data)
                 node.data = node.data[:size] + bytes(max(0, size - len(node.data)))
         else:
-            self._apply_change([(folder, name, File(bytes(size), self.platter.next_inode(), self.platter.wall_ns()))])
+            self._apply_change(
+                [(folder, name, StoredFile(bytes(size), self.platter.next_inode(), self.platter.wall_ns()))]
+            )
 
     def open(self, path: Place) -> SimFile:
         if not self.is_file(path):
@@ -176,7 +188,7 @@ class SimDisk(Disk):
         self._apply_gate("sync", path)
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-        if isinstance(node, File):
+        if isinstance(node, StoredFile):
             node.safe, node.rewritten = node.data, False
             return
         kept = {index for index, change in enumerate(self.platter.changes) for each in change if each[0] is node}
@@ -190,7 +202,7 @@ class SimDisk(Disk):
         if node is None:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(source))
         there, new = self._parent_folder(target)
-        if isinstance(there.names.get(new), Folder):
+        if isinstance(there.names.get(new), StoredFolder):
             raise OSError(errno.ENOTEMPTY, "Directory not empty", str(target))
         self._apply_change([(here, name, None), (there, new, node)])
 
@@ -199,7 +211,7 @@ class SimDisk(Disk):
         self._apply_gate("name", target)
         if self._is_outside(source):
             data = REAL.read(source)
-            node = File(data, self.platter.next_inode(), self.platter.wall_ns(), data)
+            node = StoredFile(data, self.platter.next_inode(), self.platter.wall_ns(), data)
         else:
             node = self._require_file(source)
         there, new = self._parent_folder(target)
@@ -215,24 +227,24 @@ class SimDisk(Disk):
         there, new = self._parent_folder(path)
         if new in there.names:
             raise FileExistsError(errno.EEXIST, "File exists", str(path))
-        self._apply_change([(there, new, Symlink(target, self.platter.next_inode()))])
+        self._apply_change([(there, new, StoredSymlink(target, self.platter.next_inode()))])
 
     def read_link(self, path: Place) -> str | None:
         parts = self._path_parts(path)
         folder = self._node_at(parts[:-1])
-        node = folder.names.get(parts[-1]) if isinstance(folder, Folder) else None
-        return node.target if isinstance(node, Symlink) else None
+        node = folder.names.get(parts[-1]) if isinstance(folder, StoredFolder) else None
+        return node.target if isinstance(node, StoredSymlink) else None
 
     def unlink(self, path: Place) -> None:
         self._apply_gate("name", path)
         found = self._path_parts(path)
         folder = self._node_at(found[:-1])
-        if isinstance(folder, Folder) and found[-1] in folder.names:
+        if isinstance(folder, StoredFolder) and found[-1] in folder.names:
             self._apply_change([(folder, found[-1], None)])
 
     def touch(self, path: Place) -> None:
         node = self._find_node(path)
-        if isinstance(node, File):
+        if isinstance(node, StoredFile):
             node.mtime_ns = self.platter.wall_ns()
 
     def set_mode(self, path: Place, mode: int) -> None:
@@ -241,20 +253,20 @@ class SimDisk(Disk):
     def make_folder(self, folder: Place) -> None:
         node: Node = self.platter.top
         for name in self._path_parts(folder):
-            if not isinstance(node, Folder):
+            if not isinstance(node, StoredFolder):
                 raise FileExistsError(errno.EEXIST, "File exists", str(folder))
             if name not in node.names:
                 self._apply_gate("name", folder)
-                self._apply_change([(node, name, Folder(self.platter.next_inode()))])
+                self._apply_change([(node, name, StoredFolder(self.platter.next_inode()))])
             node = node.names[name]
 
     def remove(self, folder: Place) -> None:
         # Name by name, so that a process that ends here leaves a part.
         node = self._find_node(folder)
-        if not isinstance(node, Folder):
+        if not isinstance(node, StoredFolder):
             return
         for name in list(node.names):
-            if isinstance(node.names[name], Folder):
+            if isinstance(node.names[name], StoredFolder):
                 self.remove(f"{folder}/{name}")
             else:
                 self.unlink(f"{folder}/{name}")
@@ -291,7 +303,7 @@ class SimDisk(Disk):
     def _apply_gate(self, what: str, where: Place, part: Callable[[], None] = lambda: None) -> None:
         try:
             error = self._gate(what, where)
-        except Crash:
+        except SimulatedCrash:
             part()
             raise
         if error is not None:
@@ -318,10 +330,10 @@ class SimDisk(Disk):
     def _node_at(self, parts: list[str]) -> Node | None:
         node: Node | None = self.platter.top
         for name in parts:
-            if type(node) is not Folder:
+            if type(node) is not StoredFolder:
                 return None
             folder, node = node, node.names.get(name)
-            while type(node) is Symlink:
+            while type(node) is StoredSymlink:
                 node = folder.names.get(node.target)
         return node
 
@@ -334,22 +346,22 @@ class SimDisk(Disk):
         except OSError:
             return None
 
-    def _require_file(self, path: Place) -> File:
+    def _require_file(self, path: Place) -> StoredFile:
         node = self._find_node(path)
-        if not isinstance(node, File):
+        if not isinstance(node, StoredFile):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         return node
 
-    def _parent_folder(self, path: Place) -> tuple[Folder, str]:
+    def _parent_folder(self, path: Place) -> tuple[StoredFolder, str]:
         parts = self._path_parts(path)
         folder = self._node_at(parts[:-1])
-        if not isinstance(folder, Folder):
+        if not isinstance(folder, StoredFolder):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         return folder, parts[-1]
 
 
-def _file_info(name: str, node: Node) -> Found:
-    if isinstance(node, Folder):
-        return Found(name, True, 0, 0, node.inode)
-    assert isinstance(node, File)
-    return Found(name, False, len(node.data), node.mtime_ns, node.inode)
+def _file_info(name: str, node: Node) -> PathInfo:
+    if isinstance(node, StoredFolder):
+        return PathInfo(name, True, 0, 0, node.inode)
+    assert isinstance(node, StoredFile)
+    return PathInfo(name, False, len(node.data), node.mtime_ns, node.inode)

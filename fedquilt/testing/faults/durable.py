@@ -10,24 +10,24 @@ import hashlib
 from collections.abc import Collection
 from typing import Any
 
-from fedquilt.blobs import pack
-from fedquilt.blobs.store import PACK
-from fedquilt.coordinator.facts import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Folded,
-    Lost,
-    Rejected,
-    Reopened,
-    Started,
+from fedquilt.blobs.storage import pack_file
+from fedquilt.blobs.storage.store import PACK
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobStarted,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateLost,
+    UpdateRejected,
+    UpdatesAggregated,
 )
 from fedquilt.core import BlobRef
 from fedquilt.testing.faults.disk import SimDisk
-from fedquilt.testing.faults.platter import File, Folder, Node, Symlink
+from fedquilt.testing.faults.platter import Node, StoredFile, StoredFolder, StoredSymlink
 
 
 class DurableDisk(SimDisk):
@@ -35,13 +35,13 @@ class DurableDisk(SimDisk):
         """Return the file or folder at a path as a power failure would leave it, or None."""
         node: Node | None = self.platter.top
         for name in parts:
-            if type(node) is not Folder:
+            if type(node) is not StoredFolder:
                 return None
             folder, node = node, node.safe.get(name)
-            while type(node) is Symlink:
+            while type(node) is StoredSymlink:
                 node = folder.safe.get(node.target)
-        if type(node) is File and node.safe is not node.data:
-            return None if node.safe is None else File(node.safe, node.inode, node.mtime_ns, node.safe)
+        if type(node) is StoredFile and node.safe is not node.data:
+            return None if node.safe is None else StoredFile(node.safe, node.inode, node.mtime_ns, node.safe)
         return node
 
 
@@ -50,7 +50,7 @@ def lost_blobs(disk: DurableDisk, folder: str, wanted: Collection[str]) -> list[
     path = f"{folder}/{PACK}"
     if missing and disk.is_file(path):
         file = disk.open(path)
-        for slot in pack.read_entries(file):
+        for slot in pack_file.read_entries(file):
             if slot.sha256 in missing and _sha256(file.read(slot.place, slot.size)) == slot.sha256:
                 missing.remove(slot.sha256)
     return sorted(missing)
@@ -60,13 +60,13 @@ def _sha256(payload: Any) -> str:
     return hashlib.sha256(payload).hexdigest()
 
 
-def blobs_in_event(event: AnyFact) -> set[str]:
+def blobs_in_event(event: AnyEvent) -> set[str]:
     match event:
-        case Started() | Committed():
+        case JobStarted() | RoundCommitted():
             return {event.state.sha256}
-        case Folded():
+        case UpdatesAggregated():
             return {event.sum.sha256}
-        case Answered():
+        case UpdateAccepted():
             return {ref.sha256 for ref in event.update.bundles.values()}
         case _:
             return set()
@@ -86,7 +86,7 @@ class JobPromises:
         self.asked: set[str] = set()
         self.counted: set[tuple[int, str]] = set()
         self._state: BlobRef | None = None
-        self._sum: Folded | None = None
+        self._sum: UpdatesAggregated | None = None
         self._updates: dict[str, set[str]] = {}  # device -> digests of its update's blobs
 
     @property
@@ -96,29 +96,29 @@ class JobPromises:
         refs = (self._state, self._sum.sum if self._sum else None)
         return {ref.sha256 for ref in refs if ref is not None}.union(*updates)
 
-    def add_event(self, event: AnyFact) -> None:
+    def add_event(self, event: AnyEvent) -> None:
         match event:
-            case Started():
+            case JobStarted():
                 self._state = event.state
-            case Asked():
+            case CohortSelected():
                 self.asked.update(event.devices)
-            case Answered(round, update):
+            case UpdateAccepted(round, update):
                 self.counted.add((round, update.device))
                 self._updates[update.device] = blobs_in_event(event)
                 self.asked.discard(update.device)
-            case Declined() | Rejected():
+            case TaskDeclined() | UpdateRejected():
                 self.asked.discard(event.device)
-            case Lost():
+            case UpdateLost():
                 self.counted.discard((event.round, event.device))
                 self._updates.pop(event.device, None)
                 self.asked.add(event.device)
                 if self._sum and event.device in self._sum.devices:
                     self._sum = None
-            case Folded():
+            case UpdatesAggregated():
                 self._sum = event
-            case Closed() | Reopened():
+            case RoundClosed() | RoundRetried():
                 self.asked.clear()
-            case Committed():
+            case RoundCommitted():
                 self._state, self._sum, self.round = event.state, None, event.round + 1
                 self._updates.clear()
             case _:

@@ -14,13 +14,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from fedquilt.disk import Lock
-from fedquilt.testing.faults.database import Database
+from fedquilt.host.disk import Lock
+from fedquilt.testing.faults.database import FaultyDatabase
 
 TORN_BYTES: Final = 64  # a file that was being written ends, or turns into zeros or old bytes, at a multiple of this
 
 
-class File:
+class StoredFile:
     __slots__ = ("data", "inode", "mtime_ns", "rewritten", "safe")
 
     def __init__(self, data: bytes, inode: int, mtime_ns: int, safe: bytes | None = None) -> None:
@@ -28,7 +28,7 @@ class File:
         self.rewritten = False  # whether it was cut since the last sync, so that no old bytes need stay
 
 
-class Folder:
+class StoredFolder:
     __slots__ = ("inode", "names", "safe")
 
     def __init__(self, inode: int) -> None:
@@ -37,18 +37,18 @@ class Folder:
         self.safe: dict[str, Node] = {}
 
 
-class Symlink:
+class StoredSymlink:
     __slots__ = ("inode", "target")
 
     def __init__(self, target: str, inode: int) -> None:
         self.target, self.inode = target, inode
 
 
-Node: TypeAlias = File | Folder | Symlink
-Change: TypeAlias = list[tuple[Folder, str, Node | None]]  # names set or removed together
+Node: TypeAlias = StoredFile | StoredFolder | StoredSymlink
+Change: TypeAlias = list[tuple[StoredFolder, str, Node | None]]  # names set or removed together
 
 
-class Platter:
+class SimulatedFileSystem:
     """Simulated file system of one computer, below one folder.
 
     Args:
@@ -59,10 +59,10 @@ class Platter:
 
     def __init__(self, root: str, real: Path, wall_ns: Callable[[], int] = lambda: 0) -> None:
         self.root, self.wall_ns = root.rstrip("/"), wall_ns
-        self.top = Folder(0)
+        self.top = StoredFolder(0)
         self.changes: list[Change] = []  # of names, not synced yet
         self.locks: dict[str, set[SimLock]] = {}
-        self.databases: dict[str, Database] = {}  # by path
+        self.databases: dict[str, FaultyDatabase] = {}  # by path
         self.paths: dict[str, list[str]] = {}  # absolute path -> names from `root` on
         self.lost = 0  # files and names that power failures have taken
         self._real, self._inodes = real, 0
@@ -71,9 +71,9 @@ class Platter:
         self._inodes += 1
         return self._inodes
 
-    def open_database(self, path: str) -> Database:
+    def open_database(self, path: str) -> FaultyDatabase:
         if path not in self.databases:
-            self.databases[path] = Database(self._real / f"{len(self.databases)}-{os.path.basename(path)}")
+            self.databases[path] = FaultyDatabase(self._real / f"{len(self.databases)}-{os.path.basename(path)}")
         return self.databases[path]
 
     def fail_power(self, roll: random.Random) -> None:
@@ -122,19 +122,19 @@ class Platter:
             bit -= 8 * len(file.data)
         return False
 
-    def _list_files(self, folder: Folder) -> list[File]:
-        found: list[File] = []
+    def _list_files(self, folder: StoredFolder) -> list[StoredFile]:
+        found: list[StoredFile] = []
         for node in folder.names.values():
-            if isinstance(node, Folder):
+            if isinstance(node, StoredFolder):
                 found += self._list_files(node)
-            elif isinstance(node, File):
+            elif isinstance(node, StoredFile):
                 found.append(node)
         return found
 
-    def copy_contents(self) -> tuple[Folder, dict[str, tuple[bytes, bytes]]]:
+    def copy_contents(self) -> tuple[StoredFolder, dict[str, tuple[bytes, bytes]]]:
         return deepcopy(self.top), {path: each.read_files() for path, each in self.databases.items()}
 
-    def restore(self, copied: tuple[Folder, dict[str, tuple[bytes, bytes]]]) -> None:
+    def restore(self, copied: tuple[StoredFolder, dict[str, tuple[bytes, bytes]]]) -> None:
         self.top = copied[0]
         _sync_all(self.top)
         self.changes.clear()
@@ -149,13 +149,13 @@ class Platter:
         for database in self.databases.values():
             database.crash(None)
 
-    def _lose_unsynced(self, folder: Folder, roll: random.Random) -> None:
+    def _lose_unsynced(self, folder: StoredFolder, roll: random.Random) -> None:
         """Set a folder to what a power failure leaves: synced names, and unsynced files torn at random."""
         folder.names = dict(folder.safe)
         for node in folder.names.values():
-            if isinstance(node, Folder):
+            if isinstance(node, StoredFolder):
                 self._lose_unsynced(node, roll)
-            elif isinstance(node, File) and (node.safe is None or node.safe is not node.data):
+            elif isinstance(node, StoredFile) and (node.safe is None or node.safe is not node.data):
                 self.lost += 1
                 old, new = node.safe or b"", node.data
                 left = tear_file(old, new, roll)
@@ -163,13 +163,13 @@ class Platter:
                 node.rewritten = False
 
 
-def _sync_all(folder: Folder) -> None:
+def _sync_all(folder: StoredFolder) -> None:
     """Mark all files and names below a folder as synced."""
     folder.safe = dict(folder.names)
     for node in folder.names.values():
-        if isinstance(node, Folder):
+        if isinstance(node, StoredFolder):
             _sync_all(node)
-        elif isinstance(node, File):
+        elif isinstance(node, StoredFile):
             node.safe = node.data
 
 

@@ -26,11 +26,11 @@ SYNCED: Final = 0.2  # likewise of those that sync something
 class Fault(msgspec.Struct, frozen=True, tag=True): ...
 
 
-class OneSided(Fault, frozen=True):
+class ParticipantFault(Fault, frozen=True):
     who: str
 
 
-class Crash(OneSided, frozen=True, tag="crash"):
+class ProcessCrash(ParticipantFault, frozen=True, tag="crash"):
     """End of a process at one of its calls, and of its computer with `power`.
 
     Only calls of the kind `at` are counted, or all calls if it is "".
@@ -42,19 +42,19 @@ class Crash(OneSided, frozen=True, tag="crash"):
     at: Literal["", "publish", "published", "sync"] = ""
 
 
-class Kill(OneSided, frozen=True, tag="kill"):
+class ProcessKill(ParticipantFault, frozen=True, tag="kill"):
     at_s: float
     power: bool
     down_s: float
 
 
-class Refuse(OneSided, frozen=True, tag="refuse"):
+class DiskFault(ParticipantFault, frozen=True, tag="refuse"):
     call: int
     calls: int
     how: Literal["full", "readonly", "io"]
 
 
-class Noise(Fault, frozen=True, tag="noise"):
+class NetworkNoise(Fault, frozen=True, tag="noise"):
     start_s: float
     length_s: float
     drop: float
@@ -63,94 +63,94 @@ class Noise(Fault, frozen=True, tag="noise"):
     delay_s: float
 
 
-class Cut(OneSided, frozen=True, tag="cut"):
+class ConnectionLoss(ParticipantFault, frozen=True, tag="cut"):
     start_s: float
     length_s: float
     keep: bool
 
 
-class Broker(Fault, frozen=True, tag="broker"):
+class BrokerRestart(Fault, frozen=True, tag="broker"):
     start_s: float
     length_s: float
     sessions: bool
     retained: bool
 
 
-class Jump(OneSided, frozen=True, tag="jump"):
+class ClockJump(ParticipantFault, frozen=True, tag="jump"):
     at_s: float
     sleep_s: float
     wall_s: float
 
 
-class Slow(OneSided, frozen=True, tag="slow"):
+class SlowTask(ParticipantFault, frozen=True, tag="slow"):
     factor: float
 
 
-class Worker(OneSided, frozen=True, tag="worker"):
+class WorkerFault(ParticipantFault, frozen=True, tag="worker"):
     start: int
     how: Literal["killed", "failed", "memory"]
 
 
-class Stop(Fault, frozen=True, tag="stop"):
+class JobStop(Fault, frozen=True, tag="stop"):
     at_s: float
     length_s: float
 
 
-class Newer(OneSided, frozen=True, tag="newer"):
+class NewerParticipant(ParticipantFault, frozen=True, tag="newer"):
     """Participant of a newer version with an unknown field in all messages."""
 
 
-class Death(OneSided, frozen=True, tag="death"):
+class DeviceLoss(ParticipantFault, frozen=True, tag="death"):
     """Loss of a device with its disk, right after an acknowledgement was sent."""
 
     ack: int  # number of the acknowledgement, from 1
 
 
-class Ahead(Fault, frozen=True, tag="ahead"):
+class NewerCoordinator(Fault, frozen=True, tag="ahead"):
     """Coordinator of a newer version for some time, with an unknown field in its messages."""
 
     start_s: float
     length_s: float
 
 
-class Second(Fault, frozen=True, tag="second"):
+class SecondCoordinator(Fault, frozen=True, tag="second"):
     at_s: float
 
 
-class Rot(OneSided, frozen=True, tag="rot"):
+class BitRot(ParticipantFault, frozen=True, tag="rot"):
     at_s: float
     place: float
 
 
-class Restore(Fault, frozen=True, tag="restore"):
+class HomeRestore(Fault, frozen=True, tag="restore"):
     at_s: float
     back_s: float
 
 
 AnyFault: TypeAlias = (
-    Crash
-    | Kill
-    | Refuse
-    | Noise
-    | Cut
-    | Broker
-    | Jump
-    | Slow
-    | Worker
-    | Stop
-    | Newer
-    | Death
-    | Ahead
-    | Second
-    | Rot
-    | Restore
+    ProcessCrash
+    | ProcessKill
+    | DiskFault
+    | NetworkNoise
+    | ConnectionLoss
+    | BrokerRestart
+    | ClockJump
+    | SlowTask
+    | WorkerFault
+    | JobStop
+    | NewerParticipant
+    | DeviceLoss
+    | NewerCoordinator
+    | SecondCoordinator
+    | BitRot
+    | HomeRestore
 )
 KINDS: Final[dict[str, type[Fault]]] = {str(kind.__struct_config__.tag): kind for kind in AnyFault.__args__}
 LATER: Final = ("rot", "restore")
 """Kinds that schedules do not draw of themselves: what they find is mended by verified reads and reconciled epochs."""
 
 
-class Schedule(msgspec.Struct, frozen=True):
+class FaultSchedule(msgspec.Struct, frozen=True):
     seed: int = 0
     method: str = "fedavg"
     codec: str = "raw"
@@ -173,10 +173,10 @@ class Schedule(msgspec.Struct, frozen=True):
         return self.size == 0
 
     @property
-    def without_faults(self) -> Schedule:
+    def without_faults(self) -> FaultSchedule:
         return msgspec.structs.replace(self, seed=0, faults=(), payload=1 << 20, beside_s=-1.0)
 
-    def for_job(self, number: int) -> Schedule:
+    def for_job(self, number: int) -> FaultSchedule:
         if not number or not self.also:
             return self
         return msgspec.structs.replace(self, method=self.also, codec="raw", also="")
@@ -187,7 +187,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def to_text(self) -> str:
         """Return the text that `parse_schedule` converts to the same schedule."""
-        plain = Schedule()
+        plain = FaultSchedule()
         words = [
             f"{name}={getattr(self, name)}"
             for name in self.__struct_fields__
@@ -203,7 +203,7 @@ def _format_fault(fault: AnyFault) -> str:
     return f"{fault.__struct_config__.tag}:{','.join(told)}"
 
 
-def parse_schedule(text: str) -> Schedule:
+def parse_schedule(text: str) -> FaultSchedule:
     """Return the schedule of a text.
 
     Raises:
@@ -225,9 +225,9 @@ def parse_schedule(text: str) -> Schedule:
                 raise ValueError(f"{word} has {len(values)} values")
             found = dict(zip(kind.__struct_fields__, values, strict=False))
             faults.append(msgspec.convert({"type": name, **found}, AnyFault, strict=False))
-        if unknown := given.keys() - set(Schedule.__struct_fields__):
+        if unknown := given.keys() - set(FaultSchedule.__struct_fields__):
             raise ValueError(f"no setting {', '.join(sorted(unknown))}")
-        made = msgspec.convert(given, Schedule, strict=False)
+        made = msgspec.convert(given, FaultSchedule, strict=False)
     except (KeyError, ValueError) as error:
         raise JobError(f"{text!r} is no schedule: {error}; take one as `fedquilt simulate` prints it") from None
     return msgspec.structs.replace(made, faults=tuple(faults))
@@ -238,7 +238,7 @@ def parse_schedule(text: str) -> Schedule:
 
 def draw_schedule(
     seed: int, methods: Sequence[str], kinds: Sequence[str] = (), only: Sequence[str] = (), **settings: Any
-) -> Schedule:
+) -> FaultSchedule:
     """Return the schedule that follows from a seed.
 
     Args:
@@ -246,14 +246,14 @@ def draw_schedule(
         methods: Methods to draw from.
         kinds: Kinds of faults of LATER to draw as well.
         only: Kinds of faults to draw, or all if it is empty.
-        settings: Settings that are fixed before faults are drawn, by their names in `Schedule`.
+        settings: Settings that are fixed before faults are drawn, by their names in `FaultSchedule`.
     """
     roll = random.Random(f"schedule {seed}")
     method, codec = roll.choice(methods), "raw"
     if "fedavg" in methods and roll.random() < 0.15:  # a codec that leaves something for the next time
         method, codec = "fedavg", roll.choice(["int8", "topk"])
     devices, rounds = roll.choice([2, 2, 3]), roll.choice([2, 3, 4, 5])
-    base = Schedule(
+    base = FaultSchedule(
         seed=seed,
         method=method,
         codec=codec,
@@ -285,24 +285,24 @@ def draw_schedule(
         )
     beside_s = settings.get("beside_s", roll.choice([-1.0, -1.0, 0.0, 0.2, 3.0]))
     if roll.random() < 0.1 and not only:
-        faults = (*faults, Ahead(_draw_time_s(roll, base), roll.choice([1.0, 10.0, 60.0])))
+        faults = (*faults, NewerCoordinator(_draw_time_s(roll, base), roll.choice([1.0, 10.0, 60.0])))
     return msgspec.structs.replace(base, faults=faults, beside_s=beside_s)
 
 
-def _draw_participant(roll: random.Random, base: Schedule) -> str:
+def _draw_participant(roll: random.Random, base: FaultSchedule) -> str:
     return roll.choice([COORDINATOR, *(f"dev-{index}" for index in range(base.devices))])
 
 
-def _draw_call(roll: random.Random, base: Schedule, who: str) -> int:
+def _draw_call(roll: random.Random, base: FaultSchedule, who: str) -> int:
     each = COORDINATOR_CALLS * base.devices if who == COORDINATOR else AGENT_CALLS
     return roll.randrange(1, each * base.rounds)
 
 
-def _draw_time_s(roll: random.Random, base: Schedule) -> float:
+def _draw_time_s(roll: random.Random, base: FaultSchedule) -> float:
     return round(roll.uniform(0.0, ROUND_S * base.rounds * base.jobs), 2)
 
 
-def _draw_crash(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_crash(roll: random.Random, base: FaultSchedule) -> AnyFault:
     """Return a crash of a random process at a random call, publication or sync."""
     who = roll.choice([COORDINATOR, _draw_participant(roll, base)])
     at: Literal["", "publish", "published", "sync"] = roll.choice(["", "publish", "sync"])
@@ -310,22 +310,24 @@ def _draw_crash(roll: random.Random, base: Schedule) -> AnyFault:
     call = max(1, int(_draw_call(roll, base, who) * share))
     if at == "publish" and call % 2:
         at = "published"
-    return Crash(who, call, roll.random() < 0.6, roll.choice([0.5, 8.0, 40.0]), at)
+    return ProcessCrash(who, call, roll.random() < 0.6, roll.choice([0.5, 8.0, 40.0]), at)
 
 
-def _draw_kill(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_kill(roll: random.Random, base: FaultSchedule) -> AnyFault:
     """Return a kill of a random process at a random time."""
     who = roll.choice([COORDINATOR, _draw_participant(roll, base)])
-    return Kill(who, _draw_time_s(roll, base), roll.random() < 0.5, roll.choice([0.5, 8.0, 40.0]))
+    return ProcessKill(who, _draw_time_s(roll, base), roll.random() < 0.5, roll.choice([0.5, 8.0, 40.0]))
 
 
-def _draw_refuse(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_refuse(roll: random.Random, base: FaultSchedule) -> AnyFault:
     who = _draw_participant(roll, base)
-    return Refuse(who, _draw_call(roll, base, who), roll.choice([1, 1, 5, 30]), roll.choice(["full", "readonly", "io"]))
+    return DiskFault(
+        who, _draw_call(roll, base, who), roll.choice([1, 1, 5, 30]), roll.choice(["full", "readonly", "io"])
+    )
 
 
-def _draw_noise(roll: random.Random, base: Schedule) -> AnyFault:
-    return Noise(
+def _draw_noise(roll: random.Random, base: FaultSchedule) -> AnyFault:
+    return NetworkNoise(
         _draw_time_s(roll, base) * roll.choice([0, 1]),
         roll.choice([1.0, 5.0, 20.0]),
         drop=roll.choice([0.0, 0.1, 0.4]),
@@ -335,61 +337,63 @@ def _draw_noise(roll: random.Random, base: Schedule) -> AnyFault:
     )
 
 
-def _draw_cut(roll: random.Random, base: Schedule) -> AnyFault:
-    return Cut(
+def _draw_cut(roll: random.Random, base: FaultSchedule) -> AnyFault:
+    return ConnectionLoss(
         _draw_participant(roll, base), _draw_time_s(roll, base), roll.choice([0.3, 3.0, 30.0]), roll.random() < 0.5
     )
 
 
-def _draw_broker(roll: random.Random, base: Schedule) -> AnyFault:
-    return Broker(_draw_time_s(roll, base), roll.choice([0.1, 4.0, 30.0]), roll.random() < 0.5, roll.random() < 0.5)
+def _draw_broker(roll: random.Random, base: FaultSchedule) -> AnyFault:
+    return BrokerRestart(
+        _draw_time_s(roll, base), roll.choice([0.1, 4.0, 30.0]), roll.random() < 0.5, roll.random() < 0.5
+    )
 
 
-def _draw_jump(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_jump(roll: random.Random, base: FaultSchedule) -> AnyFault:
     sleep_s = roll.choice([0.0, 5.0, 100.0, 10_000.0])
-    return Jump(_draw_participant(roll, base), _draw_time_s(roll, base), sleep_s, roll.choice([0.0, -1e6, 1e6]))
+    return ClockJump(_draw_participant(roll, base), _draw_time_s(roll, base), sleep_s, roll.choice([0.0, -1e6, 1e6]))
 
 
-def _draw_slow(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_slow(roll: random.Random, base: FaultSchedule) -> AnyFault:
     # If not all devices are required, the last one is slower than a round permits.
     index = roll.randrange(base.devices) if base.requires_all_devices else base.devices - 1
-    return Slow(f"dev-{index}", roll.choice([3.0, 10.0, 30.0]))
+    return SlowTask(f"dev-{index}", roll.choice([3.0, 10.0, 30.0]))
 
 
-def _draw_worker(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_worker(roll: random.Random, base: FaultSchedule) -> AnyFault:
     who, start = f"dev-{roll.randrange(base.devices)}", roll.randrange(1, base.rounds + 1)
     how: Literal["killed", "failed", "memory"] = roll.choice(["killed", "killed", "failed", "memory"])
-    return Worker(who, start, how)
+    return WorkerFault(who, start, how)
 
 
-def _draw_stop(roll: random.Random, base: Schedule) -> AnyFault:
-    return Stop(_draw_time_s(roll, base), roll.choice([1.0, 20.0]))
+def _draw_stop(roll: random.Random, base: FaultSchedule) -> AnyFault:
+    return JobStop(_draw_time_s(roll, base), roll.choice([1.0, 20.0]))
 
 
-def _draw_newer(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_newer(roll: random.Random, base: FaultSchedule) -> AnyFault:
     # Messages of a newer participant are refused, so the other devices must suffice.
-    return Newer(f"dev-{base.devices - 1}")
+    return NewerParticipant(f"dev-{base.devices - 1}")
 
 
-def _draw_death(roll: random.Random, base: Schedule) -> AnyFault:
+def _draw_death(roll: random.Random, base: FaultSchedule) -> AnyFault:
     """Return a final loss of the last device, as the others are as many as a cohort needs."""
-    return Death(f"dev-{base.devices - 1}", roll.choice([1, 1, 2, 3]))
+    return DeviceLoss(f"dev-{base.devices - 1}", roll.choice([1, 1, 2, 3]))
 
 
-def _draw_second(roll: random.Random, base: Schedule) -> AnyFault:
-    return Second(_draw_time_s(roll, base))
+def _draw_second(roll: random.Random, base: FaultSchedule) -> AnyFault:
+    return SecondCoordinator(_draw_time_s(roll, base))
 
 
-def _draw_rot(roll: random.Random, base: Schedule) -> AnyFault:
-    return Rot(_draw_participant(roll, base), _draw_time_s(roll, base), round(roll.random(), 4))
+def _draw_rot(roll: random.Random, base: FaultSchedule) -> AnyFault:
+    return BitRot(_draw_participant(roll, base), _draw_time_s(roll, base), round(roll.random(), 4))
 
 
-def _draw_restore(roll: random.Random, base: Schedule) -> AnyFault:
-    return Restore(_draw_time_s(roll, base), roll.choice([1.0, 2.0, 4.0]))
+def _draw_restore(roll: random.Random, base: FaultSchedule) -> AnyFault:
+    return HomeRestore(_draw_time_s(roll, base), roll.choice([1.0, 2.0, 4.0]))
 
 
 _OFTEN: Final = ("cut", "broker", "jump", "slow", "worker", "stop", "second", "newer", "death")
-_DRAW: Final[dict[str, Callable[[random.Random, Schedule], AnyFault]]] = {
+_DRAW: Final[dict[str, Callable[[random.Random, FaultSchedule], AnyFault]]] = {
     "crash": _draw_crash,
     "kill": _draw_kill,
     "refuse": _draw_refuse,

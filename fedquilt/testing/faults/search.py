@@ -15,17 +15,17 @@ from typing import Final, NamedTuple
 import msgspec
 
 from fedquilt import methods
-from fedquilt.testing.faults.schedule import AnyFault, Newer, Schedule, draw_schedule
-from fedquilt.testing.faults.sides import BrokenError
-from fedquilt.testing.faults.world import Observe, Theatre
+from fedquilt.testing.faults.schedule import AnyFault, FaultSchedule, NewerParticipant, draw_schedule
+from fedquilt.testing.faults.sides import InvariantError
+from fedquilt.testing.faults.world import Observe, ScheduleEnvironment
 
 BATCH: Final = 50  # seeds that a process takes at once
 TRIES: Final = 60  # plays that shrinking may take
-PLAIN: Final = Schedule()
+PLAIN: Final = FaultSchedule()
 
 
-class Failure(NamedTuple):
-    plan: Schedule
+class FailedSchedule(NamedTuple):
+    plan: FaultSchedule
     why: str
 
     def to_lines(self) -> list[str]:
@@ -35,15 +35,15 @@ class Failure(NamedTuple):
         ]
 
 
-class Played(NamedTuple):
+class SearchResult(NamedTuple):
     seeds: int
     rounds: int
     happened: Counter[str]  # how often
     covered: Counter[str]  # in how many seeds
-    failures: tuple[Failure, ...]
+    failures: tuple[FailedSchedule, ...]
 
-    def add(self, other: Played) -> Played:
-        return Played(
+    def add(self, other: SearchResult) -> SearchResult:
+        return SearchResult(
             self.seeds + other.seeds,
             self.rounds + other.rounds,
             self.happened + other.happened,
@@ -52,7 +52,7 @@ class Played(NamedTuple):
         )
 
 
-NOTHING: Final = Played(0, 0, Counter(), Counter(), ())
+NOTHING: Final = SearchResult(0, 0, Counter(), Counter(), ())
 
 
 @cache
@@ -78,15 +78,19 @@ def _is_runnable(engines: Sequence[str]) -> bool:
 # -- playing --------------------------------------------------------------------------------------
 
 
-def run_plan(theatre: Theatre, plan: Schedule, observe: Observe = lambda job, fact: None) -> Failure | Counter[str]:
+def run_plan(
+    theatre: ScheduleEnvironment, plan: FaultSchedule, observe: Observe = lambda job, fact: None
+) -> FailedSchedule | Counter[str]:
     """Run a schedule. Return the counts of all events, or the failure."""
     try:
         return theatre.run_plan(plan, observe)
-    except BrokenError as error:
-        return Failure(plan, str(error))
+    except InvariantError as error:
+        return FailedSchedule(plan, str(error))
 
 
-def play_seeds(theatre: Theatre, seeds: Iterable[int], kinds: Sequence[str] = (), among: Sequence[str] = ()) -> Played:
+def play_seeds(
+    theatre: ScheduleEnvironment, seeds: Iterable[int], kinds: Sequence[str] = (), among: Sequence[str] = ()
+) -> SearchResult:
     """Play the schedules of some seeds, and shrink those that fail.
 
     Args:
@@ -102,7 +106,7 @@ def play_seeds(theatre: Theatre, seeds: Iterable[int], kinds: Sequence[str] = ()
         plan = draw_schedule(seed, among or supported_methods(), kinds)
         found = run_plan(theatre, plan)
         count += 1
-        if isinstance(found, Failure):
+        if isinstance(found, FailedSchedule):
             failures.append(shrink_failure(theatre, found))
             continue
         happened += found
@@ -110,16 +114,16 @@ def play_seeds(theatre: Theatre, seeds: Iterable[int], kinds: Sequence[str] = ()
         covered["two jobs at once" if plan.jobs > 1 else "one job"] += 1
         covered["the same job twice"] += plan.twice_s >= 0
         covered["all devices in each round" if plan.requires_all_devices else "a part of the devices in a round"] += 1
-    return Played(count, theatre.rounds - before, happened, covered, tuple(failures))
+    return SearchResult(count, theatre.rounds - before, happened, covered, tuple(failures))
 
 
-_theatre: Theatre | None = None
+_theatre: ScheduleEnvironment | None = None
 
 
 def _start_process() -> None:
     global _theatre
     prepare_process()
-    _theatre = Theatre()
+    _theatre = ScheduleEnvironment()
 
 
 def prepare_process() -> None:
@@ -131,15 +135,17 @@ def prepare_process() -> None:
     gc.set_threshold(100_000, 50, 1000)
 
 
-def _run_batch(seeds: range, kinds: Sequence[str], among: Sequence[str]) -> Played:
+def _run_batch(seeds: range, kinds: Sequence[str], among: Sequence[str]) -> SearchResult:
     assert _theatre is not None
     return play_seeds(_theatre, seeds, kinds, among)
 
 
-def run_in_processes(seeds: range, processes: int, kinds: Sequence[str], among: Sequence[str]) -> Iterator[Played]:
+def run_in_processes(
+    seeds: range, processes: int, kinds: Sequence[str], among: Sequence[str]
+) -> Iterator[SearchResult]:
     parts = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_process) as pool:
-        waiting: set[Future[Played]] = set()
+        waiting: set[Future[SearchResult]] = set()
         while parts or waiting:
             while parts and len(waiting) < 2 * processes:
                 waiting.add(pool.submit(_run_batch, parts.pop(0), kinds, among))
@@ -151,20 +157,20 @@ def run_in_processes(seeds: range, processes: int, kinds: Sequence[str], among: 
 # -- shrinking ------------------------------------------------------------------------------------
 
 
-def shrink_failure(theatre: Theatre, failure: Failure) -> Failure:
+def shrink_failure(theatre: ScheduleEnvironment, failure: FailedSchedule) -> FailedSchedule:
     """Return the simplest failing schedule that is found within TRIES runs."""
     left = TRIES
     best = failure
 
-    def fails(plan: Schedule) -> bool:
+    def fails(plan: FaultSchedule) -> bool:
         nonlocal left, best
         if left <= 0 or plan == best.plan:
             return False
         left -= 1
         found = run_plan(theatre, plan)
-        if isinstance(found, Failure):
+        if isinstance(found, FailedSchedule):
             best = found
-        return isinstance(found, Failure)
+        return isinstance(found, FailedSchedule)
 
     again = True
     while again and left > 0:
@@ -172,14 +178,16 @@ def shrink_failure(theatre: Theatre, failure: Failure) -> Failure:
     return best
 
 
-def _simpler_schedules(plan: Schedule) -> Iterator[Schedule]:
+def _simpler_schedules(plan: FaultSchedule) -> Iterator[FaultSchedule]:
     """Yield schedules that are simpler than this one in one fault or setting."""
     faults = plan.faults
     for index in range(len(faults)):
         yield msgspec.structs.replace(plan, faults=(*faults[:index], *faults[index + 1 :]))
     for name in ("jobs", "also", "twice_s", "check", "codec", "payload", "method", "over_select", "quorum"):
         yield msgspec.structs.replace(plan, **{name: getattr(PLAIN, name)})
-    if plan.size and not any(isinstance(fault, Newer) for fault in faults):  # who is not heard cannot be waited for
+    if plan.size and not any(
+        isinstance(fault, NewerParticipant) for fault in faults
+    ):  # who is not heard cannot be waited for
         yield msgspec.structs.replace(plan, size=0, quorum=1.0, over_select=0.0, deadline_s=PLAIN.deadline_s)
     for name, least in (("rounds", 1), ("devices", 2 if plan.requires_all_devices else 3)):
         if getattr(plan, name) > least:
@@ -203,7 +211,7 @@ def _smaller_faults(fault: AnyFault) -> Iterator[AnyFault]:
             yield msgspec.structs.replace(fault, **{name: round(value / 2, 2)})
 
 
-def report_lines(played: Played, cpu_s: float) -> Iterator[str]:
+def report_lines(played: SearchResult, cpu_s: float) -> Iterator[str]:
     each = played.rounds / cpu_s if cpu_s else 0.0
     yield f"{played.seeds} seeds, {played.rounds} rounds, {each:.0f} rounds for each second of processor time"
     yield "in how many seeds, and how often:"

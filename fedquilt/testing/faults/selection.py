@@ -9,26 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from fedquilt.coordinator.cohort import select_cohort
-from fedquilt.coordinator.facts import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Lost,
-    Rejected,
-    Reopened,
-    Resumed,
-    Surveyed,
+from fedquilt.coordinator.rounds.cohort_selection import select_cohort
+from fedquilt.coordinator.rounds.eligibility import AGAIN_ROUNDS, FULL, REFUSALS
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    EligibilityRecorded,
+    JobResumed,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateLost,
+    UpdateRejected,
 )
-from fedquilt.coordinator.refusals import AGAIN_ROUNDS, FULL, REFUSALS
-from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.settings import JobSettings
 
 
-class Selection:
-    def __init__(self, job: Job) -> None:
+class SelectionCheck:
+    def __init__(self, job: JobSettings) -> None:
         self._job = job
         self._round, self._opened = 0, False
         self._eligible: set[str] = set()
@@ -39,37 +39,37 @@ class Selection:
         self._since: dict[str, int] = {}  # round in which a device was asked last, or first seen
         self._refused: dict[str, tuple[str, int]] = {}  # code and round of a device's last refusal
 
-    def check_event(self, event: AnyFact) -> str:
+    def check_event(self, event: AnyEvent) -> str:
         """Apply the next event. Return what is wrong with the selection that it records, or ""."""
         match event:
-            case Surveyed():
+            case EligibilityRecorded():
                 return self._check_survey(event)
-            case Asked():
+            case CohortSelected():
                 return self._check_selection(event)
-            case Answered():
+            case UpdateAccepted():
                 self._answered.add(event.update.device)
                 self._asked.discard(event.update.device)
                 self._refused.pop(event.update.device, None)
-            case Declined() | Rejected():
+            case TaskDeclined() | UpdateRejected():
                 self._declined.add(event.device)
                 self._asked.discard(event.device)
                 if event.code:
                     self._refused[event.device] = (event.code, event.round)
-            case Lost():
+            case UpdateLost():
                 self._answered.discard(event.device)
                 self._asked.add(event.device)
-            case Closed():
+            case RoundClosed():
                 self._asked.clear()
-            case Reopened():
+            case RoundRetried():
                 self._silent = [each for each in self._silent if each not in self._asked] + sorted(self._asked)
                 self._asked.clear()
                 self._declined.clear()
-            case Resumed():
+            case JobResumed():
                 self._silent.clear()
                 self._declined.clear()
                 self._refused.clear()
                 self._opened = bool(self._asked or self._answered)
-            case Committed():
+            case RoundCommitted():
                 self._round, self._opened = event.round + 1, False
                 for devices in (self._answered, self._asked, self._declined):
                     devices.clear()
@@ -78,7 +78,7 @@ class Selection:
                 pass
         return ""
 
-    def _check_survey(self, event: Surveyed) -> str:
+    def _check_survey(self, event: EligibilityRecorded) -> str:
         """Apply a change of eligible devices. Return an ineligibility without a valid refusal, or ""."""
         ineligible = {device: reason for reason, devices in event.passed.items() for device in devices}
         self._eligible = (self._eligible | set(event.eligible)) - ineligible.keys()
@@ -96,7 +96,7 @@ class Selection:
             return ""
         return f"{device} is ineligible in round {self._round} for its refusal ({reason}), and has not refused of late"
 
-    def _check_selection(self, event: Asked) -> str:
+    def _check_selection(self, event: CohortSelected) -> str:
         """Apply a selection. Return that it is not the one which the draw gives, or ""."""
         cohort = self._job.cohort
         pool = self._eligible - self._answered - self._asked - self._declined
@@ -127,15 +127,15 @@ class Selection:
         return tuple(sorted((*drawn, *silent[: count - len(drawn)])))
 
 
-def check_selections(job: Job, events: Iterable[AnyFact]) -> str:
-    selection = Selection(job)
+def check_selections(job: JobSettings, events: Iterable[AnyEvent]) -> str:
+    selection = SelectionCheck(job)
     return next(filter(None, map(selection.check_event, events)), "")
 
 
-def find_causeless_decline(events: Iterable[AnyFact], causes: Mapping[str, int]) -> str:
+def find_causeless_decline(events: Iterable[AnyEvent], causes: Mapping[str, int]) -> str:
     left = dict(causes)
     for event in events:
-        if isinstance(event, Declined) and event.code in ("failed", "memory"):
+        if isinstance(event, TaskDeclined) and event.code in ("failed", "memory"):
             left[event.device] = left.get(event.device, 0) - 1
             if left[event.device] < 0:
                 return f"{event.device} has declined round {event.round} ({event.code}: {event.reason}) without a cause"

@@ -13,46 +13,45 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fedquilt import wire
-from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import AnyFact, Rounds, apply_event
-from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.plan import Plan
+from fedquilt.coordinator.background_worker import SynchronousWorker, Then
+from fedquilt.coordinator.delivery.executor import LinkExecutor
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants, JobState, apply_event
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.snapshots import Standing
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.worker import Here, Then
+from fedquilt.coordinator.storage.snapshots import Snapshot
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError, StoreError, Task, Update
-from fedquilt.disk import Place
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import create_device as make_board
-from fedquilt.edge_agent.remembered import Remembered
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.state import UPDATE
-from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
+from fedquilt.edge_agent.storage.agent_state import UPDATE
+from fedquilt.edge_agent.storage.job_records import JobRecords
+from fedquilt.edge_agent.task.protocol import DataLoaded, Event, WorkRequest, WorkResult
+from fedquilt.host.disk import Place
 from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import SimBroker, SimLink, with_unknown_field
 from fedquilt.testing.faults.database import LOG
-from fedquilt.testing.faults.disk import Crash, SimDisk
+from fedquilt.testing.faults.disk import SimDisk, SimulatedCrash
 from fedquilt.testing.faults.durable import DurableDisk, JobPromises, blobs_in_event, lost_blobs
-from fedquilt.testing.faults.platter import Platter
-from fedquilt.testing.faults.truth import BOARD, BUDGET, Known, Truth
+from fedquilt.testing.faults.platter import SimulatedFileSystem
+from fedquilt.testing.faults.truth import BOARD, BUDGET, PrivateStateModel, ReferenceRun
 
 T = TypeVar("T")
 
 FLEET: Final = "sim"
 WORK_S: Final = 1.0  # of a task
-FEW: Final = Limits(waiting_mb=0)  # large updates: two at a time, so that boards wait for their turn
+FEW: Final = CoordinatorLimits(waiting_mb=0)  # large updates: two at a time, so that boards wait for their turn
 AGAIN_S: Final = 5.0  # until a process that ended by an error is started again
 AT_ONCE_MOST: Final = 20  # steps within a moment that ask for another one; working processes have made three
 MOMENT_S: Final = 0.001  # shorter than a message's way
 ERRORS: Final = {"full": errno.ENOSPC, "readonly": errno.EROFS, "io": errno.EIO}
 
 
-class BrokenError(BaseException):
+class InvariantError(BaseException):
     """Violated invariant. Not caught by `except Exception`."""
 
 
-class Side(ABC):
+class SimulatedProcess(ABC):
     """Computer with one process.
 
     Args:
@@ -64,7 +63,12 @@ class Side(ABC):
     """
 
     def __init__(
-        self, name: str, broker: SimBroker, platter: Platter, plan: schedule.Schedule, happened: Counter[str]
+        self,
+        name: str,
+        broker: SimBroker,
+        platter: SimulatedFileSystem,
+        plan: schedule.FaultSchedule,
+        happened: Counter[str],
     ) -> None:
         self.name, self.broker, self.platter = name, broker, platter
         self.due_s, self.up_s = 0.0, 0.0
@@ -75,17 +79,17 @@ class Side(ABC):
         self._calls, self._offset_s = 0, 0.0
         self._happened = happened
         self._roll = random.Random(f"{plan.seed} {name}")
-        mine = [fault for fault in plan.faults if isinstance(fault, schedule.OneSided) and fault.who == name]
-        self._crashes: dict[tuple[str, int], schedule.Crash] = {
-            (fault.at, fault.call): fault for fault in mine if isinstance(fault, schedule.Crash)
+        mine = [fault for fault in plan.faults if isinstance(fault, schedule.ParticipantFault) and fault.who == name]
+        self._crashes: dict[tuple[str, int], schedule.ProcessCrash] = {
+            (fault.at, fault.call): fault for fault in mine if isinstance(fault, schedule.ProcessCrash)
         }
         self._calls_at = Counter[str]()  # by kind
-        self._refusals = [fault for fault in mine if isinstance(fault, schedule.Refuse)]
-        self.newer = any(isinstance(fault, schedule.Newer) for fault in mine)
-        self._slow = math.prod(fault.factor for fault in mine if isinstance(fault, schedule.Slow))
-        self._work = {fault.start: fault.how for fault in mine if isinstance(fault, schedule.Worker)}
+        self._refusals = [fault for fault in mine if isinstance(fault, schedule.DiskFault)]
+        self.newer = any(isinstance(fault, schedule.NewerParticipant) for fault in mine)
+        self._slow = math.prod(fault.factor for fault in mine if isinstance(fault, schedule.SlowTask))
+        self._work = {fault.start: fault.how for fault in mine if isinstance(fault, schedule.WorkerFault)}
         self._until = max((fault.call + fault.calls for fault in self._refusals), default=0)
-        self._fell: schedule.Crash | None = None
+        self._fell: schedule.ProcessCrash | None = None
         self.trouble = 0  # faults so far
         self._disk = SimDisk(platter)
         self._durable = DurableDisk(platter)
@@ -104,7 +108,7 @@ class Side(ABC):
             self._require_idle(now_s)
             if self._link.inbox:
                 self.due_s = now_s
-        except Crash:
+        except SimulatedCrash:
             assert self._fell is not None
             self._end_process(power=self._fell.power)
             self.up_s = self.due_s = now_s + self._fell.down_s
@@ -143,7 +147,9 @@ class Side(ABC):
             self._began_s, self._at_once = now_s, 0
         self._at_once += self.due_s <= now_s + MOMENT_S
         if self._at_once > AT_ONCE_MOST:
-            raise BrokenError(f"{self.name} spins: {self._at_once} steps at virtual second {now_s:g}, each due at once")
+            raise InvariantError(
+                f"{self.name} spins: {self._at_once} steps at virtual second {now_s:g}, each due at once"
+            )
 
     def _start_process(self) -> None:
         """Start the process on the computer's disk, with a new connection to the broker."""
@@ -184,7 +190,7 @@ class Side(ABC):
     def _inject_fault(self, what: str, where: Place) -> OSError | None:
         """Count a call. End the process if a crash is due, or return the error with which the call fails."""
         if self._fell is not None:
-            raise Crash  # whatever runs while a dead process's stack unwinds has not happened
+            raise SimulatedCrash  # whatever runs while a dead process's stack unwinds has not happened
         self._calls += 1
         self._calls_at[what] += 1
         crash = self._crashes.pop(("", self._calls), None) or self._crashes.pop((what, self._calls_at[what]), None)
@@ -194,7 +200,7 @@ class Side(ABC):
             self._happened["crash"] += 1
             self._happened[f"crash at {what}"] += 1
             self._happened["power"] += crash.power
-            raise Crash
+            raise SimulatedCrash
         if self._calls < self._until and what in ("read", "write", "sync", "name", "commit"):
             for fault in self._refusals:
                 if fault.call <= self._calls < fault.call + fault.calls and _is_refused(fault.how, what):
@@ -209,10 +215,10 @@ def _is_refused(how: str, what: str) -> bool:
 
 
 class WatchedStore(Store):
-    report: Callable[[str, AnyFact], None] = staticmethod(lambda id, fact: None)
-    written: Sequence[tuple[str, AnyFact]] = ()  # events of the transaction that is under way
+    report: Callable[[str, AnyEvent], None] = staticmethod(lambda id, fact: None)
+    written: Sequence[tuple[str, AnyEvent]] = ()  # events of the transaction that is under way
 
-    def append_event(self, id: str, fact: AnyFact) -> None:
+    def append_event(self, id: str, fact: AnyEvent) -> None:
         self._unreported = [*getattr(self, "_unreported", ()), (id, fact)]
         super().append_event(id, fact)
 
@@ -225,7 +231,7 @@ class WatchedStore(Store):
             self.report(id, fact)
 
 
-class Beside(Here):
+class VirtualBackgroundWorker(SynchronousWorker):
     """Worker of a coordinator on virtual time, whose results are delayed.
 
     Args:
@@ -253,7 +259,7 @@ class Beside(Here):
         return super().run_callbacks(now_s)
 
 
-class CoordinatorSide(Side):
+class CoordinatorProcess(SimulatedProcess):
     observe: Callable[[Any, Any], None]
     load: Callable[[str], Any]
     acknowledge: Callable[[str], None]  # called with the device of each acknowledgement
@@ -277,8 +283,8 @@ class CoordinatorSide(Side):
         self.store.report = self._check_recorded
         self._epochs = (max(self._epochs), 0)
         self.begin()
-        executor = OverLink(link, FLEET, self.store.depot, self.store.begin_epoch())
-        self._worker = Beside(self._beside_s, lambda: self.broker.now_s)
+        executor = LinkExecutor(link, FLEET, self.store.depot, self.store.begin_epoch())
+        self._worker = VirtualBackgroundWorker(self._beside_s, lambda: self.broker.now_s)
         given = executor, self.store, self.observe, None, self.load, 30.0, FEW
         return Server(*given, worker=self._worker, by_wall=True)
 
@@ -309,7 +315,7 @@ class CoordinatorSide(Side):
             if ack.accepted != counted:
                 said, log = ("", "not ") if ack.accepted else ("not ", "")
                 of = f"the update of {route.device} in round {ack.round} of {ack.job}"
-                raise BrokenError(f"{of} is acknowledged as {said}counted, and is {log}in the log")
+                raise InvariantError(f"{of} is acknowledged as {said}counted, and is {log}in the log")
             if ack.accepted:
                 self._acknowledged.add((ack.job, ack.round, route.device))
                 self._require_blobs_synced(ack.job)
@@ -317,18 +323,20 @@ class CoordinatorSide(Side):
             task = wire.decode(payload, Task)
             promised = self._promises_of(task.job)
             if task.round != promised.round or route.device not in promised.asked:
-                raise BrokenError(
+                raise InvariantError(
                     f"{route.device} is sent round {task.round} of {task.job}, which the log does not say"
                 )
             gone = [ref.sha256[:12] for ref in task.bundles.values() if self.store.depot.ref(ref.sha256) is None]
             if gone:
-                raise BrokenError(f"the task of {route.device} in round {task.round} names blobs that are gone: {gone}")
+                raise InvariantError(
+                    f"the task of {route.device} in round {task.round} names blobs that are gone: {gone}"
+                )
             self._require_blobs_synced(task.job)
         elif route.kind is wire.CoordState:
             earlier, own = self._epochs
             state = wire.decode(payload, wire.CoordState)
             if state.epoch <= earlier:
-                raise BrokenError(
+                raise InvariantError(
                     f"the coordinator starts with epoch {state.epoch}, and an earlier start had {earlier}"
                 )
             self._epochs = (earlier, max(own, state.epoch))
@@ -338,7 +346,7 @@ class CoordinatorSide(Side):
         if where == LOG and not (self._happened["rot"] or self._happened["restore"]):  # a transaction is committed
             wanted = set[str]().union(*(blobs_in_event(fact) for _, fact in self.store.written))
             if lost := lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted):
-                raise BrokenError(f"the log names {lost[0][:12]} before it is synced")
+                raise InvariantError(f"the log names {lost[0][:12]} before it is synced")
         return super()._inject_fault(what, where)
 
     def _require_tasks_sent(self) -> None:
@@ -348,20 +356,20 @@ class CoordinatorSide(Side):
                 for device in job.rounds.asked - self.inner.elsewhere(job.id):
                     known = self.inner.registry.profile_of(device) is not None
                     if known and (job.id, job.rounds.round, device) not in self._sent:
-                        raise BrokenError(
+                        raise InvariantError(
                             f"{device} is asked for round {job.rounds.round} of {job.id}, and has no task"
                         )
 
     def _promises_of(self, job: str) -> JobPromises:
         return self.promises.setdefault(job, JobPromises())
 
-    def _check_recorded(self, job: str, fact: AnyFact) -> None:
+    def _check_recorded(self, job: str, fact: AnyEvent) -> None:
         """Note an event of the log. Raise BrokenError if it or a blob that it needs is not synced."""
         self._promises_of(job).add_event(fact)
         if not (self._happened["rot"] or self._happened["restore"]):
             self._require_blobs_synced(job)
             if not self.platter.open_database(f"{self.platter.root}/fedquilt.db").is_synced:
-                raise BrokenError(f"{job}: {type(fact).__name__} is followed before it is synced")
+                raise InvariantError(f"{job}: {type(fact).__name__} is followed before it is synced")
 
     def _require_blobs_synced(self, job: str) -> None:
         """Raise BrokenError if a blob that a job's log needs is missing or not synced."""
@@ -369,7 +377,7 @@ class CoordinatorSide(Side):
         lost = lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted)
         lost += [sha256 for sha256 in wanted if self.store.depot.ref(sha256) is None]
         if lost:
-            raise BrokenError(f"{job}: the log needs {lost[0][:12]}, which is not stored, or not synced")
+            raise InvariantError(f"{job}: the log needs {lost[0][:12]}, which is not stored, or not synced")
 
     def _rebuild_promises(self) -> None:
         """Rebuild the promises from the logs, and check that no acknowledged update is missing.
@@ -379,8 +387,8 @@ class CoordinatorSide(Side):
         """
         self.promises = {}
         for row in self.store.readable_jobs():
-            promised, plan = self._promises_of(row.id), Plan.from_job(row.job)
-            whole, (standing, upto) = Standing(Rounds(plan)), self.store.snapshots.load_state(row.id, plan, 0.0)
+            promised, plan = self._promises_of(row.id), JobConstants.from_job(row.job)
+            whole, (standing, upto) = Snapshot(JobState(plan)), self.store.snapshots.load_state(row.id, plan, 0.0)
             self._happened["snapshot"] += upto > 0
             for seq, _, fact in self.store.read_events(row.id):
                 promised.add_event(fact)
@@ -388,10 +396,12 @@ class CoordinatorSide(Side):
                 if seq > upto:
                     standing.apply_event(fact, apply_event(standing.rounds, fact, 0.0))
             if standing != whole and not self._happened["rot"]:
-                raise BrokenError(f"{row.id}: the snapshot up to fact {upto} does not fit the log: {standing}, {whole}")
+                raise InvariantError(
+                    f"{row.id}: the snapshot up to fact {upto} does not fit the log: {standing}, {whole}"
+                )
         lost = {each for each in self._acknowledged if each[1:] not in self._promises_of(each[0]).counted}
         if lost and not (self._happened["rot"] or self._happened["restore"]):
-            raise BrokenError(f"acknowledged, and not in the log after a restart: {sorted(lost)}")
+            raise InvariantError(f"acknowledged, and not in the log after a restart: {sorted(lost)}")
 
     def restore_home(self, copied: Any) -> None:
         self.end_process()
@@ -403,11 +413,11 @@ class CoordinatorSide(Side):
 
 
 def last_counted_rounds(root: str, disk: SimDisk) -> dict[str, int]:
-    return {job: counted.round for job, counted in Remembered(Path(root), disk, durable=True).load_counted().items()}
+    return {job: counted.round for job, counted in JobRecords(Path(root), disk, durable=True).load_counted().items()}
 
 
-class AgentSide(Side):
-    truths: dict[str, Truth]
+class AgentProcess(SimulatedProcess):
+    truths: dict[str, ReferenceRun]
     failures = 0  # tasks that ended otherwise than well
     counts: Callable[[str, int], bool]  # whether the log has the device's update of a job's round
 
@@ -418,7 +428,7 @@ class AgentSide(Side):
             known = last_counted_rounds(self.platter.root, self._durable).get(job, -1)
             altered = self._happened["rot"] or self._happened["restore"]
             if not altered and self.counts(job, int(round)) and int(round) > known:
-                raise BrokenError(f"{self.name} drops its update of round {round} of {job}, which counts, too early")
+                raise InvariantError(f"{self.name} drops its update of round {round} of {job}, which counts, too early")
         return super()._inject_fault(what, where)
 
     def _last_will(self) -> tuple[str, bytes]:
@@ -446,7 +456,7 @@ class AgentSide(Side):
         elif route.kind is wire.Claim and (claim := wire.decode(payload, wire.Claim)).counted is not None:
             known = last_counted_rounds(self.platter.root, self._durable).get(claim.job, -1)
             if claim.counted > known:
-                raise BrokenError(
+                raise InvariantError(
                     f"{self.name} reports round {claim.counted} of {claim.job} as counted before it is synced"
                 )
 
@@ -460,18 +470,18 @@ class AgentSide(Side):
         files = [each.name for each in SimDisk(self.platter).entries(entry)]
         lost += [file for file in files if not self._durable.is_file(f"{entry}/{file}")]
         if lost or UPDATE not in files:
-            raise BrokenError(f"{self.name} offers {name} before it is synced: {lost or UPDATE}")
+            raise InvariantError(f"{self.name} offers {name} before it is synced: {lost or UPDATE}")
 
-    def run_task(self, order: Order) -> Outcome:
+    def run_task(self, order: WorkRequest) -> WorkResult:
         disk, truth = SimDisk(self.platter), self.truths[order.task.method]
         private = None if order.private is None else disk.read(order.private)
-        known = Known(private, order.private_sha256, order.lost, order.forgotten)
+        known = PrivateStateModel(private, order.private_sha256, order.lost, order.forgotten)
         try:
             done = truth.shop.run_task(
                 order.task, self.name, known, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}")
             )
         except FileNotFoundError:
-            return Outcome(code="disk", reason="a bundle is gone")
+            return WorkResult(code="disk", reason="a bundle is gone")
         for name, payload in done.files.items():
             disk.write(f"{order.out}/{name}", payload)
         return done.outcome
@@ -495,21 +505,21 @@ class AgentSide(Side):
 class SimWorker:
     resident_bytes = 0
 
-    def __init__(self, side: AgentSide) -> None:
+    def __init__(self, side: AgentProcess) -> None:
         self._side = side
         self._events: list[tuple[float, Event]] = []
 
-    def start(self, order: Order, now_s: float) -> None:
+    def start(self, order: WorkRequest, now_s: float) -> None:
         how = self._side.next_failure()
         if how == "killed":
-            outcome = Outcome(code="failed", reason="the task's process was killed", killed=True)
+            outcome = WorkResult(code="failed", reason="the task's process was killed", killed=True)
         elif how is not None:
-            outcome = Outcome(code=how, reason="by the schedule", overrun=how == "memory")  # type: ignore[arg-type]
+            outcome = WorkResult(code=how, reason="by the schedule", overrun=how == "memory")  # type: ignore[arg-type]
         else:
             outcome = self._side.run_task(order)
         self._events = [(now_s + self._side.work_s, outcome)]
         if outcome.code == "ok":
-            self._events.insert(0, (now_s, Loaded(outcome.examples)))
+            self._events.insert(0, (now_s, DataLoaded(outcome.examples)))
 
     def poll(self, now_s: float) -> list[Event]:
         due = [event for at_s, event in self._events if at_s <= now_s]

@@ -16,16 +16,17 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from fedquilt import bundle, compression, tensors, tiers
+from fedquilt import compression
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.preflight import create_initial_state
-from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.tasks import make_task
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.updates.job_validation import create_initial_state
+from fedquilt.coordinator.updates.tasks import make_task
 from fedquilt.core import (
     Action,
     BlobRef,
     Bundle,
-    Contribution,
+    DeviceUpdate,
     DeviceView,
     Encoding,
     Profile,
@@ -33,24 +34,26 @@ from fedquilt.core import (
     Tensors,
     seed_deriver,
 )
+from fedquilt.costs import tiers
 from fedquilt.edge_agent import engines, events, messages
 from fedquilt.edge_agent.devices import create_device as make_board
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.testing import toys
-from fedquilt.testing.faults.schedule import Restore, Rot, Schedule
-from fedquilt.testing.scenes import Scene, make_scene
-from fedquilt.tools.simulation.hands import OneEngine
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.formats import job_bundle
+from fedquilt.testing import toy_networks
+from fedquilt.testing.faults.schedule import BitRot, FaultSchedule, HomeRestore
+from fedquilt.testing.scenarios import Scenario, make_scene
+from fedquilt.tools.simulation.workers.local_backend import SingleEngineExecutor
 
 BUDGET: Final = "2GB"
 BUDGET_BYTES: Final = 2_000_000_000
 BOARD: Final = "x86-host"  # the smallest profile there is
 
 
-class Result(NamedTuple):
-    outcome: Outcome
+class ReferenceResult(NamedTuple):
+    outcome: WorkResult
     files: Mapping[str, bytes]
 
     @property
@@ -58,21 +61,21 @@ class Result(NamedTuple):
         return self.files.get(PRIVATE)
 
 
-class Known(NamedTuple):
+class PrivateStateModel(NamedTuple):
     private: bytes | None = None  # None: there is none yet, or none that can be used
     sha256: str = ""  # that it was stored with
     lost: str = ""  # why there is none, although earlier rounds have left one
     forgotten: str = ""  # why that cannot be told
 
 
-class Node(NamedTuple):
+class ReferenceState(NamedTuple):
     state: Any
     sha256: str
     private: Mapping[str, bytes]  # device -> its private state
     history: Mapping[str, tuple[int, ...]]  # device -> rounds it contributed to
 
 
-class Workshop:
+class ReferenceClient:
     """Method with toy data, and all results that were computed with the method.
 
     Args:
@@ -83,15 +86,15 @@ class Workshop:
     def __init__(self, name: str, place: Path) -> None:
         self.scene = _make_scene(name)
         self.method = self.scene.method
-        self.folder = toys.write_bundle(place / f"bundle-{name}", self.scene.bundle)
-        self.bundle: Bundle = bundle.load_bundle(self.folder)
+        self.folder = toy_networks.write_bundle(place / f"bundle-{name}", self.scene.bundle)
+        self.bundle: Bundle = job_bundle.load_bundle(self.folder)
         self.engine = "numpy" if "numpy" in self.method.engines else self.method.engines[0]
         self.done: dict[
-            tuple[str, bytes, str, Known], Result
-        ] = {}  # by device, task, what is damaged of it, and `Known`
-        self.nodes: dict[tuple[Any, ...], Node] = {}  # by what a job's states depend on, and its cohorts
+            tuple[str, bytes, str, PrivateStateModel], ReferenceResult
+        ] = {}  # by device, task, what is damaged of it, and `PrivateStateModel`
+        self.nodes: dict[tuple[Any, ...], ReferenceState] = {}  # by what a job's states depend on, and its cohorts
         self.blobs: dict[str, bytes] = {}
-        self._bench = OneEngine(self._examples_of, lambda name: self.method, self.scene.engine)
+        self._bench = SingleEngineExecutor(self._examples_of, lambda name: self.method, self.scene.engine)
         self._place = place / f"work-{name}"
         self._place.mkdir()
         self._files: dict[str, str] = {}  # sha256 -> path of a real file
@@ -100,7 +103,9 @@ class Workshop:
         member = self.scene.devices[int(device.rpartition("-")[2])]
         return member.train, member.held
 
-    def run_task(self, task: Task, device: str, known: Known, load: Callable[[str], bytes]) -> Result:
+    def run_task(
+        self, task: Task, device: str, known: PrivateStateModel, load: Callable[[str], bytes]
+    ) -> ReferenceResult:
         plain = msgspec.structs.replace(task, job="", attempt=0, deadline_s=0.0)
         given = {name: load(ref.sha256) for name, ref in task.bundles.items()}
         odd = "".join(_sha256(given[name]) for name, ref in task.bundles.items() if _sha256(given[name]) != ref.sha256)
@@ -109,14 +114,16 @@ class Workshop:
             self.done[key] = self._compute_result(plain, device, known, given)
         return self.done[key]
 
-    def _compute_result(self, task: Task, device: str, known: Known, given: Mapping[str, bytes]) -> Result:
+    def _compute_result(
+        self, task: Task, device: str, known: PrivateStateModel, given: Mapping[str, bytes]
+    ) -> ReferenceResult:
         with tempfile.TemporaryDirectory(dir=self._place) as folder:
             out = Path(folder) / "out"
             out.mkdir()
             own = None if known.private is None else Path(folder) / "private"
             if own is not None and known.private is not None:
                 own.write_bytes(known.private)
-            order = Order(
+            order = WorkRequest(
                 task=task,
                 device=device,
                 budget_bytes=BUDGET_BYTES,
@@ -132,7 +139,9 @@ class Workshop:
             )
             outcome = main.run_task(order, self._bench)
             files = {path.name: path.read_bytes() for path in out.iterdir()}
-        return Result(msgspec.structs.replace(outcome, wall_s=1.0, cpu_s=1.0, peak_bytes=None, base_bytes=None), files)
+        return ReferenceResult(
+            msgspec.structs.replace(outcome, wall_s=1.0, cpu_s=1.0, peak_bytes=None, base_bytes=None), files
+        )
 
     def _real_file(self, payload: bytes) -> str:
         sha256 = _sha256(payload)
@@ -142,7 +151,7 @@ class Workshop:
         return self._files[sha256]
 
 
-class Truth:
+class ReferenceRun:
     """Reference run of one job without faults.
 
     Args:
@@ -151,11 +160,11 @@ class Truth:
         number: The number of the job, from 0.
     """
 
-    def __init__(self, plan: Schedule, shop: Workshop, number: int = 0) -> None:
+    def __init__(self, plan: FaultSchedule, shop: ReferenceClient, number: int = 0) -> None:
         self.shop, self.method, self.folder, self.bundle = shop, shop.method, shop.folder, shop.bundle
         self.engine = shop.engine
         self._same = (plan.codec, plan.rounds, plan.check, plan.job_name(number))
-        self.job: Job = settings.parse_job(
+        self.job: JobSettings = settings.parse_job(
             {
                 "name": plan.job_name(number),
                 "method": plan.method,
@@ -170,7 +179,9 @@ class Truth:
                     "quorum": plan.quorum,
                     "over_select": plan.over_select,
                     "deadline_s": plan.deadline_s,
-                    "attempts": 100 if any(isinstance(fault, Rot | Restore) for fault in plan.faults) else 10_000,
+                    "attempts": 100
+                    if any(isinstance(fault, BitRot | HomeRestore) for fault in plan.faults)
+                    else 10_000,
                 },
                 "check": {"every": plan.check if self.method.check and not self.method.settle else 0},
                 "wire": msgspec.to_builtins(compression.exclude_buffers(Encoding(codec=plan.codec), self.bundle.meta)),
@@ -180,7 +191,7 @@ class Truth:
     def device_profile(self, device: str) -> Profile:
         return _device_profile(device, self.engine)
 
-    def state_after(self, cohorts: tuple[tuple[str, ...], ...]) -> Node:
+    def state_after(self, cohorts: tuple[tuple[str, ...], ...]) -> ReferenceState:
         key = (self._same, cohorts)
         found = self.shop.nodes.get(key)
         if found is None:
@@ -198,14 +209,16 @@ class Truth:
             return ("check",)
         return ("check", "work") if every and round % every == 0 else ("work",)
 
-    def _initial_node(self) -> Node:
+    def _initial_node(self) -> ReferenceState:
         return self._make_node(create_initial_state(self.job, self.bundle, self.method), {}, {})
 
-    def _make_node(self, state: Any, private: Mapping[str, bytes], history: Mapping[str, tuple[int, ...]]) -> Node:
+    def _make_node(
+        self, state: Any, private: Mapping[str, bytes], history: Mapping[str, tuple[int, ...]]
+    ) -> ReferenceState:
         payload = tensors.pack_state(state)
-        return Node(tensors.unpack_state(payload, self.method.state), _sha256(payload), private, history)
+        return ReferenceState(tensors.unpack_state(payload, self.method.state), _sha256(payload), private, history)
 
-    def _run_round(self, node: Node, round: int, cohort: Iterable[str]) -> Node:
+    def _run_round(self, node: ReferenceState, round: int, cohort: Iterable[str]) -> ReferenceState:
         total: Any = None
         private, history = dict(node.private), dict(node.history)
         actions = self.round_actions(round)
@@ -229,7 +242,7 @@ class Truth:
                 wire=self.job.wire,
             )
             kept = node.private.get(device)
-            known = Known() if kept is None else Known(kept, _sha256(kept))
+            known = PrivateStateModel() if kept is None else PrivateStateModel(kept, _sha256(kept))
             done = self.shop.run_task(task, device, known, self._load_blob)
             assert done.outcome.code == "ok", done.outcome.reason
             if done.private is not None:
@@ -240,7 +253,7 @@ class Truth:
         state = self.method.step(node.state, total) if "work" in actions else node.state
         return self._make_node(state, private, history)
 
-    def _decode_update(self, device: str, task: Task, done: Result) -> Contribution:
+    def _decode_update(self, device: str, task: Task, done: ReferenceResult) -> DeviceUpdate:
         sent = {name: tensors.decode_tensors(done.files[ref.sha256]) for name, ref in done.outcome.bundles.items()}
 
         def base(name: str) -> Tensors | None:
@@ -248,7 +261,7 @@ class Truth:
             return None if known is None else tensors.decode_tensors(self._load_blob(known.sha256))
 
         plain = compression.decode_update(task.wire, sent, base)
-        return Contribution(device, task.round, done.outcome.weight, done.outcome.metrics, plain)
+        return DeviceUpdate(device, task.round, done.outcome.weight, done.outcome.metrics, plain)
 
     def _store_blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):
@@ -262,14 +275,14 @@ class Truth:
         return self.shop.blobs.get(sha256) or (self.folder / "blobs" / sha256).read_bytes()
 
 
-def _make_scene(name: str) -> Scene:
+def _make_scene(name: str) -> Scenario:
     # One epoch of two batches. The models of FedAvg and Ditto consist of several chunks.
     found = make_scene(name)
     found = replace(found, given={key: 1 if key == "epochs" else value for key, value in found.given.items()})
     if name not in ("fedavg", "ditto"):
         return found
     network = {"name": "mlp", "inputs": 6, "hidden": [40], "classes": 3}
-    return replace(found, bundle=toys.toy_bundle(network, numpy_engine.init_tensors(network, 0)))
+    return replace(found, bundle=toy_networks.toy_bundle(network, engine.init_tensors(network, 0)))
 
 
 def _sha256(payload: bytes) -> str:
@@ -278,5 +291,5 @@ def _sha256(payload: bytes) -> str:
 
 @cache
 def _device_profile(device: str, engine: str) -> Profile:
-    means = events.Means(BUDGET_BYTES, (engine, *(e for e in engines.available_engines() if e != engine)), ())
+    means = events.Capabilities(BUDGET_BYTES, (engine, *(e for e in engines.available_engines() if e != engine)), ())
     return messages.profile_message(device, make_board(BOARD), means)

@@ -19,19 +19,33 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fedquilt import wire
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Ended, Lost
-from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, FedquiltError, Method, Task, Update, mergeable_type
-from fedquilt.edge_agent.remembered import Private, Remembered
-from fedquilt.edge_agent.state import UPDATE
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    JobEnded,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateLost,
+)
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.core import DeviceUpdate, FedquiltError, Method, Task, Update, mergeable_type
+from fedquilt.edge_agent.storage.agent_state import UPDATE
+from fedquilt.edge_agent.storage.job_records import JobRecords, PrivateState
 from fedquilt.testing.faults import schedule, selection
-from fedquilt.testing.faults.attempts import Attempts
-from fedquilt.testing.faults.broker import Noise, SimBroker
+from fedquilt.testing.faults.attempts import AttemptCheck
+from fedquilt.testing.faults.broker import DeliveryNoise, SimBroker
 from fedquilt.testing.faults.disk import SimDisk
-from fedquilt.testing.faults.platter import Platter
-from fedquilt.testing.faults.schedule import COORDINATOR, ROUND_S, Schedule
-from fedquilt.testing.faults.sides import FLEET, AgentSide, BrokenError, CoordinatorSide, Side, last_counted_rounds
-from fedquilt.testing.faults.truth import Node, Truth, Workshop
+from fedquilt.testing.faults.platter import SimulatedFileSystem
+from fedquilt.testing.faults.schedule import COORDINATOR, ROUND_S, FaultSchedule
+from fedquilt.testing.faults.sides import (
+    FLEET,
+    AgentProcess,
+    CoordinatorProcess,
+    InvariantError,
+    SimulatedProcess,
+    last_counted_rounds,
+)
+from fedquilt.testing.faults.truth import ReferenceClient, ReferenceRun, ReferenceState
 
 STEPS_MOST: Final = 2_000
 SETTLE_S: Final = 120.0  # virtual, for answers to the last updates
@@ -39,23 +53,23 @@ REPLY_S: Final = 5.0  # virtual, for messages that follow when a device connects
 RECOVERY_S: Final = 150.0  # virtual, until all that a fault has destroyed is sent again: see `finish_s`
 
 SLACK_S: Final = 1.0  # virtual, until a coordinator that polls notices that an attempt is over
-UNTIMED: Final = (schedule.Broker, schedule.Stop, schedule.Rot, schedule.Restore)
-UNTIMED_THERE: Final = (schedule.Cut, schedule.Jump, schedule.Refuse)
+UNTIMED: Final = (schedule.BrokerRestart, schedule.JobStop, schedule.BitRot, schedule.HomeRestore)
+UNTIMED_THERE: Final = (schedule.ConnectionLoss, schedule.ClockJump, schedule.DiskFault)
 """Faults, and faults of the coordinator, by which a deadline is earlier or later than on the simulation's clock."""
 
-Observe = Callable[[str, AnyFact], None]
-S = TypeVar("S", bound=Side)
+Observe = Callable[[str, AnyEvent], None]
+S = TypeVar("S", bound=SimulatedProcess)
 
 
-class Theatre:
+class ScheduleEnvironment:
     def __init__(self) -> None:
         shared = Path("/dev/shm")  # noqa: S108 - of files nobody keeps
         self.place = Path(tempfile.mkdtemp(prefix="fedquilt-sim-", dir=shared if shared.is_dir() else None))
         self.rounds = 0
-        self._shops: dict[str, Workshop] = {}
+        self._shops: dict[str, ReferenceClient] = {}
         self.empty = self._empty_database()
 
-    def __enter__(self) -> Theatre:
+    def __enter__(self) -> ScheduleEnvironment:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -64,37 +78,39 @@ class Theatre:
     def close(self) -> None:
         shutil.rmtree(self.place, ignore_errors=True)
 
-    def reference_runs(self, plan: Schedule) -> dict[str, Truth]:
+    def reference_runs(self, plan: FaultSchedule) -> dict[str, ReferenceRun]:
         plans = [plan.for_job(number) for number in range(plan.jobs)]
         for name in {each.method for each in plans} - self._shops.keys():
-            self._shops[name] = Workshop(name, self.place)
-        return {_job_id(number): Truth(each, self._shops[each.method], number) for number, each in enumerate(plans)}
+            self._shops[name] = ReferenceClient(name, self.place)
+        return {
+            _job_id(number): ReferenceRun(each, self._shops[each.method], number) for number, each in enumerate(plans)
+        }
 
     def _empty_database(self) -> bytes:
         with Store(self.place / "home"):
             pass
         return (self.place / "home" / "fedquilt.db").read_bytes()
 
-    def run_plan(self, plan: Schedule, observe: Observe = lambda job, fact: None) -> Counter[str]:
+    def run_plan(self, plan: FaultSchedule, observe: Observe = lambda job, fact: None) -> Counter[str]:
         """Run a schedule and return the counts of all events.
 
         Raises:
             BrokenError: If an invariant is violated.
         """
         folder = Path(tempfile.mkdtemp(dir=self.place))
-        world = World(plan, self, folder, observe)
+        world = SimulatedFederation(plan, self, folder, observe)
         try:
             with capture_log(world.happened):
                 world.run()
             if world.happened["damaged"] and not world.happened["rot"]:
-                raise BrokenError("a blob was whole before anybody saw that a chunk of it was not")
+                raise InvariantError("a blob was whole before anybody saw that a chunk of it was not")
             world.require_correct()
-        except BrokenError:
+        except InvariantError:
             raise
         except FedquiltError as error:
-            raise BrokenError(f"{type(error).__name__}: {error}") from error
+            raise InvariantError(f"{type(error).__name__}: {error}") from error
         except Exception as error:
-            raise BrokenError(f"an error without a name: {type(error).__name__}: {error}") from error
+            raise InvariantError(f"an error without a name: {type(error).__name__}: {error}") from error
         finally:
             self.rounds += world.committed
             world.close()
@@ -102,7 +118,7 @@ class Theatre:
         return world.happened
 
 
-class Ear(logging.Handler):
+class LogCapture(logging.Handler):
     def __init__(self, happened: Counter[str]) -> None:
         super().__init__(logging.WARNING)
         self._happened = happened
@@ -114,7 +130,7 @@ class Ear(logging.Handler):
 
 @contextmanager
 def capture_log(happened: Counter[str]) -> Iterator[None]:
-    log, ear = logging.getLogger("fedquilt"), Ear(happened)
+    log, ear = logging.getLogger("fedquilt"), LogCapture(happened)
     log.addHandler(ear)
     try:
         yield
@@ -135,42 +151,44 @@ def _rounds_in_outbox(disk: SimDisk, root: str, id: str) -> set[int]:
     return {update.round for update in updates if update.job == id}
 
 
-class World:
-    def __init__(self, plan: Schedule, theatre: Theatre, folder: Path, observe: Observe) -> None:
+class SimulatedFederation:
+    def __init__(self, plan: FaultSchedule, theatre: ScheduleEnvironment, folder: Path, observe: Observe) -> None:
         self.plan, self.happened = plan, Counter[str]()
         self.truths = theatre.reference_runs(plan)
         self.committed = 0
         self._observe = observe
         noise = [
-            Noise(each.start_s, each.start_s + each.length_s, each.drop, each.duplicate, each.corrupt, each.delay_s)
+            DeliveryNoise(
+                each.start_s, each.start_s + each.length_s, each.drop, each.duplicate, each.corrupt, each.delay_s
+            )
             for each in plan.faults
-            if isinstance(each, schedule.Noise)
+            if isinstance(each, schedule.NetworkNoise)
         ]
         self.happened["noise"] += len(noise)
         self.broker = SimBroker(plan.seed, noise, plan.payload)
-        self._ended: dict[str, Ended] = {}
+        self._ended: dict[str, JobEnded] = {}
         self._wall_ns = dict.fromkeys([COORDINATOR], 0)
         self._began_ns = time.time_ns()
-        self.coordinator = self._make_side(CoordinatorSide, COORDINATOR, folder)
+        self.coordinator = self._make_side(CoordinatorProcess, COORDINATOR, folder)
         self.coordinator.observe, self.coordinator.load = self._check_event, self._method_with_fold_check
         self.coordinator.acknowledge, self.coordinator.begin = self._count_acknowledgement, self._extend_attempt_limits
         slack_s = SLACK_S + 4 * plan.devices * max(plan.beside_s, 0.0)
-        self._attempts = {id: Attempts(plan.deadline_s, slack_s) for id in self.truths}
+        self._attempts = {id: AttemptCheck(plan.deadline_s, slack_s) for id in self.truths}
         # updates that come in turn put a deadline off by their wait, which takes long where devices refuse to send
-        in_turn = (schedule.Ahead,) if plan.beside_s >= 0 else ()
+        in_turn = (schedule.NewerCoordinator,) if plan.beside_s >= 0 else ()
         self._timed = not any(
             isinstance(each, (*UNTIMED, *in_turn)) or (isinstance(each, UNTIMED_THERE) and each.who == COORDINATOR)
             for each in plan.faults
         )
         self.coordinator.platter.open_database(f"/{COORDINATOR}/fedquilt.db").write_file(theatre.empty)
         by_method = {truth.job.method: truth for truth in self.truths.values()}
-        self.agents: list[AgentSide] = []
+        self.agents: list[AgentProcess] = []
         for index in range(plan.devices):
-            agent = self._make_side(AgentSide, f"dev-{index}", folder)
+            agent = self._make_side(AgentProcess, f"dev-{index}", folder)
             agent.truths = by_method
             agent.counts = partial(self._is_counted, agent.name)
             self.agents.append(agent)
-        self.sides: list[Side] = [self.coordinator, *self.agents]
+        self.sides: list[SimulatedProcess] = [self.coordinator, *self.agents]
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._last_s = 0.0  # virtual time at which the coordinator was last seen to run
         self._entered = 0  # entries of the agenda so far
@@ -183,7 +201,7 @@ class World:
 
     def _make_side(self, kind: type[S], name: str, folder: Path) -> S:
         self._wall_ns[name] = 0
-        platter = Platter(
+        platter = SimulatedFileSystem(
             f"/{name}", folder, lambda: self._began_ns + self._wall_ns[name] + int(self.broker.now_s * 1e9)
         )
         return kind(name, self.broker, platter, self.plan, self.happened)
@@ -215,7 +233,7 @@ class World:
                     steps += 1
                     if side.trouble != before:
                         self._trouble_s = max(self._trouble_s, now_s, side.up_s)
-                    if side.ended and isinstance(side, AgentSide):
+                    if side.ended and isinstance(side, AgentProcess):
                         self._require_update_or_ack(side)
                     side.ended = False
             if self.coordinator.inner is not None:
@@ -227,7 +245,7 @@ class World:
                     return
             elif (now_s > self._trouble_s + self.finish_s and not self._agenda) or steps > STEPS_MOST:
                 late_s, limit_s = now_s - self._trouble_s, self.finish_s
-                raise BrokenError(
+                raise InvariantError(
                     f"the jobs do not end: virtual second {now_s:.0f}, {late_s:.0f} s after the last fault, "
                     f"{limit_s:.0f} s allowed, {steps} steps"
                 )
@@ -274,15 +292,15 @@ class World:
         """Return whether no living device has an update that is not answered yet."""
         return all(side.dead or (side.inner is not None and not side.inner.duty.state.outbox) for side in self.agents)
 
-    def _check_event(self, job: object, fact: AnyFact) -> None:
+    def _check_event(self, job: object, fact: AnyEvent) -> None:
         """Note an event of a job. Raise BrokenError if the time of an attempt is wrong."""
         id: str = job.id  # type: ignore[attr-defined]
-        self.committed += isinstance(fact, Committed)
-        if isinstance(fact, Ended) and fact.status != "stopped":
+        self.committed += isinstance(fact, RoundCommitted)
+        if isinstance(fact, JobEnded) and fact.status != "stopped":
             self._ended[id] = fact
         wrong = self._attempts[id].check_event(fact, self.broker.now_s)
         if wrong and self._timed:
-            raise BrokenError(f"{id}: {wrong}")
+            raise InvariantError(f"{id}: {wrong}")
         self._observe(id, fact)
 
     def _extend_attempt_limits(self) -> None:
@@ -294,12 +312,12 @@ class World:
         folded: dict[int, tuple[frozenset[str], Any]] = {}  # by the identity of a sum, which is held here
 
         @wraps(method.fold)
-        def fold(state: Any, total: Any, given: Contribution) -> Any:
+        def fold(state: Any, total: Any, given: DeviceUpdate) -> Any:
             before = folded.get(id(total), (frozenset(), None))[0]
             any_order = mergeable_type(method.fold, state) is not None
             if given.device in before or (not any_order and max(before, default="") > given.device):
                 last = max(before)
-                raise BrokenError(f"{given.device}'s update was folded after {last}'s, in round {given.round}")
+                raise InvariantError(f"{given.device}'s update was folded after {last}'s, in round {given.round}")
             found = method.fold(state, total, given)
             if found is not None and not isinstance(found, int | float | str | tuple):  # equal ones may be the same
                 folded[id(found)] = (before | {given.device}, found)
@@ -311,29 +329,29 @@ class World:
         """Put a fault of the schedule on the agenda."""
         kept: list[Any] = []
         match fault:
-            case schedule.Kill(who, at_s, power, down_s):
+            case schedule.ProcessKill(who, at_s, power, down_s):
                 self._schedule(at_s, "kill", lambda: self._kill_side(who, power, down_s))
-            case schedule.Cut(who, start_s, length_s, keep):
+            case schedule.ConnectionLoss(who, start_s, length_s, keep):
                 self._schedule(start_s, "cut", lambda: self.broker.disconnect_client(who, keep=keep))
                 self._schedule(start_s + length_s, "", lambda: self.broker.reconnect_client(who))
-            case schedule.Broker(start_s, length_s, sessions, retained):
+            case schedule.BrokerRestart(start_s, length_s, sessions, retained):
                 self._schedule(start_s, "broker", lambda: self.broker.stop(sessions=sessions, retained=retained))
                 self._schedule(start_s + length_s, "", self.broker.start)
-            case schedule.Jump(who, at_s, sleep_s, wall_s):
+            case schedule.ClockJump(who, at_s, sleep_s, wall_s):
                 self._schedule(at_s, "jump", lambda: self._shift_clocks(who, sleep_s, wall_s))
-            case schedule.Stop(at_s, length_s):
+            case schedule.JobStop(at_s, length_s):
                 self._schedule(at_s, "", lambda: self._request_status("stopping", ("running",)))
                 self._schedule(at_s + length_s, "", lambda: self._request_status("running", ("stopped",)))
-            case schedule.Ahead(start_s, length_s):
+            case schedule.NewerCoordinator(start_s, length_s):
                 self._schedule(start_s, "ahead", lambda: setattr(self.coordinator, "ahead", True))
                 self._schedule(start_s + length_s, "", lambda: setattr(self.coordinator, "ahead", False))
-            case schedule.Death(who, ack):
+            case schedule.DeviceLoss(who, ack):
                 self._deaths[who] = min(ack, self._deaths[who] or ack)
-            case schedule.Second(at_s):
+            case schedule.SecondCoordinator(at_s):
                 self._schedule(at_s, "second", self._start_second)
-            case schedule.Rot(who, at_s, place):
+            case schedule.BitRot(who, at_s, place):
                 self._schedule(at_s, "", lambda: self._flip_bit(who, place))
-            case schedule.Restore(at_s, back_s):
+            case schedule.HomeRestore(at_s, back_s):
                 self._schedule(
                     max(0.0, at_s - back_s), "", lambda: kept.append(self.coordinator.platter.copy_contents())
                 )
@@ -391,7 +409,7 @@ class World:
 
     def _start_second(self) -> None:
         if self.coordinator.inner is not None and self.coordinator.can_start_second():
-            raise BrokenError("a second coordinator was let into the home of a running one")
+            raise InvariantError("a second coordinator was let into the home of a running one")
 
     # -- afterwards --
 
@@ -407,7 +425,7 @@ class World:
         if not self._is_altered and (
             wrong := selection.find_causeless_decline(chain.from_iterable(logs.values()), causes)
         ):
-            raise BrokenError(wrong)
+            raise InvariantError(wrong)
         for id, facts in logs.items():
             truth = self.truths[id]
             cohorts = self._checked_cohorts(id, facts, truth)
@@ -421,7 +439,7 @@ class World:
         """Whether something has changed synced data, so that promises may be broken."""
         return bool(self.happened["rot"] or self.happened["restore"])
 
-    def _require_update_or_ack(self, side: AgentSide) -> None:
+    def _require_update_or_ack(self, side: AgentProcess) -> None:
         """Raise BrokenError if an ended device has neither a counted update of its own nor the answer to it."""
         if self._is_altered or side.dead:
             return
@@ -431,7 +449,7 @@ class World:
             offered = _rounds_in_outbox(disk, root, id)
             for round in (round for round, device in promised.counted if device == side.name):
                 if round > known.get(id, -1) and round not in offered:
-                    raise BrokenError(
+                    raise InvariantError(
                         f"{side.name} has ended, does not know that round {round} of {id} was counted, and offers it "
                         "no more"
                     )
@@ -443,79 +461,81 @@ class World:
                 continue
             if task := self.broker.retained_message(wire.Topics(FLEET).device_topic(side.name, "dn", "task")):
                 of = wire.decode(task, Task)
-                raise BrokenError(f"all jobs have ended, and {side.name} is still sent round {of.round} of {of.job}")
+                raise InvariantError(f"all jobs have ended, and {side.name} is still sent round {of.round} of {of.job}")
 
-    def _may_fail(self, facts: list[AnyFact]) -> bool:
+    def _may_fail(self, facts: list[AnyEvent]) -> bool:
         said = "does not allow a device to begin it anew"
-        lost = any(isinstance(fact, Declined) and said in fact.reason for fact in facts)
+        lost = any(isinstance(fact, TaskDeclined) and said in fact.reason for fact in facts)
         return bool(self.happened["rot"] or (self.happened["restore"] and lost))
 
-    def _checked_cohorts(self, id: str, facts: list[AnyFact], truth: Truth) -> tuple[tuple[str, ...], ...]:
+    def _checked_cohorts(self, id: str, facts: list[AnyEvent], truth: ReferenceRun) -> tuple[tuple[str, ...], ...]:
         """Return the cohorts of a job's rounds. Raise BrokenError if its log or a state is wrong."""
         last = facts[-1] if facts else None
-        if isinstance(last, Ended) and last.status == "failed" and self._may_fail(facts):
+        if isinstance(last, JobEnded) and last.status == "failed" and self._may_fail(facts):
             return ()  # what is destroyed is named; nothing wrong was made of it
-        if not isinstance(last, Ended) or last.status != "done":
-            raise BrokenError(f"{id} has not been done: {last}")
-        committed = [fact for fact in facts if isinstance(fact, Committed)]
+        if not isinstance(last, JobEnded) or last.status != "done":
+            raise InvariantError(f"{id} has not been done: {last}")
+        committed = [fact for fact in facts if isinstance(fact, RoundCommitted)]
         if [fact.round for fact in committed] != list(range(len(committed))):
-            raise BrokenError(f"{id}: rounds committed: {[fact.round for fact in committed]}")
+            raise InvariantError(f"{id}: rounds committed: {[fact.round for fact in committed]}")
         wanted = truth.job.rounds + bool(truth.job.check.every)
         if len(committed) != wanted:
-            raise BrokenError(f"{id}: {len(committed)} rounds committed, {wanted} wanted")
+            raise InvariantError(f"{id}: {len(committed)} rounds committed, {wanted} wanted")
         counted: list[list[str]] = [[] for _ in committed]
         for fact in facts:
-            if isinstance(fact, Answered):
+            if isinstance(fact, UpdateAccepted):
                 if fact.update.round != fact.round or fact.update.job != id:
-                    raise BrokenError(f"{id}: round {fact.round} counted an update of round {fact.update.round}")
+                    raise InvariantError(f"{id}: round {fact.round} counted an update of round {fact.update.round}")
                 counted[fact.round].append(fact.update.device)
-            elif isinstance(fact, Lost):  # its device is asked for it again, and counts once more
+            elif isinstance(fact, UpdateLost):  # its device is asked for it again, and counts once more
                 counted[fact.round].remove(fact.device)
         if not self._is_altered and (wrong := selection.check_selections(truth.job, facts)):
-            raise BrokenError(f"{id}: {wrong}")
-        anew = [fact.round for fact in facts if isinstance(fact, Answered) and fact.update.note]
+            raise InvariantError(f"{id}: {wrong}")
+        anew = [fact.round for fact in facts if isinstance(fact, UpdateAccepted) and fact.update.note]
         cohorts: tuple[tuple[str, ...], ...] = ()
         for fact, devices in zip(committed, counted, strict=True):
             if fact.round in anew and (self.happened["restore"] or self.happened["rot"]):
                 return ()  # private state that an older home asks for is lost, or it is damaged; and this is said
             if len(set(devices)) != len(devices):
-                raise BrokenError(f"{id}: round {fact.round} counted a device twice: {sorted(devices)}")
+                raise InvariantError(f"{id}: round {fact.round} counted a device twice: {sorted(devices)}")
             if self.plan.requires_all_devices and len(devices) != self.plan.devices:
-                raise BrokenError(f"{id}: round {fact.round} counted {sorted(devices)} of {self.plan.devices} devices")
+                raise InvariantError(
+                    f"{id}: round {fact.round} counted {sorted(devices)} of {self.plan.devices} devices"
+                )
             cohorts = (*cohorts, tuple(sorted(devices)))
             if (right := truth.state_after(cohorts).sha256) != fact.state.sha256:
-                raise BrokenError(
+                raise InvariantError(
                     f"{id}: round {fact.round} of {', '.join(sorted(devices))} came to the state "
                     f"{fact.state.sha256[:12]}, and calmly to {right[:12]}"
                 )
         return cohorts
 
     def _require_private_state(
-        self, id: str, side: AgentSide, truth: Truth, cohorts: tuple[tuple[str, ...], ...]
+        self, id: str, side: AgentProcess, truth: ReferenceRun, cohorts: tuple[tuple[str, ...], ...]
     ) -> None:
         """Raise BrokenError if a device's private state is not that of the last counted round it knows of."""
         disk, root = SimDisk(side.platter), side.platter.root
         given = [round for round, cohort in enumerate(cohorts) if side.name in cohort]
-        remembered = Remembered(Path(root), disk, durable=True)
+        remembered = JobRecords(Path(root), disk, durable=True)
         counted = remembered.load_counted()
         last = counted[id].round if id in counted else -1
         if last >= 0 and last not in given and self.happened["restore"]:
             return  # it has counted a round that was played again without it, and has not been asked since
         if last >= 0 and last not in given:
-            raise BrokenError(f"{side.name} holds round {last} of {id} for counted; {given} were")
+            raise InvariantError(f"{side.name} holds round {last} of {id} for counted; {given} were")
         waiting = _rounds_in_outbox(disk, root, id)
         if unknown := [round for round in given if round > last and round not in waiting]:
-            raise BrokenError(
+            raise InvariantError(
                 f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more"
             )
-        node: Node = truth.state_after(cohorts[: last + 1])
-        private = remembered.find_private_state(id, last) if id in counted else Private()
+        node: ReferenceState = truth.state_after(cohorts[: last + 1])
+        private = remembered.find_private_state(id, last) if id in counted else PrivateState()
         kept = None if private.path is None else disk.read(private.path)
         if kept is not None and self.happened["rot"] and hashlib.sha256(kept).hexdigest() != private.sha256:
             return  # its next task is refused for it by name
         if last >= 0 and id in counted and kept != node.private.get(side.name):
             said = "nothing" if kept is None else "another"
-            raise BrokenError(f"{side.name} has counted round {last} of {id} and keeps {said} private state of it")
+            raise InvariantError(f"{side.name} has counted round {last} of {id} and keeps {said} private state of it")
 
     def close(self) -> None:
         for side in self.sides:

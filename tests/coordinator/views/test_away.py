@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fedquilt import cli
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.boards_link import Boards, NotedLink
-from fedquilt.coordinator.store import Store
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.transport.memory_link import MemoryBroker
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def test_a_coordinator_without_its_broker_is_what_runs_wait_for(
     monkeypatch.setattr("time.time", lambda: now[0])
     link = MemoryBroker().connect()
     link.connected = False
-    noted = Boards(home, clock=lambda: now[0])
+    noted = DeviceStatusTracker(home, clock=lambda: now[0])
     with Store(home) as store:
         assert store.acquire_lock()
-        executor = NotedLink(link, "f", Depot(home / "blobs"), 1, noted)
+        executor = MonitoringExecutor(link, "f", BlobStore(home / "blobs"), 1, noted)
         for connected in (False, True, False):
             link.connected = connected
             executor.send_pending(now[0])
@@ -56,7 +56,7 @@ def test_nobody_is_said_to_wait_for_a_broker_where_no_coordinator_runs(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last one may have ended without it."""
-    noted = Boards(home)
+    noted = DeviceStatusTracker(home)
     noted.step(0.0)
     noted.close()
     for words in (["ls"], ["why", "j"], ["devices"]):

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 from evaluations import of_classes
 
-from fedquilt.coordinator.facts import Answered, Committed, Declined, Rejected
+from fedquilt.coordinator.rounds.events import RoundCommitted, TaskDeclined, UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.views.costs import compute_job_cost, format_energy_summary, sum_costs
 from fedquilt.core import BlobRef, Update, Usage
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
 
 
-def answered(device: str, round: int, weight: float = 10.0, **usage: object) -> Answered:
+def answered(device: str, round: int, weight: float = 10.0, **usage: object) -> UpdateAccepted:
     update = Update(
         job="j", round=round, attempt=0, device=device, weight=weight, bundles={}, metrics={}, usage=Usage(**usage)
     )
-    return Answered(round, update)
+    return UpdateAccepted(round, update)
 
 
-def checked(round: int, accuracy: float) -> Committed:
-    return Committed(round, BLOB, False, {}, evaluation=of_classes(accuracy, 100))
+def checked(round: int, accuracy: float) -> RoundCommitted:
+    return RoundCommitted(round, BLOB, False, {}, evaluation=of_classes(accuracy, 100))
 
 
 def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_example() -> None:
@@ -29,7 +29,7 @@ def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_exam
         [
             answered("a", 0, energy_j=8.0, idle_j=2.0, energy_error_j=0.5, energy_source="rapl", wall_s=1.0),
             answered("b", 0, 20.0, energy_j=12.0, idle_j=5.0, energy_error_j=1.0, energy_source="rapl"),
-            Declined(0, "c", "memory", "too big"),
+            TaskDeclined(0, "c", "memory", "too big"),
             answered("a", 1, energy_j=4.0, idle_j=1.0, energy_error_j=0.5, energy_source="rapl", wall_s=2.0),
         ]
     )
@@ -88,7 +88,7 @@ def test_the_peak_is_the_highest_with_the_base_of_the_same_task() -> None:
         [
             answered("a", 0, peak_bytes=300, base_bytes=100, down_bytes=7),
             answered("a", 1, peak_bytes=200, base_bytes=150, up_bytes=3),
-            Rejected(2, "a", "NaN"),
+            UpdateRejected(2, "a", "NaN"),
         ]
     ).devices["a"]
     assert (found.peak_bytes, found.base_bytes, found.down_bytes, found.up_bytes, found.declined) == (300, 100, 7, 3, 1)

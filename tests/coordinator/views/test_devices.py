@@ -15,14 +15,14 @@ from msgspec.structs import replace
 from ordinary import User
 
 from fedquilt import cli
-from fedquilt.coordinator.boards import Board, Doing, Reading, Refusal
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus, LatestDecline, TelemetrySample
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import devices
 
 NOW = 1_800_000_000.0
 RUN = "digits-20270115-080000-a1b2c3"
-WORKING = Board(
+WORKING = DeviceStatus(
     "orin-07",
     online=True,
     since=NOW - 3 * 3600,
@@ -32,23 +32,27 @@ WORKING = Board(
     budget_bytes=2_000_000_000,
     labels=("site=lab", "window"),
     mode="25W",
-    doing=Doing(RUN, 3, "working", NOW - 65, 0.45),
+    doing=CurrentTask(RUN, 3, "working", NOW - 65, 0.45),
     skew_s=-7.04,
 )
-IDLE = Board("pi-01", online=True, since=NOW - 60, seen=NOW, board="Raspberry Pi 5", labels=("site=hall",), skew_s=0.2)
-GONE = Board(
+IDLE = DeviceStatus(
+    "pi-01", online=True, since=NOW - 60, seen=NOW, board="Raspberry Pi 5", labels=("site=hall",), skew_s=0.2
+)
+GONE = DeviceStatus(
     "pi-02",
     since=NOW - 90000,
     seen=NOW - 90010,
-    refusal=Refusal(NOW - 90020, "memory", "the task needs 12 MB more\x1b[2J than its budget" + " x" * 60, RUN, 3),
+    refusal=LatestDecline(
+        NOW - 90020, "memory", "the task needs 12 MB more\x1b[2J than its budget" + " x" * 60, RUN, 3
+    ),
 )
 
 
 def written(home: Path) -> Path:
     """The home, with three boards of which one tells its sensors."""
     Store(home).close()
-    with BoardStore(home, writes=True) as store:
-        reading = Reading(int(NOW) - 10, 12.34, 15.0, 61.2, 1_000_000_000, 310_000_000)
+    with TelemetryStore(home, writes=True) as store:
+        reading = TelemetrySample(int(NOW) - 10, 12.34, 15.0, 61.2, 1_000_000_000, 310_000_000)
         store.write_telemetry([GONE, WORKING, IDLE], [("orin-07", reading)])
     return home
 
@@ -79,7 +83,7 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) ->
     """Neither online nor offline; a board that was asked just now says when it was last heard. 80 columns hold it."""
     silent = replace(WORKING, online=False, silent=True, since=NOW - 700.0, seen=NOW - 700.0, doing=None)
     quiet = replace(IDLE, quiet=True, seen=NOW - 40.0)
-    with BoardStore(home, writes=True) as store:
+    with TelemetryStore(home, writes=True) as store:
         store.write_telemetry([silent, quiet], [])
     found = devices.load_devices(home, NOW)
     at = time.strftime("%H:%M", time.localtime(NOW - 700.0))
@@ -98,9 +102,12 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) ->
 
 def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
     """A board's lines and its JSON have answers, drift, and accuracy where labels arrive."""
-    with BoardStore(tmp_path, writes=True) as store:
-        known = {"a": Reading(int(NOW), served=1200, drift=0.414, accuracy=0.9), "b": Reading(int(NOW), served=3)}
-        store.write_telemetry([Board(name, online=True) for name in known], known.items())
+    with TelemetryStore(tmp_path, writes=True) as store:
+        known = {
+            "a": TelemetrySample(int(NOW), served=1200, drift=0.414, accuracy=0.9),
+            "b": TelemetrySample(int(NOW), served=3),
+        }
+        store.write_telemetry([DeviceStatus(name, online=True) for name in known], known.items())
     found = devices.load_devices(tmp_path, NOW)
     told = devices.format_devices(found, NOW, wide=80)
     assert "  serves: 1200 answers, drift 0.41, accuracy 90 %" in told
@@ -125,8 +132,8 @@ def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
 def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task: int, budget: int, told: str) -> None:
     """Hundreds of MB are written in full, not with an exponent."""
     board = msgspec.structs.replace(WORKING, budget_bytes=budget)
-    reading = Reading(int(NOW), task_bytes=task)
-    assert told in devices.format_devices([devices.Device(board, reading)], NOW, wide=80)[3]
+    reading = TelemetrySample(int(NOW), task_bytes=task)
+    assert told in devices.format_devices([devices.DeviceRow(board, reading)], NOW, wide=80)[3]
 
 
 def test_without_a_coordinator_that_is_said(home: Path) -> None:
@@ -139,7 +146,7 @@ def test_without_a_coordinator_that_is_said(home: Path) -> None:
 
 def test_a_reading_that_is_old_is_not_shown(home: Path) -> None:
     """The watts of an hour ago are none of now."""
-    assert devices.load_devices(home, NOW + 3600)[0].reading == Reading(0)
+    assert devices.load_devices(home, NOW + 3600)[0].reading == TelemetrySample(0)
 
 
 @pytest.mark.parametrize(
@@ -198,20 +205,20 @@ def test_the_home_of_an_earlier_version_has_no_boards_yet(tmp_path: Path, capsys
 
 def test_watching_shows_each_change_once() -> None:
     """And nothing while nothing changes."""
-    looks = [[], [], [devices.Device(IDLE, Reading(0))], [devices.Device(IDLE, Reading(0))], []]
-    shown: list[list[devices.Device]] = []
+    looks = [[], [], [devices.DeviceRow(IDLE, TelemetrySample(0))], [devices.DeviceRow(IDLE, TelemetrySample(0))], []]
+    shown: list[list[devices.DeviceRow]] = []
 
     class EndError(Exception):
         pass
 
-    def look() -> list[devices.Device]:
+    def look() -> list[devices.DeviceRow]:
         if not looks:
             raise EndError
         return looks.pop(0)
 
     with pytest.raises(EndError):
         devices.watch_devices(shown.append, look, lambda seconds: None)
-    assert shown == [[], [devices.Device(IDLE, Reading(0))], []]
+    assert shown == [[], [devices.DeviceRow(IDLE, TelemetrySample(0))], []]
 
 
 def printed(home: Path) -> Any:
@@ -225,7 +232,7 @@ def printed(home: Path) -> Any:
 def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool) -> None:
     """A viewer needs no right to write, whether a coordinator writes meanwhile or has ended; nothing is made there."""
     home = written(user.folder / "coordinator")
-    writer = BoardStore(home, writes=True) if alive else None
+    writer = TelemetryStore(home, writes=True) if alive else None
     if writer is not None:
         writer.write_telemetry([WORKING], [])
     before = sorted(path.name for path in home.iterdir())

@@ -5,14 +5,23 @@ from __future__ import annotations
 import pytest
 from evaluations import of_classes, total
 
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended, Resumed, Started
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    JobEnded,
+    JobResumed,
+    JobStarted,
+    RoundCommitted,
+    UpdateAccepted,
+)
 from fedquilt.coordinator.views import progress
 from fedquilt.core import BlobRef, EvaluationSums, Update, Usage
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
 
 
-def answered(device: str, round: int, took_s: float | None = None, sums: object = None, **usage: object) -> Answered:
+def answered(
+    device: str, round: int, took_s: float | None = None, sums: object = None, **usage: object
+) -> UpdateAccepted:
     update = Update(
         job="j",
         round=round,
@@ -24,11 +33,13 @@ def answered(device: str, round: int, took_s: float | None = None, sums: object 
         evaluation=sums,
         usage=Usage(**usage),
     )
-    return Answered(round, update, took_s)
+    return UpdateAccepted(round, update, took_s)
 
 
-def committed(round: int, took_s: float = 0.0, finished: bool = False, sums: EvaluationSums | None = None) -> Committed:
-    return Committed(round, BLOB, finished, {}, (), took_s, evaluation=None if sums is None else total(sums))
+def committed(
+    round: int, took_s: float = 0.0, finished: bool = False, sums: EvaluationSums | None = None
+) -> RoundCommitted:
+    return RoundCommitted(round, BLOB, finished, {}, (), took_s, evaluation=None if sums is None else total(sums))
 
 
 def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
@@ -52,13 +63,13 @@ def test_a_device_without_held_out_examples_tells_nothing() -> None:
     assert progress.summarise_round(None, [answered("a", 0).update]) is None
 
 
-FACTS: list[tuple[float, AnyFact]] = [
-    (100.0, Started(BLOB)),
+FACTS: list[tuple[float, AnyEvent]] = [
+    (100.0, JobStarted(BLOB)),
     (103.0, answered("a", 0, 4.0, of_classes(0.25, 4), wall_s=3.0, energy_j=8.0, down_bytes=10, up_bytes=1)),
     (104.0, answered("b", 0, 6.0, of_classes(0.75, 4), wall_s=4.0, energy_j=2.0, down_bytes=10, up_bytes=1)),
     (105.0, committed(0, 7.0, sums=total(of_classes(0.25, 4), of_classes(0.75, 4)))),
-    (106.0, Ended("stopped")),
-    (900.0, Resumed()),
+    (106.0, JobEnded("stopped")),
+    (900.0, JobResumed()),
     (903.0, answered("a", 1, 5.0, wall_s=5.0, energy_j=4.0, down_bytes=5, up_bytes=1)),
     (904.0, committed(1, 5.0)),
     (905.0, answered("a", 2, 1.0, of_classes(0.9, 10), wall_s=1.0, energy_j=1.0, down_bytes=5)),
@@ -97,7 +108,7 @@ def test_a_method_that_ends_by_itself_has_its_closing_evaluation_too() -> None:
 
 def test_joules_of_which_one_task_was_not_metered_are_not_known_from_then_on() -> None:
     """Before it they are."""
-    facts: list[tuple[float, AnyFact]] = [
+    facts: list[tuple[float, AnyEvent]] = [
         (1.0, answered("a", 0, energy_j=3.0)),
         (1.0, committed(0)),
         (2.0, answered("a", 1)),

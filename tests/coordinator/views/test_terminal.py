@@ -10,47 +10,54 @@ import msgspec
 import pytest
 from evaluations import of_classes, of_numbers, total
 
-from fedquilt.coordinator.boards import Board
-from fedquilt.coordinator.facts import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Lost,
-    Rejected,
-    Reopened,
-    Rounds,
-    Started,
-    Surveyed,
+from fedquilt.coordinator.fleet.device_status import DeviceStatus
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    EligibilityRecorded,
+    JobConstants,
+    JobStarted,
+    JobState,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateLost,
+    UpdateRejected,
     apply_event,
 )
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.settings import Cohort
-from fedquilt.coordinator.views import log, waits
-from fedquilt.coordinator.views.terminal import WAIT_AGAIN_S, WAIT_SAID_S, WORK_SAID_S, Console, Contact, Waiting
-from fedquilt.coordinator.views.waits import Wait
+from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.coordinator.views import event_messages, wait_reasons
+from fedquilt.coordinator.views.terminal import (
+    WAIT_AGAIN_S,
+    WAIT_SAID_S,
+    WORK_SAID_S,
+    ConnectionReporter,
+    Console,
+    WaitReporter,
+)
+from fedquilt.coordinator.views.wait_reasons import WaitReason
 from fedquilt.core import BlobRef, Update, Usage
 
 REF = BlobRef(sha256="a" * 64, size=1)
 NOW = time.mktime((2026, 11, 26, 14, 3, 28, 0, 0, -1))
 
 
-def begun(cohort: Cohort, rounds: int = 2, check_every: int = 0) -> Rounds:
-    return apply_event(Rounds(Plan(0, rounds, cohort, check_every)), Started(REF), 0.0)
+def begun(cohort: CohortSettings, rounds: int = 2, check_every: int = 0) -> JobState:
+    return apply_event(JobState(JobConstants(0, rounds, cohort, check_every)), JobStarted(REF), 0.0)
 
 
-def answer(device: str, round: int = 0) -> Answered:
+def answer(device: str, round: int = 0) -> UpdateAccepted:
     update = Update(
         job="j", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
     )
-    return Answered(round, update)
+    return UpdateAccepted(round, update)
 
 
 def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
     """And a wait that is over and begins again is a new one."""
-    waiting, a, b = Waiting(), Wait("a", "a", "lost"), Wait("b", "b", "boards")
+    waiting, a, b = WaitReporter(), WaitReason("a", "a", "lost"), WaitReason("b", "b", "boards")
     assert waiting.line_due(a, 0.0) is None
     assert waiting.line_due(a, WAIT_SAID_S) == "waiting for a"
     assert waiting.line_due(a._replace(text="a, 100 s later"), WAIT_SAID_S + 100) is None
@@ -64,7 +71,7 @@ def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
 
 def test_a_wait_for_devices_at_work_is_told_later() -> None:
     """Every round has one: the slowest device is named once the others have waited for half a minute."""
-    waiting, slow = Waiting(), Wait("c, at work", "c", "working")
+    waiting, slow = WaitReporter(), WaitReason("c, at work", "c", "working")
     assert waiting.line_due(slow, 0.0) is None
     assert waiting.line_due(slow, WORK_SAID_S - 1) is None
     assert waiting.line_due(slow, WORK_SAID_S) == "waiting for c, at work"
@@ -72,14 +79,14 @@ def test_a_wait_for_devices_at_work_is_told_later() -> None:
 
 def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
     """Also a loss so short that only the new session shows it; a link that is up from the start is no news."""
-    contact = Contact()
+    contact = ConnectionReporter()
     told = [contact.line_due(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
     lost, again = (
         "lost the connection to the broker; trying to connect until it is back",
         "reconnected to the broker",
     )
     assert told == [None, None, lost, None, again, again]
-    daemon = Contact()
+    daemon = ConnectionReporter()
     assert [daemon.line_due(*now) for now in ((False, 0), (True, 1), (True, 1))] == [
         None,
         "connected to the broker",
@@ -98,7 +105,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
             return {}
 
     class Job:
-        id, engines, rounds = "digits-1", ("torch",), begun(Cohort())
+        id, engines, rounds = "digits-1", ("torch",), begun(CohortSettings())
 
     class Server:
         registry = Registry()
@@ -109,7 +116,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
         def devices_of_other_jobs(self, job: str) -> frozenset[str]:
             return frozenset()
 
-        def wall_clock_state(self, job: str, now_s: float, now: float) -> tuple[Rounds, float]:
+        def wall_clock_state(self, job: str, now_s: float, now: float) -> tuple[JobState, float]:
             return Job.rounds, now
 
     now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
@@ -125,8 +132,8 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
 
 def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
     """How many are there, of which kind, and how many it takes."""
-    state = begun(Cohort(size=3, min_devices=3))
-    wait = waits.find_wait(state, ["torch", "numpy"], ["a"])
+    state = begun(CohortSettings(size=3, min_devices=3))
+    wait = wait_reasons.find_wait(state, ["torch", "numpy"], ["a"])
     assert wait is not None
     assert (wait.text, wait.kind) == ("devices that run torch or numpy: 1 online, at least 3 needed", "boards")
 
@@ -134,9 +141,9 @@ def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -
 def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_start_more() -> None:
     """Two of three online devices lack the package or have another content of it, and two are needed."""
     codes = {"plugin mine-fl|1.0 aaaa|": ("b",), "plugin mine-fl|1.0 aaaa|1.1 bbbb": ("c",)}
-    state = apply_event(begun(Cohort(size=2, min_devices=2)), Surveyed(0, ("a",), codes), 1.0)
+    state = apply_event(begun(CohortSettings(size=2, min_devices=2)), EligibilityRecorded(0, ("a",), codes), 1.0)
     for online in (["a", "b", "c"], ["a"]):  # the coordinator knows those online, the log those that can run the job
-        wait = waits.find_wait(state, ["torch"], online)
+        wait = wait_reasons.find_wait(state, ["torch"], online)
         assert wait is not None
         assert wait.kind == "plugins"
         assert wait.text == (
@@ -144,17 +151,17 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
             "job needs 1.0 aaaa: install it there, and allow it in agent.toml; not c, which has package mine-fl 1.1 "
             "bbbb, and the job needs 1.0 aaaa: install the same content there"
         )
-    few = apply_event(begun(Cohort(size=4, min_devices=4)), Surveyed(0, ("a",), codes), 1.0)
-    assert waits.find_wait(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well
+    few = apply_event(begun(CohortSettings(size=4, min_devices=4)), EligibilityRecorded(0, ("a",), codes), 1.0)
+    assert wait_reasons.find_wait(few, ["torch"], ["a"]).kind == "boards"  # a fourth device is needed as well
 
 
 def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
     """Everybody has answered who could, and it is not enough before the deadline."""
-    state = apply_event(begun(Cohort(size=4, quorum=0.75)), Asked(0, 0, ("a", "b")), 1.0)
-    assert waits.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
+    state = apply_event(begun(CohortSettings(size=4, quorum=0.75)), CohortSelected(0, 0, ("a", "b")), 1.0)
+    assert wait_reasons.find_wait(state, ["torch"], ["a", "b"]) is None  # they are at it
     for device in "ab":
         state = apply_event(state, answer(device), 2.0)
-    wait = waits.find_wait(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
+    wait = wait_reasons.find_wait(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
     assert wait is not None
     assert wait.text == (
         "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3, "
@@ -165,10 +172,10 @@ def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
 def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
     """Of many the first few; those at work are not named before another has answered."""
     names = tuple("abcdefg")
-    state = apply_event(begun(Cohort()), Asked(0, 0, names), 1.0)
+    state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, names), 1.0)
 
     def told(able: str, busy: str = "") -> str | None:
-        wait = waits.find_wait(state, ["torch"], able, frozenset(busy))
+        wait = wait_reasons.find_wait(state, ["torch"], able, frozenset(busy))
         return None if wait is None else wait.text
 
     assert told("") == "a, b, c, d, e and 2 more, offline"
@@ -179,14 +186,14 @@ def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
 
 def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when() -> None:
     """Offline, silent, not heard for a while, or at work while the others have answered; 80 columns hold one."""
-    state = apply_event(begun(Cohort()), Asked(0, 0, ("d1", "d2", "d3")), NOW - 88.0)
+    state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, ("d1", "d2", "d3")), NOW - 88.0)
     state = apply_event(apply_event(state, answer("d1"), NOW - 60.0), answer("d2"), NOW - 50.0)
     at = time.strftime("%H:%M", time.localtime(NOW - 45.0))
     until = time.strftime("%H:%M", time.localtime(NOW + 512.0))
 
     def told(**board: Any) -> tuple[str, str]:
-        known = {"d3": Board("d3", **board)}
-        wait = waits.find_wait(state, ["torch"], ["d1", "d2", "d3"], frozenset(), known.get, NOW, NOW + 512.0)
+        known = {"d3": DeviceStatus("d3", **board)}
+        wait = wait_reasons.find_wait(state, ["torch"], ["d1", "d2", "d3"], frozenset(), known.get, NOW, NOW + 512.0)
         assert wait is not None
         return wait.text, wait.kind
 
@@ -200,10 +207,15 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
 @pytest.mark.parametrize("finished", [True, False])
 def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bool) -> None:
     """Whether the job's rounds are over or the method has ended by itself."""
-    state = begun(Cohort(), rounds=5 if finished else 1, check_every=1)
-    facts = [Asked(0, 0, ("a",)), answer("a"), Closed(0), Committed(0, REF, finished, {})]
-    facts += [Asked(1, 0, ("a",)), answer("a", 1), Closed(1), Committed(1, REF, False, {}, evaluation=of_classes(0.5))]
-    told, teller = [], log.Teller()
+    state = begun(CohortSettings(), rounds=5 if finished else 1, check_every=1)
+    facts = [CohortSelected(0, 0, ("a",)), answer("a"), RoundClosed(0), RoundCommitted(0, REF, finished, {})]
+    facts += [
+        CohortSelected(1, 0, ("a",)),
+        answer("a", 1),
+        RoundClosed(1),
+        RoundCommitted(1, REF, False, {}, evaluation=of_classes(0.5)),
+    ]
+    told, teller = [], event_messages.EventFormatter()
     for fact in facts:
         state = apply_event(state, fact, 1.0)
         told.append(teller.format_event(fact, state)[0])
@@ -219,11 +231,15 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
 
 def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round() -> None:
     """It is not the evaluation, which follows it."""
-    plan = Plan(0, 1, Cohort(), 1)
-    state, told, teller = apply_event(Rounds(plan), Started(REF, settles=True), 0.0), [], log.Teller()
+    plan = JobConstants(0, 1, CohortSettings(), 1)
+    state, told, teller = (
+        apply_event(JobState(plan), JobStarted(REF, settles=True), 0.0),
+        [],
+        event_messages.EventFormatter(),
+    )
     for round, settled in enumerate((True, False, True, False)):
-        facts = [Asked(round, 0, ("a",)), answer("a", round), Closed(round)]
-        for fact in (*facts, Committed(round, REF, False, {}, settled=settled)):
+        facts = [CohortSelected(round, 0, ("a",)), answer("a", round), RoundClosed(round)]
+        for fact in (*facts, RoundCommitted(round, REF, False, {}, settled=settled)):
             state = apply_event(state, fact, 1.0)
             told.append(teller.format_event(fact, state)[0])
     assert told[8] == "round 2: cohort a"
@@ -233,12 +249,15 @@ def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_ro
 
 def test_progress_counts_rounds_of_work_alone() -> None:
     """Rounds that gather statistics, and the final evaluation, have numbers and are none of the job's two."""
-    state, told = apply_event(Rounds(Plan(0, 2, Cohort(), 1)), Started(REF, settles=True), 0.0), list[str]()
+    state, told = (
+        apply_event(JobState(JobConstants(0, 2, CohortSettings(), 1)), JobStarted(REF, settles=True), 0.0),
+        list[str](),
+    )
     for round, settled in enumerate((True, False, True, False, True, False)):
-        state = apply_event(state, Asked(round, 0, ("a", "b")), 1.0)
+        state = apply_event(state, CohortSelected(round, 0, ("a", "b")), 1.0)
         state = apply_event(state, answer("a", round), 1.0)
-        told.append(log.format_status(state))
-        for fact in (Closed(round), Committed(round, REF, False, {}, settled=settled)):
+        told.append(event_messages.format_status(state))
+        for fact in (RoundClosed(round), RoundCommitted(round, REF, False, {}, settled=settled)):
             state = apply_event(state, fact, 1.0)
     assert told[0] == "round 0: 1 of 2 updates; 0 of at most 2 rounds done"
     assert told[3] == "round 3: 1 of 2 updates; 1 of at most 2 rounds done"
@@ -250,18 +269,18 @@ def test_progress_counts_rounds_of_work_alone() -> None:
     ("facts", "attempt", "said"),
     [
         (
-            [answer("a"), Declined(0, "b", "data", "none"), Declined(0, "c", "memory", "too big")],
+            [answer("a"), TaskDeclined(0, "b", "data", "none"), TaskDeclined(0, "c", "memory", "too big")],
             1,
             "no quorum, and no other board to ask (1 update, b, c declined); starting another attempt",
         ),
         (
-            [Declined(0, "b", "data", "none"), Rejected(0, "c", "NaN")],
+            [TaskDeclined(0, "b", "data", "none"), UpdateRejected(0, "c", "NaN")],
             1,
             "no quorum by the deadline (0 updates, what c sent was refused, b declined, nothing from a); "
             "starting another attempt",
         ),
         (
-            [Declined(0, "a", "none", "nothing"), answer("b"), answer("c")],
+            [TaskDeclined(0, "a", "none", "nothing"), answer("b"), answer("c")],
             1,
             "no quorum, and no other board to ask (2 updates, nothing to do for a); starting another attempt",
         ),
@@ -273,19 +292,21 @@ def test_progress_counts_rounds_of_work_alone() -> None:
         ),
     ],
 )
-def test_an_attempt_without_a_quorum_says_what_became_of_it(facts: list[AnyFact], attempt: int, said: str) -> None:
+def test_an_attempt_without_a_quorum_says_what_became_of_it(facts: list[AnyEvent], attempt: int, said: str) -> None:
     """A deadline is named only where boards were waited for until it."""
-    state, teller = begun(Cohort(size=4)), log.Teller()
-    for fact in [Asked(0, 0, ("a", "b", "c")), *facts, Reopened(0, attempt)]:
+    state, teller = begun(CohortSettings(size=4)), event_messages.EventFormatter()
+    for fact in [CohortSelected(0, 0, ("a", "b", "c")), *facts, RoundRetried(0, attempt)]:
         state = apply_event(state, fact, 1.0)
         told = teller.format_event(fact, state)
     assert told == [f"round 0: {said}"]
-    assert log.format_single_event(Reopened(0, 1)) == ["round 0: no quorum; starting another attempt"]
+    assert event_messages.format_single_event(RoundRetried(0, 1)) == ["round 0: no quorum; starting another attempt"]
 
 
 def test_a_count_is_told_to_the_last_one() -> None:
     """And a measure with four digits."""
-    told = log.format_single_event(Committed(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False)
+    told = event_messages.format_single_event(
+        RoundCommitted(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False
+    )
     assert told == ["round 0: updates aggregated; examples 12001, loss 0.1235"]
 
 
@@ -293,21 +314,28 @@ def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> 
     """Devices evaluate what they get, before they train it: the state that the round before has left."""
     for round, of in ((0, "at the start"), (3, "after round 2")):
         evaluated = "accuracy 50.0 % on 4 held-out examples, balanced accuracy 50.0 %, macro F1 33.3 %, loss 0.5"
-        (told,) = log.format_single_event(Committed(round, REF, False, {"loss": 0.25}, evaluation=of_classes(0.5, 4)))
+        (told,) = event_messages.format_single_event(
+            RoundCommitted(round, REF, False, {"loss": 0.25}, evaluation=of_classes(0.5, 4))
+        )
         assert told == f"round {round}: updates aggregated; loss 0.25; {of}: {evaluated}"
-    noted = log.format_single_event(
-        Committed(3, REF, False, {"loss": 0.25}, ("a note",), evaluation=of_classes(0.5, 4))
+    noted = event_messages.format_single_event(
+        RoundCommitted(3, REF, False, {"loss": 0.25}, ("a note",), evaluation=of_classes(0.5, 4))
     )
     assert noted == [f"round 3: updates aggregated; after round 2: {evaluated}", "a note"]
 
 
 def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
     """Three of four devices, of which two have a meter: 12 J; the accuracy is of what the round before has left."""
-    state, teller = begun(Cohort(size=4), check_every=1), log.Teller()
+    state, teller = begun(CohortSettings(size=4), check_every=1), event_messages.EventFormatter()
     metered = [msgspec.structs.replace(answer(name).update, usage=Usage(wall_s=1.0, energy_j=6.0)) for name in "ab"]
-    facts = [Asked(0, 0, tuple("abcd")), *(Answered(0, update) for update in metered), answer("c"), Closed(0)]
+    facts = [
+        CohortSelected(0, 0, tuple("abcd")),
+        *(UpdateAccepted(0, update) for update in metered),
+        answer("c"),
+        RoundClosed(0),
+    ]
     checked = total(of_classes(0.8, 10, 0.25), of_classes(0.6, 10, 0.75), of_classes(0.7, 20))
-    for fact in [*facts, Committed(0, REF, False, {"loss": 0.25}, evaluation=checked)]:
+    for fact in [*facts, RoundCommitted(0, REF, False, {"loss": 0.25}, evaluation=checked)]:
         state = apply_event(state, fact, 1.0)
         told = teller.format_event(fact, state)
     assert told == [
@@ -315,18 +343,25 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
         "at the start: accuracy 70.0 % on 40 held-out examples, worst tenth of 3 devices 60.0 %, spread 8.2 %, "
         "balanced accuracy 70.0 %, macro F1 41.2 %, loss 0.5"
     ]
-    state = apply_event(state, Asked(1, 0, ("a",)), 2.0)
-    teller.format_event(Asked(1, 0, ("a",)), state)
-    fact = Committed(1, REF, False, {}, settled=True)  # nothing of the round before is in it
+    state = apply_event(state, CohortSelected(1, 0, ("a",)), 2.0)
+    teller.format_event(CohortSelected(1, 0, ("a",)), state)
+    fact = RoundCommitted(1, REF, False, {}, settled=True)  # nothing of the round before is in it
     (told,) = teller.format_event(fact, state)
     assert told == "round 1: statistics for the evaluation gathered (0 of 1 devices)"
 
 
 def test_a_round_that_another_process_began_is_told_whole() -> None:
     """A coordinator that was killed and began again has seen one of three answers, and one of them again."""
-    facts = [Asked(0, 0, tuple("abc")), answer("a"), answer("b"), Lost(0, "b", "damaged"), answer("b"), answer("c")]
-    state, teller = begun(Cohort(size=3)), log.Teller()
-    for number, fact in enumerate([*facts, Closed(0), Committed(0, REF, False, {})]):
+    facts = [
+        CohortSelected(0, 0, tuple("abc")),
+        answer("a"),
+        answer("b"),
+        UpdateLost(0, "b", "damaged"),
+        answer("b"),
+        answer("c"),
+    ]
+    state, teller = begun(CohortSettings(size=3)), event_messages.EventFormatter()
+    for number, fact in enumerate([*facts, RoundClosed(0), RoundCommitted(0, REF, False, {})]):
         state = apply_event(state, fact, 1.0)
         told = teller.format_event(fact, state) if number >= 4 else []
     assert told == ["round 0: updates aggregated (3 of 3 devices)"]
@@ -334,7 +369,9 @@ def test_a_round_that_another_process_began_is_told_whole() -> None:
 
 def test_an_evaluation_has_its_own_metrics() -> None:
     """Shares in per cent, others as they are; the main one comes first."""
-    (told,) = log.format_single_event(Committed(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40)))
+    (told,) = event_messages.format_single_event(
+        RoundCommitted(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40))
+    )
     assert told.endswith("after round 0: RMSE 1.5 on 40 held-out examples, MAE 1.25, loss 2.25")
 
 
@@ -343,13 +380,13 @@ def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixt
 
     class Job:
         id = "j"
-        rounds = begun(Cohort())
+        rounds = begun(CohortSettings())
 
     console = Console(clock=lambda: 0.0)
     for number in (0, 1):
         for device in range(1000 if number == 0 else 2):
-            console.observe(Job(), Declined(number, f"dev-{device}", "memory", "too small"))  # type: ignore[arg-type]
-        console.observe(Job(), Reopened(number, 1))  # type: ignore[arg-type]
+            console.observe(Job(), TaskDeclined(number, f"dev-{device}", "memory", "too small"))  # type: ignore[arg-type]
+        console.observe(Job(), RoundRetried(number, 1))  # type: ignore[arg-type]
     told = [line for line in capsys.readouterr().out.splitlines() if "declined" in line]
     assert [line.partition("declined")[0][-14:-1] for line in told[:3]] == [f"ound 0: dev-{i}" for i in range(3)]
     assert told[3].endswith("round 0: 997 more declined (memory): `fedquilt logs j` has them all")

@@ -12,22 +12,32 @@ import pytest
 from by_hand import Noted, Stage, ones
 from side_by_side import TwoJobs
 
-from fedquilt import bundle, wire
+from fedquilt import wire
 from fedquilt.cli import main
-from fedquilt.coordinator import unreadable
-from fedquilt.coordinator.facts import Asked, Committed, Declined, Ended, Rounds, Started, Surveyed, apply_event
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.settings import Cohort
-from fedquilt.coordinator.store_reader import Reader
-from fedquilt.coordinator.views import log, terminal, waits
+from fedquilt.coordinator.jobs import startup
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    EligibilityRecorded,
+    JobConstants,
+    JobEnded,
+    JobStarted,
+    JobState,
+    RoundCommitted,
+    TaskDeclined,
+    apply_event,
+)
+from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.coordinator.storage.reader import StoreReader
+from fedquilt.coordinator.views import event_messages, terminal, wait_reasons
 from fedquilt.core import BlobRef
-from fedquilt.disk import Place, Private
-from fedquilt.tools.dash.follow import Follower
+from fedquilt.formats import job_bundle
+from fedquilt.host.disk import Place, PrivateDisk
+from fedquilt.tools.operations.dash.run_follower import RunFollower
 
 REF = BlobRef(sha256="0" * 64, size=1)
 
 
-class Fails(Private):
+class Fails(PrivateDisk):
     """A disk that does not give back files of one name."""
 
     def __init__(self, name: str) -> None:
@@ -43,7 +53,7 @@ class Fails(Private):
 def held(tmp_path: Path) -> Stage:
     """A served job whose bundle the disk has not given back."""
     stage = Stage(tmp_path)
-    stage.disk = Fails(bundle.load_bundle(tmp_path / "bundle").files["model"].sha256)
+    stage.disk = Fails(job_bundle.load_bundle(tmp_path / "bundle").files["model"].sha256)
     stage.restart()
     assert stage.store.acquire_lock()
     stage.hand("a")
@@ -65,16 +75,18 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert ("held fedavg" in told) == (words == ["ls"])
     hold = held.store.holds.current_suspension(held.job)
     assert hold is not None
-    assert 0 < hold.again - hold.since <= unreadable.AGAIN_S
+    assert 0 < hold.again - hold.since <= startup.AGAIN_S
     assert hold.since - 10 < time.time() < hold.again + 10
-    with Reader(held.store.home) as reader:
+    with StoreReader(held.store.home) as reader:
         row = reader.find_job(held.job)
         assert reader.current_status(row) == "held"
-        assert Follower(row).describe_current_round(str(reader.holds.current_suspension(row.id)))["waits"] == str(hold)
+        assert RunFollower(row).describe_current_round(str(reader.holds.current_suspension(row.id)))["waits"] == str(
+            hold
+        )
     held.store.depot.disk.name = ""  # type: ignore[attr-defined]
-    held.play(unreadable.AGAIN_S + 1.0)
-    assert log.summarise_run(held.store.find_job(held.job), held.store)["status"] == "running"
-    assert waits.describe_wait(held.store.find_job(held.job), held.store) is None
+    held.play(startup.AGAIN_S + 1.0)
+    assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "running"
+    assert wait_reasons.describe_wait(held.store.find_job(held.job), held.store) is None
     held.hands[0].answer(ones())
     held.play()
     assert held.store.stored_status(held.job) == "done"
@@ -84,21 +96,21 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
 def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> None:
     """It is tried again later than before; at the third failure the job has failed, and is held no more."""
     first = held.store.holds.current_suspension(held.job)
-    held.play(unreadable.AGAIN_S + 1.0)
+    held.play(startup.AGAIN_S + 1.0)
     second = held.store.holds.current_suspension(held.job)
     assert first is not None
     assert second is not None
     waits_s = [each.again - each.since for each in (first, second)]
-    assert waits_s == pytest.approx([unreadable.AGAIN_S, 2 * unreadable.AGAIN_S], abs=2)
-    held.play(unreadable.AGAIN_S + 1.0)
-    assert [fact.status for fact in held.told(Ended)] == ["failed"]
-    assert log.summarise_run(held.store.find_job(held.job), held.store)["status"] == "failed"
+    assert waits_s == pytest.approx([startup.AGAIN_S, 2 * startup.AGAIN_S], abs=2)
+    held.play(startup.AGAIN_S + 1.0)
+    assert [fact.status for fact in held.told(JobEnded)] == ["failed"]
+    assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "failed"
     held.store.close()
 
 
 def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     """No device has been asked: the run's own reason is all that there is."""
-    held.play(unreadable.TRIES * (unreadable.AGAIN_S + 1.0))
+    held.play(startup.TRIES * (startup.AGAIN_S + 1.0))
     assert main(["why", held.job, "--home", str(held.store.home)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert f"job failed: the bundle of {held.job} cannot be read" in told
@@ -120,33 +132,33 @@ def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried
 # -- boards that other runs have ----------------------------------------------------------------------------------
 
 
-def begun(cohort: Cohort) -> Rounds:
-    return apply_event(Rounds(Plan(0, 2, cohort, 0)), Started(REF), 0.0)
+def begun(cohort: CohortSettings) -> JobState:
+    return apply_event(JobState(JobConstants(0, 2, cohort, 0)), JobStarted(REF), 0.0)
 
 
 def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_busy_with() -> None:
     """Where there would still be too few, or one that would do cannot be asked, more boards are what it lacks."""
-    state, busy = begun(Cohort(min_devices=2)), {"a": "digits-2", "b": "digits-3", "c": "digits-2"}
+    state, busy = begun(CohortSettings(min_devices=2)), {"a": "digits-2", "b": "digits-3", "c": "digits-2"}
     told = "it goes on when they are free: a, c at a task of digits-2; b at a task of digits-3"
-    assert waits.describe_busy_devices(state, "abc", busy) == told
-    assert waits.describe_busy_devices(state, "abcd", busy) == told
-    assert waits.describe_busy_devices(state, "a", busy) is None
-    assert waits.describe_busy_devices(state, "ab", {}) is None
-    hot = apply_event(state, Surveyed(0, ("a",), {"hot": ("b", "c")}), 0.0)
-    assert waits.describe_busy_devices(hot, "abc", busy) is None
+    assert wait_reasons.describe_busy_devices(state, "abc", busy) == told
+    assert wait_reasons.describe_busy_devices(state, "abcd", busy) == told
+    assert wait_reasons.describe_busy_devices(state, "a", busy) is None
+    assert wait_reasons.describe_busy_devices(state, "ab", {}) is None
+    hot = apply_event(state, EligibilityRecorded(0, ("a",), {"hot": ("b", "c")}), 0.0)
+    assert wait_reasons.describe_busy_devices(hot, "abc", busy) is None
 
 
 def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> None:
     """One that is offline is another reason, and one that has declined is no board to wait for."""
-    state = apply_event(begun(Cohort()), Asked(0, 0, ("a", "b")), 1.0)
+    state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, ("a", "b")), 1.0)
     assert (
-        waits.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1"))
+        wait_reasons.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1"))
         == "it goes on when they are free: a, b at a task of k-1"
     )
-    assert waits.describe_busy_devices(state, "b", {"b": "k-1"}) is None
+    assert wait_reasons.describe_busy_devices(state, "b", {"b": "k-1"}) is None
     for device in "ab":
-        state = apply_event(state, Declined(0, device, "battery", "low"), 2.0)
-    assert waits.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1")) is None
+        state = apply_event(state, TaskDeclined(0, device, "battery", "low"), 2.0)
+    assert wait_reasons.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1")) is None
 
 
 def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
@@ -221,7 +233,7 @@ def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_f
     hands[0].answer(ones())
     hands[1].answer(ones())
     stage.play(3.0)
-    assert stage.told(Committed)
+    assert stage.told(RoundCommitted)
     stage.store.close()
 
 
@@ -234,15 +246,15 @@ def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -
     hands[2].say("presence", wire.Presence(online=False, boot="1"), retain=True)
     stage.play()
     row = stage.store.find_job(stage.job)
-    follower = Follower(row)
+    follower = RunFollower(row)
     for seq, at, fact in stage.store.read_events(row.id):
         follower.add_fact(seq, at, fact)
-    shown = follower.describe_current_round(None, waits.load_device_statuses(stage.store.home))["waits"]
+    shown = follower.describe_current_round(None, wait_reasons.load_device_statuses(stage.store.home))["waits"]
     assert re.match(r"c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(\d+ s\)$", shown), shown
-    found = waits.describe_round_wait(row, follower.state, waits.load_device_statuses(stage.store.home))
+    found = wait_reasons.describe_round_wait(row, follower.state, wait_reasons.load_device_statuses(stage.store.home))
     assert found is not None
     assert (found.kind, found.key) == ("lost", (("offline", "c"),))
     hands[2].say("presence", hands[2].presence, retain=True)
     stage.play()
-    assert follower.describe_current_round(None, waits.load_device_statuses(stage.store.home))["waits"] is None
+    assert follower.describe_current_round(None, wait_reasons.load_device_statuses(stage.store.home))["waits"] is None
     stage.store.close()

@@ -10,29 +10,29 @@ from job_facts import BLOB, update
 
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.boards import Board, Doing
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.facts import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Ended,
-    Rejected,
-    Reopened,
-    Resumed,
-    Rounds,
-    Started,
-    Surveyed,
+from fedquilt.coordinator.fleet.device_status import CurrentTask, DeviceStatus
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    EligibilityRecorded,
+    JobConstants,
+    JobEnded,
+    JobResumed,
+    JobStarted,
+    JobState,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
     apply_event,
 )
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.rounds import decide_event, eligibility_event
-from fedquilt.coordinator.settings import Cohort
-from fedquilt.coordinator.store import Store
-from fedquilt.coordinator.views import log, waits, why
+from fedquilt.coordinator.rounds.next_event import decide_event, eligibility_event
+from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons
 from fedquilt.core import JobError
 
 OUTWEIGHS = (
@@ -71,32 +71,32 @@ def test_a_fleet_too_small_for_a_median_of_weights_is_warned_of_where_devices_ar
         run = store.add_job(settings.parse_job({"name": "j", "method": "fedavg", "rounds": 1, **changes}), tmp_path)
         store.mark_running(run)
         for fact in (
-            Started(BLOB),
-            Surveyed(0, devices, {}),
-            Asked(0, 0, devices[:2]),
-            Answered(0, msgspec.structs.replace(update("a"), weight=weight), 1.0),
+            JobStarted(BLOB),
+            EligibilityRecorded(0, devices, {}),
+            CohortSelected(0, 0, devices[:2]),
+            UpdateAccepted(0, msgspec.structs.replace(update("a"), weight=weight), 1.0),
         ):
             store.append_event(run, fact)
     assert main(["why", run, "--home", str(tmp_path)]) == 0
     assert (OUTWEIGHS in " ".join(capsys.readouterr().out.split())) is said
 
 
-PLAN = Plan(0, 100, Cohort(size=2), 0)
+PLAN = JobConstants(0, 100, CohortSettings(size=2), 0)
 
 
-def played(plan: Plan, fleet: dict[str, str], rounds: int) -> list[AnyFact]:
+def played(plan: JobConstants, fleet: dict[str, str], rounds: int) -> list[AnyEvent]:
     """The facts of a job whose devices all answer; `fleet` is device -> why it cannot be asked, or ""."""
-    facts: list[AnyFact] = [Started(BLOB)]
-    state = apply_event(Rounds(plan), facts[0], 0.0)
+    facts: list[AnyEvent] = [JobStarted(BLOB)]
+    state = apply_event(JobState(plan), facts[0], 0.0)
     free = [device for device, code in fleet.items() if not code]
     passed = {device: code for device, code in fleet.items() if code}
     while state.round < rounds:
         fact = decide_event(state, 0.0, free)
-        if isinstance(fact, Asked):
+        if isinstance(fact, CohortSelected):
             fact = eligibility_event(state, free, passed, {}) or fact
         if fact is None and state.asked:
-            fact = Answered(state.round, update(min(state.asked), state.round))
-        facts.append(fact or Committed(state.round, BLOB, False, {}))
+            fact = UpdateAccepted(state.round, update(min(state.asked), state.round))
+        facts.append(fact or RoundCommitted(state.round, BLOB, False, {}))
         state = apply_event(state, facts[-1], 0.0)
     return facts
 
@@ -104,7 +104,7 @@ def played(plan: Plan, fleet: dict[str, str], rounds: int) -> list[AnyFact]:
 def test_every_device_has_its_reason_and_who_was_not_drawn_its_place() -> None:
     """Two of four are drawn; one is hot, one offline."""
     fleet = {"a": "", "b": "", "c": "", "d": "", "e": "hot", "f": "offline"}
-    told = why.outcomes_by_round(played(PLAN, fleet, 1), PLAN)[0]
+    told = round_outcomes.outcomes_by_round(played(PLAN, fleet, 1), PLAN)[0]
     codes = [told[device].code for device in "abcdef"]
     assert sorted(codes[:4]) == ["answered", "answered", "drawn", "drawn"]
     assert codes[4:] == ["hot", "offline"]
@@ -115,30 +115,30 @@ def test_every_device_has_its_reason_and_who_was_not_drawn_its_place() -> None:
 def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round() -> None:
     """Whoever is told to have had place 1 or 2 of a round was asked; with waiting counted in."""
     plan = msgspec.structs.replace(PLAN.cohort, turns=1.0)
-    plan = Plan(7, 100, plan, 0)
+    plan = JobConstants(7, 100, plan, 0)
     facts = played(plan, dict.fromkeys("abcdefg", ""), 40)
-    for number, told in why.outcomes_by_round(facts, plan).items():
+    for number, told in round_outcomes.outcomes_by_round(facts, plan).items():
         places = sorted(part.place for part in told.values() if part.code == "drawn")
         assert places == [3, 4, 5, 6, 7], number
 
 
 def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one() -> None:
     """Nobody answers the first attempt: the second one draws among the others, and says their places among them."""
-    facts: list[AnyFact] = [Started(BLOB), Surveyed(0, tuple("abcdef"))]
-    state = Rounds(PLAN)
+    facts: list[AnyEvent] = [JobStarted(BLOB), EligibilityRecorded(0, tuple("abcdef"))]
+    state = JobState(PLAN)
     for fact in facts:
         state = apply_event(state, fact, 0.0)
     for _ in range(2):
         asked = decide_event(state, 0.0, "abcdef")
-        assert isinstance(asked, Asked)
+        assert isinstance(asked, CohortSelected)
         facts.append(asked)
         state = apply_event(state, asked, 0.0)
         if len(facts) < 4:
-            facts.append(Reopened(0, 1))
+            facts.append(RoundRetried(0, 1))
             state = apply_event(state, facts[-1], 0.0)
-    first, second = (set(fact.devices) for fact in facts if isinstance(fact, Asked))
+    first, second = (set(fact.devices) for fact in facts if isinstance(fact, CohortSelected))
     assert not first & second
-    told = why.outcomes_by_round(facts, PLAN)[0]
+    told = round_outcomes.outcomes_by_round(facts, PLAN)[0]
     assert {told[device].text for device in first} == {
         "selected; no update by the deadline: another attempt at the round asks it last"
     }
@@ -149,18 +149,18 @@ def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one() -> 
 def test_what_became_of_those_who_were_asked_is_told() -> None:
     """Declined with its reason, refused, silent at the close; and a replacement that was not drawn at first."""
     facts = [
-        Started(BLOB),
-        Surveyed(0, ("a", "b", "c", "d")),
-        Asked(0, 0, ("a", "b")),
-        Declined(0, "a", "memory", "too big"),
-        Asked(0, 0, ("c",)),
-        Rejected(0, "c", "NaN"),
-        Asked(0, 0, ("d",)),
-        Answered(0, update("d")),
-        Closed(0),
-        Committed(0, BLOB, False, {}),
+        JobStarted(BLOB),
+        EligibilityRecorded(0, ("a", "b", "c", "d")),
+        CohortSelected(0, 0, ("a", "b")),
+        TaskDeclined(0, "a", "memory", "too big"),
+        CohortSelected(0, 0, ("c",)),
+        UpdateRejected(0, "c", "NaN"),
+        CohortSelected(0, 0, ("d",)),
+        UpdateAccepted(0, update("d")),
+        RoundClosed(0),
+        RoundCommitted(0, BLOB, False, {}),
     ]
-    told = why.outcomes_by_round(facts, PLAN)[0]
+    told = round_outcomes.outcomes_by_round(facts, PLAN)[0]
     assert [told[device].text for device in "abcd"] == [
         "declined (memory): too big",
         "selected; no update before the round closed",
@@ -171,19 +171,26 @@ def test_what_became_of_those_who_were_asked_is_told() -> None:
 
 def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
     """Before the next attempt asks anew."""
-    facts = [Started(BLOB), Surveyed(0, ("a",)), Asked(0, 0, ("a",)), Reopened(0, 1)]
+    facts = [JobStarted(BLOB), EligibilityRecorded(0, ("a",)), CohortSelected(0, 0, ("a",)), RoundRetried(0, 1)]
     assert (
-        why.outcomes_by_round(facts, PLAN)[0]["a"].text
+        round_outcomes.outcomes_by_round(facts, PLAN)[0]["a"].text
         == "selected; no update by the deadline: another attempt at the round asks it last"
     )
-    again = [*facts, Asked(0, 1, ("a",)), Answered(0, update("a"))]
-    assert why.outcomes_by_round(again, PLAN)[0]["a"].code == "answered"
+    again = [*facts, CohortSelected(0, 1, ("a",)), UpdateAccepted(0, update("a"))]
+    assert round_outcomes.outcomes_by_round(again, PLAN)[0]["a"].code == "answered"
 
 
 def test_a_run_that_was_stopped_and_fails_as_it_is_taken_up_again_was_stopped_with_its_round() -> None:
     """Nobody had a task when it failed, for a bundle that is gone."""
-    facts: list[AnyFact] = [Started(BLOB), Asked(0, 0, ("a",)), Ended("stopped", "by request"), Ended("failed", "gone")]
-    assert why.outcomes_by_round(facts, PLAN)[0]["a"].text == "selected; no update before the run was stopped"
+    facts: list[AnyEvent] = [
+        JobStarted(BLOB),
+        CohortSelected(0, 0, ("a",)),
+        JobEnded("stopped", "by request"),
+        JobEnded("failed", "gone"),
+    ]
+    assert (
+        round_outcomes.outcomes_by_round(facts, PLAN)[0]["a"].text == "selected; no update before the run was stopped"
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,18 +199,18 @@ def test_a_run_that_was_stopped_and_fails_as_it_is_taken_up_again_was_stopped_wi
 )
 def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: str, silence: str) -> None:
     """In whichever attempt: what became of a device is not lost when the next attempt asks others."""
-    facts: list[AnyFact] = [
-        Started(BLOB),
-        Surveyed(0, tuple("abcde")),
-        Asked(0, 0, ("a", "b", "c")),
-        Answered(0, update("a")),
-        Declined(0, "b", "memory", "too big"),
-        Reopened(0, 1),
-        Asked(0, 1, ("d", "c")),
-        Rejected(0, "d", "NaN"),
-        Ended(status, "no quorum"),
+    facts: list[AnyEvent] = [
+        JobStarted(BLOB),
+        EligibilityRecorded(0, tuple("abcde")),
+        CohortSelected(0, 0, ("a", "b", "c")),
+        UpdateAccepted(0, update("a")),
+        TaskDeclined(0, "b", "memory", "too big"),
+        RoundRetried(0, 1),
+        CohortSelected(0, 1, ("d", "c")),
+        UpdateRejected(0, "d", "NaN"),
+        JobEnded(status, "no quorum"),
     ]
-    assert why.format_outcomes(told(facts, Plan(0, 100, Cohort(size=3), 0)), 0) == [
+    assert round_outcomes.format_outcomes(told(facts, JobConstants(0, 100, CohortSettings(size=3), 0)), 0) == [
         "round 0:",
         "  update received: a",
         "  declined (memory): too big: b",
@@ -215,17 +222,17 @@ def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: 
 
 def test_what_became_of_a_round_outlives_a_resumption() -> None:
     """Whom the survey after it finds offline was asked, and was silent."""
-    facts: list[AnyFact] = [
-        Started(BLOB),
-        Surveyed(0, ("a", "b")),
-        Asked(0, 0, ("a", "b")),
-        Declined(0, "a", "data", "no data"),
-        Reopened(0, 1),
-        Ended("failed", "no quorum"),
-        Resumed(),
-        Surveyed(0, (), {"offline": ("b",)}),
+    facts: list[AnyEvent] = [
+        JobStarted(BLOB),
+        EligibilityRecorded(0, ("a", "b")),
+        CohortSelected(0, 0, ("a", "b")),
+        TaskDeclined(0, "a", "data", "no data"),
+        RoundRetried(0, 1),
+        JobEnded("failed", "no quorum"),
+        JobResumed(),
+        EligibilityRecorded(0, (), {"offline": ("b",)}),
     ]
-    assert why.format_outcomes(told(facts), 0) == [
+    assert round_outcomes.format_outcomes(told(facts), 0) == [
         "round 0:",
         "  declined (data): no data: a",
         "  selected; no update by the deadline: b",
@@ -234,13 +241,15 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
 
 def test_a_round_that_cannot_begin_tells_why_too() -> None:
     """All are hot."""
-    facts = [Started(BLOB), Surveyed(0, (), {"hot": ("a", "b")})]
-    assert why.format_outcomes(told(facts)) == ["round 0:", "  hotter than [cohort] max_temperature_c: a, b"]
+    facts = [JobStarted(BLOB), EligibilityRecorded(0, (), {"hot": ("a", "b")})]
+    assert round_outcomes.format_outcomes(told(facts)) == ["round 0:", "  hotter than [cohort] max_temperature_c: a, b"]
 
 
 def test_a_log_from_before_there_were_surveys_tells_what_it_can() -> None:
     """Who was asked, and what came of it."""
-    told = why.outcomes_by_round([Started(BLOB), Asked(0, 0, ("a",)), Answered(0, update("a"))], PLAN)
+    told = round_outcomes.outcomes_by_round(
+        [JobStarted(BLOB), CohortSelected(0, 0, ("a",)), UpdateAccepted(0, update("a"))], PLAN
+    )
     assert {device: part.code for device, part in told[0].items()} == {"a": "answered"}
 
 
@@ -248,9 +257,9 @@ def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes() -> None:
     """Fifty rounds are one survey; when ten boards are hot, only they are noted."""
     fleet = {f"dev-{i:04d}": "offline" if i % 3 == 0 else "" for i in range(1000)}
     facts = played(PLAN, fleet, 50)
-    surveys = [fact for fact in facts if isinstance(fact, Surveyed)]
+    surveys = [fact for fact in facts if isinstance(fact, EligibilityRecorded)]
     assert len(surveys) == 1
-    state = Rounds(PLAN)
+    state = JobState(PLAN)
     for fact in facts:
         state = apply_event(state, fact, 0.0)
     hot = {**{d: code for d, code in fleet.items() if code}, **{f"dev-{i:04d}": "hot" for i in range(1, 31, 3)}}
@@ -261,9 +270,9 @@ def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes() -> None:
     assert eligibility_event(apply_event(state, change, 0.0), fleet.keys() - hot.keys(), hot, {}) is None
 
 
-def told(facts: list[AnyFact], plan: Plan = PLAN) -> why.Parts:
+def told(facts: list[AnyEvent], plan: JobConstants = PLAN) -> round_outcomes.RoundOutcomes:
     """Parts of devices by these facts."""
-    made = why.Parts(plan)
+    made = round_outcomes.RoundOutcomes(plan)
     for fact in facts:
         made.apply_event(fact)
     return made
@@ -272,27 +281,27 @@ def told(facts: list[AnyFact], plan: Plan = PLAN) -> why.Parts:
 def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
     """Grouped by reason; one device's way; an error names what there is."""
     found = told(played(PLAN, {"a": "", "b": "", "c": "battery"}, 2))
-    assert why.format_outcomes(found, round=1) == [
+    assert round_outcomes.format_outcomes(found, round=1) == [
         "round 1:",
         "  update received: a, b",
         "  its battery is below [cohort] min_battery, and not charging: c",
     ]
-    assert why.format_outcomes(found, device="a") == ["round 0: update received", "round 1: update received"]
+    assert round_outcomes.format_outcomes(found, device="a") == ["round 0: update received", "round 1: update received"]
     with pytest.raises(JobError, match="rounds so far: 0 to 1"):
-        why.format_outcomes(found, round=9)
+        round_outcomes.format_outcomes(found, round=9)
     with pytest.raises(JobError, match="it knows a, b, c"):
-        why.format_outcomes(found, device="z")
+        round_outcomes.format_outcomes(found, device="z")
 
 
 def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it() -> None:
     """Not that of a round which the job did not have."""
     plan = msgspec.structs.replace(PLAN, rounds=1, check_every=1)
-    evaluated = [*played(plan, {"a": "", "b": ""}, 1), Asked(1, 0, ("a", "b"))]
-    assert [line for line in why.format_outcomes(told(evaluated, plan)) if not line.startswith(" ")] == [
+    evaluated = [*played(plan, {"a": "", "b": ""}, 1), CohortSelected(1, 0, ("a", "b"))]
+    assert [line for line in round_outcomes.format_outcomes(told(evaluated, plan)) if not line.startswith(" ")] == [
         "round 0:",
-        f"{log.FINAL}:",
+        f"{event_messages.FINAL}:",
     ]
-    assert why.format_outcomes(told(evaluated, plan), device="a")[-1] == f"{log.FINAL}: selected"
+    assert round_outcomes.format_outcomes(told(evaluated, plan), device="a")[-1] == f"{event_messages.FINAL}: selected"
 
 
 def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) -> None:
@@ -301,9 +310,9 @@ def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) ->
         id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         assert store.acquire_lock()
         store.set_status(id, "running")
-        for fact in (Started(BLOB), Surveyed(0, (), {"flooding": ("a", "b")}, {})):
+        for fact in (JobStarted(BLOB), EligibilityRecorded(0, (), {"flooding": ("a", "b")}, {})):
             store.append_event(id, fact)
-        said = waits.describe_wait(store.find_job(id), store)
+        said = wait_reasons.describe_wait(store.find_job(id), store)
     assert said is not None
     assert "2 online, 2 not eligible (flooding)" in said
 
@@ -320,15 +329,19 @@ def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(
     tmp_path: Path, steps: tuple[str, ...], said: str
 ) -> None:
     """Where nobody sends, those that have come are read still."""
-    with Store(tmp_path) as store, BoardStore(tmp_path, writes=True) as noted:
+    with Store(tmp_path) as store, TelemetryStore(tmp_path, writes=True) as noted:
         id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         assert store.acquire_lock()
         store.set_status(id, "running")
-        for fact in (Started(BLOB), Surveyed(0, ("a", "b", "c"), {}, {}), Asked(0, 0, ("a", "b", "c"))):
+        for fact in (
+            JobStarted(BLOB),
+            EligibilityRecorded(0, ("a", "b", "c"), {}, {}),
+            CohortSelected(0, 0, ("a", "b", "c")),
+        ):
             store.append_event(id, fact)
-        doing = {device: Doing(id, 0, step, 0.0) for device, step in zip("abc", steps, strict=True)}  # type: ignore[arg-type]
-        noted.write_telemetry([Board(device, online=True, doing=each) for device, each in doing.items()], [])
-        parts = why.load_outcomes(store, id).found[0]
+        doing = {device: CurrentTask(id, 0, step, 0.0) for device, step in zip("abc", steps, strict=True)}  # type: ignore[arg-type]
+        noted.write_telemetry([DeviceStatus(device, online=True, doing=each) for device, each in doing.items()], [])
+        parts = round_outcomes.load_outcomes(store, id).found[0]
     waiting = [device for device, step in zip("abc", steps, strict=True) if step == "waiting"]
     assert [device for device in "abc" if said in parts[device].text] == waiting
     assert {parts[device].text for device in set("abc") - set(waiting)} <= {"selected"}

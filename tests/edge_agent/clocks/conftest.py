@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from clock_trees import Place
 
-from fedquilt.edge_agent.clocks.helper import Helper
+from fedquilt.edge_agent.clocks.helper import ClockHelper
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.fixture
-def helper(place: Place) -> Iterator[Helper]:
+def helper(place: Place) -> Iterator[ClockHelper]:
     made = place.helper()
     yield made
     made.close()

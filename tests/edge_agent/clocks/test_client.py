@@ -17,11 +17,11 @@ from waiting import until
 from fedquilt import cli
 from fedquilt.core import ClockError, JobError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.client import Clocks
-from fedquilt.edge_agent.clocks.helper import Helper
-from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.edge_agent.clocks.client import ClockClient
+from fedquilt.edge_agent.clocks.clock_pin import ClockPin
+from fedquilt.edge_agent.clocks.helper import ClockHelper
 from fedquilt.testing.boards import write_fake_board
-from fedquilt.tools.board import clocks as tool
+from fedquilt.tools.boards import clocks as tool
 
 SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, busy_w=3.0)
 MAX = "sys/devices/system/cpu/cpufreq/policy0/scaling_max_freq"
@@ -34,10 +34,10 @@ class Served:
         self.root, self.path, self.jump_s = folder / "root", folder / "s", 0.0
         if not self.root.exists():
             write_fake_board(self.root, "jetson-tx2", 4)
-        self.helper = Helper(Clamp(self.root, folder / "state"), self.path, folder / "state")
+        self.helper = ClockHelper(ClockPin(self.root, folder / "state"), self.path, folder / "state")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self._clients: list[Clocks] = []
+        self._clients: list[ClockClient] = []
         self._thread.start()
 
     def _run(self) -> None:
@@ -54,8 +54,8 @@ class Served:
     def max_khz(self) -> int:
         return int((self.root / MAX).read_text())
 
-    def connect(self) -> Clocks:
-        clocks = Clocks.connect(self.path)
+    def connect(self) -> ClockClient:
+        clocks = ClockClient.connect(self.path)
         assert clocks is not None
         self._clients.append(clocks)
         return clocks
@@ -131,7 +131,7 @@ def test_letting_go_on_the_helpers_part_is_told_at_the_next_keepalive(served: Se
 def test_keepalives_are_sent_no_more_often_than_needed(tmp_path: Path):
     """Every 2 s by the caller's clock; when that clock goes backwards, at once."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    clocks = Clocks(ours, tmp_path)
+    clocks = ClockClient(ours, tmp_path)
     clocks.point = SLOW
     sent = []
     theirs.setblocking(False)
@@ -150,20 +150,20 @@ def test_keepalives_are_sent_no_more_often_than_needed(tmp_path: Path):
 
 def test_without_a_helper_there_are_no_clocks(tmp_path: Path):
     """No file; a file that is no socket; a socket that nobody listens at; a path too long for a socket."""
-    assert Clocks.connect(tmp_path / "none") is None
+    assert ClockClient.connect(tmp_path / "none") is None
     (tmp_path / "file").write_text("")
-    assert Clocks.connect(tmp_path / "file") is None
+    assert ClockClient.connect(tmp_path / "file") is None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.bind(str(tmp_path / "dead"))
-    assert Clocks.connect(tmp_path / "dead") is None
-    assert Clocks.connect(tmp_path / ("x" * 200)) is None
+    assert ClockClient.connect(tmp_path / "dead") is None
+    assert ClockClient.connect(tmp_path / ("x" * 200)) is None
 
 
 @pytest.mark.parametrize("said", [b"what?\n", b'{"point":7}\n', b'{"error":null,"more":1}\n', b"{}\n", b"x" * 300_000])
 def test_an_answer_that_makes_no_sense_is_an_error_and_the_end(tmp_path: Path, said: bytes):
     """The line is closed, so that a helper that lives lets go."""
     fake = Fake(tmp_path / "s", said)
-    clocks = Clocks.connect(tmp_path / "s")
+    clocks = ClockClient.connect(tmp_path / "s")
     assert clocks is not None
     with pytest.raises(ClockError, match=r"does not answer|answered beside the question"):
         clocks.pin(SLOW)
@@ -175,7 +175,7 @@ def test_an_answer_that_makes_no_sense_is_an_error_and_the_end(tmp_path: Path, s
 def test_a_helper_that_hangs_up_is_told(tmp_path: Path):
     """As when it was killed."""
     fake = Fake(tmp_path / "s", b'{"point":', hang_up=True)
-    clocks = Clocks.connect(tmp_path / "s")
+    clocks = ClockClient.connect(tmp_path / "s")
     assert clocks is not None
     with pytest.raises(ClockError, match="does not answer: it hung up"):
         clocks.pin(SLOW)
@@ -185,7 +185,7 @@ def test_a_helper_that_hangs_up_is_told(tmp_path: Path):
 def test_a_helper_that_was_started_anew_is_found_again(tmp_path: Path):
     """The agent need not be restarted with it: its next hold dials again."""
     before = Served(tmp_path)
-    clocks = Clocks.connect(before.path)
+    clocks = ClockClient.connect(before.path)
     assert clocks is not None
     clocks.pin(SLOW)
     before.stop()
@@ -201,7 +201,7 @@ def test_a_helper_that_was_started_anew_is_found_again(tmp_path: Path):
 def test_a_helper_that_was_started_anew_between_two_tasks_is_found_by_the_first_hold(tmp_path: Path):
     """Nothing is held meanwhile, so no keepalive finds out that the old helper is gone."""
     before = Served(tmp_path)
-    clocks = Clocks.connect(before.path)
+    clocks = ClockClient.connect(before.path)
     assert clocks is not None
     clocks.pin(SLOW)
     clocks.unpin()
@@ -218,7 +218,7 @@ def test_a_helper_that_was_started_anew_between_two_tasks_is_found_by_the_first_
 def test_a_helper_that_says_nothing_is_waited_for_two_seconds(tmp_path: Path):
     """Then the agent goes on without it."""
     fake = Fake(tmp_path / "s", b'{"po')
-    clocks = Clocks.connect(tmp_path / "s")
+    clocks = ClockClient.connect(tmp_path / "s")
     assert clocks is not None
     with pytest.raises(ClockError, match="does not answer: timed out"):
         clocks.pin(SLOW)

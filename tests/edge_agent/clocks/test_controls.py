@@ -12,12 +12,12 @@ import pytest
 
 from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.controls import Lever, Write
-from fedquilt.profiles.layouts import BOARDS
+from fedquilt.edge_agent.clocks.controls import ClockControl, ControlWrite
+from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
 
 
-def apply(writes: Iterable[Write]) -> None:
+def apply(writes: Iterable[ControlWrite]) -> None:
     """As a kernel would; a lower limit above the upper one, or the other way round, it refuses."""
     for write in writes:
         write.file.write_text(f"{write.value}\n")
@@ -167,17 +167,17 @@ def test_memory_clocks_are_listed_by_debugfs_in_khz(tmp_path: Path):
 def test_a_memory_clock_may_round_up_to_one_it_has(value: str, took: bool):
     """Orin's does: 1600 becomes 2133. To something it does not list, or to a lower one, is another matter."""
     rate = Path("rate")
-    lever = Lever("emc", "emc", (204_000_000, 2_133_000_000), rate=rate, lock=Path("lock"))
-    assert Write(lever, rate, 1_600_000_000).is_applied(value) is took
-    assert not Write(lever, Path("lock"), 1).is_applied("0")
+    lever = ClockControl("emc", "emc", (204_000_000, 2_133_000_000), rate=rate, lock=Path("lock"))
+    assert ControlWrite(lever, rate, 1_600_000_000).is_applied(value) is took
+    assert not ControlWrite(lever, Path("lock"), 1).is_applied("0")
 
 
 def test_a_cpu_or_gpu_that_takes_another_frequency_has_not_taken_it():
     """Not even a listed one."""
-    lever = Lever("gpu", "gpu", (100, 200), high=Path("max_freq"))
-    assert Write(lever, Path("max_freq"), 100).is_applied("100")
+    lever = ClockControl("gpu", "gpu", (100, 200), high=Path("max_freq"))
+    assert ControlWrite(lever, Path("max_freq"), 100).is_applied("100")
     for said in ("200", "", None):
-        assert not Write(lever, Path("max_freq"), 100).is_applied(said)
+        assert not ControlWrite(lever, Path("max_freq"), 100).is_applied(said)
 
 
 def test_modes_are_known_by_name_however_it_is_written(tmp_path: Path):

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from fedquilt import profiles
 from fedquilt.core import ClockError, OperatingPoint
-from fedquilt.edge_agent.clocks import controls, envelope, modes
-from fedquilt.edge_agent.clocks.hold import Clamp
-from fedquilt.edge_agent.devices import jetson, points
+from fedquilt.edge_agent.clocks import controls, owner_limits, power_modes
+from fedquilt.edge_agent.clocks.clock_pin import ClockPin
+from fedquilt.edge_agent.devices import jetson, operating_points
 from fedquilt.testing.boards import write_fake_board
 
 FAST = OperatingPoint(name="fast", cpu_hz=1984e6, gpu_hz=918e6, busy_w=25.0)
@@ -26,7 +26,7 @@ def nx(tmp_path: Path) -> World:
     """An Orin NX of 16 GB in MAXN, with a clock helper."""
     world = World(tmp_path, "jetson-orin-nx", 6)
     world.owner = 0
-    world.clamp = Clamp(world.root, world.state, put=world.put, nvpmodel=world.nvpmodel)
+    world.clamp = ClockPin(world.root, world.state, put=world.put, nvpmodel=world.nvpmodel)
     return world
 
 
@@ -75,10 +75,10 @@ def test_a_mode_changed_while_the_helper_was_dead_is_followed_by_the_next(nx: Wo
     """Killed while it held in MAXN; the owner sets 10W; the next helper must not restore MAXN's limits."""
     nx.clamp.pin(FAST)
     change(nx, "10W")
-    again = Clamp(nx.root, nx.state, put=nx.put, nvpmodel=nx.nvpmodel)
+    again = ClockPin(nx.root, nx.state, put=nx.put, nvpmodel=nx.nvpmodel)
     assert again.restore_after_crash() == []
     nx.check()
-    assert modes.read_mode_name(nx.root) == "10W"
+    assert power_modes.read_mode_name(nx.root) == "10W"
 
 
 def test_a_lower_mode_may_be_held_and_the_owners_comes_back(nx: World):
@@ -88,9 +88,9 @@ def test_a_lower_mode_may_be_held_and_the_owners_comes_back(nx: World):
         nx.clamp.pin(OperatingPoint(name="10W"))
     change(nx, "MAXN")
     nx.clamp.pin(OperatingPoint(name="10W"))
-    assert (modes.read_mode_name(nx.root), nx.clamp.owner_mode()) == ("10W", "MAXN")
+    assert (power_modes.read_mode_name(nx.root), nx.clamp.owner_mode()) == ("10W", "MAXN")
     assert nx.clamp.restore() == []
-    assert modes.read_mode_name(nx.root) == "MAXN"
+    assert power_modes.read_mode_name(nx.root) == "MAXN"
 
 
 def test_a_limit_that_the_owner_wrote_by_hand_holds_too(nx: World):
@@ -105,7 +105,7 @@ def test_a_limit_that_the_owner_wrote_by_hand_holds_too(nx: World):
 
 def test_no_point_above_max_w_is_held_nor_one_that_does_not_say(nx: World):
     """Whoever asks the helper."""
-    clamp = Clamp(nx.root, nx.state, max_w=10.0, put=nx.put, nvpmodel=nx.nvpmodel)
+    clamp = ClockPin(nx.root, nx.state, max_w=10.0, put=nx.put, nvpmodel=nx.nvpmodel)
     with pytest.raises(ClockError, match="'fast' draws 25 W, and no point above 10 W is held here"):
         clamp.pin(FAST)
     with pytest.raises(ClockError, match="'typed' draws nobody knows how much"):
@@ -116,10 +116,17 @@ def test_no_point_above_max_w_is_held_nor_one_that_does_not_say(nx: World):
 def test_a_client_that_is_wrong_about_watts_does_not_get_beyond_max_w(nx: World):
     """The helper goes by the profile of the board: neither an understated power nor an unknown name gets through."""
     profile = profiles.load_board_profile("jetson-orin-nx")
-    known = points.fit_points(profile, points.common_frequencies(controls.discover_controls(nx.root).found))
+    known = operating_points.fit_points(
+        profile, operating_points.common_frequencies(controls.discover_controls(nx.root).found)
+    )
     most = sorted(point.busy_w for point in known if point.busy_w)[len(known) // 2]
-    clamp = Clamp(
-        nx.root, nx.state, max_w=most, watts=points.power_lookup(profile, nx.root), put=nx.put, nvpmodel=nx.nvpmodel
+    clamp = ClockPin(
+        nx.root,
+        nx.state,
+        max_w=most,
+        watts=operating_points.power_lookup(profile, nx.root),
+        put=nx.put,
+        nvpmodel=nx.nvpmodel,
     )
     grid = [point for point in known if point.name.startswith("cpu") and point.busy_w]
     hungry, frugal = (choose(grid, key=lambda point: point.busy_w or 0.0) for choose in (max, min))
@@ -177,9 +184,9 @@ def test_caps_are_read_from_the_file_that_the_catalogue_names(tmp_path: Path):
     text = conf.read_text().replace("CPU_1 MAX_FREQ 1400000", "CPU_1 MAX_FREQ 960000")
     conf.write_text(text)
     found = controls.discover_controls(tmp_path)
-    most = envelope.control_limits(found, found.find_mode("MAXP_CORE_ALL"))
+    most = owner_limits.control_limits(found, found.find_mode("MAXP_CORE_ALL"))
     assert most == {"policy0": 1267200, "policy1": 960000, "17000000.gp10b": 1122000000, "emc": 1600000000}
-    assert envelope.control_limits(found, found.find_mode("MAXN")) == {}
+    assert owner_limits.control_limits(found, found.find_mode("MAXN")) == {}
 
 
 @pytest.mark.parametrize(("board", "jetpack"), EVERY)
@@ -189,7 +196,7 @@ def test_without_a_helper_no_point_is_beyond_the_mode(tmp_path: Path, board: str
     device = jetson.detect(tmp_path)
     assert device is not None
     found = controls.discover_controls(tmp_path)
-    most = envelope.permitted_hz(found, envelope.control_limits(found, found.find_mode(device.mode)))
+    most = owner_limits.permitted_hz(found, owner_limits.control_limits(found, found.find_mode(device.mode)))
     for point in device.points:
         assert all((getattr(point, axis) or 0) <= hz * 1.01 for axis, hz in most.items())
 
@@ -204,9 +211,9 @@ def test_500_random_boards_modes_deadlines_and_faults(tmp_path: Path, monkeypatc
 
 def test_a_case_that_goes_outside_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With a helper that checks nothing, the cases fail: they can."""
-    monkeypatch.setattr(envelope, "require_within_limits", lambda *_: None)
-    monkeypatch.setattr(envelope, "permitted_points", lambda points, *_: points)
-    monkeypatch.setattr(envelope, "is_mode_within", lambda *_: True)
+    monkeypatch.setattr(owner_limits, "require_within_limits", lambda *_: None)
+    monkeypatch.setattr(owner_limits, "permitted_points", lambda points, *_: points)
+    monkeypatch.setattr(owner_limits, "is_mode_within", lambda *_: True)
     worlds = envelope_cases.every(tmp_path)
 
     def play() -> None:

@@ -16,9 +16,16 @@ from clock_trees import Place
 
 from fedquilt.core import JobError, OperatingPoint, StoreError
 from fedquilt.edge_agent.clocks import helper as clockd
-from fedquilt.edge_agent.clocks.client import Answer, Ask, Hold, Keepalive, Release, Request
-from fedquilt.edge_agent.clocks.helper import Helper
-from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.edge_agent.clocks.client import (
+    HelperResponse,
+    KeepaliveRequest,
+    PinRequest,
+    Request,
+    StatusRequest,
+    UnpinRequest,
+)
+from fedquilt.edge_agent.clocks.clock_pin import ClockPin
+from fedquilt.edge_agent.clocks.helper import ClockHelper
 
 SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, gpu_hz=318.75e6)
 
@@ -26,7 +33,7 @@ SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, gpu_hz=318.75e6)
 class Talk:
     """A client that waits for nothing but its own helper's steps."""
 
-    def __init__(self, helper: Helper, place: Place) -> None:
+    def __init__(self, helper: ClockHelper, place: Place) -> None:
         self.helper = helper
         self.line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         place.lines.append(self.line)
@@ -42,51 +49,51 @@ class Talk:
         except BlockingIOError:
             return b"nothing"
 
-    def ask(self, request: Request, now_s: float = 0.0) -> Answer:
-        return msgspec.json.decode(self.raw(msgspec.json.encode(request) + b"\n", now_s), type=Answer)
+    def ask(self, request: Request, now_s: float = 0.0) -> HelperResponse:
+        return msgspec.json.decode(self.raw(msgspec.json.encode(request) + b"\n", now_s), type=HelperResponse)
 
 
 # -- one client -----------------------------------------------------------------------------------
 
 
-def test_a_client_holds_and_lets_go(helper: Helper, place: Place):
+def test_a_client_holds_and_lets_go(helper: ClockHelper, place: Place):
     """The answer is what the board says; letting go twice is letting go."""
     talk = Talk(helper, place)
-    assert talk.ask(Hold(point=SLOW)).point == SLOW
+    assert talk.ask(PinRequest(point=SLOW)).point == SLOW
     assert place.held()
-    assert talk.ask(Keepalive()) == Answer()
-    assert talk.ask(Release()) == Answer()
+    assert talk.ask(KeepaliveRequest()) == HelperResponse()
+    assert talk.ask(UnpinRequest()) == HelperResponse()
     assert place.restored()
-    assert talk.ask(Release()) == Answer()
-    assert talk.ask(Keepalive()).error == "this client holds no clocks"
+    assert talk.ask(UnpinRequest()) == HelperResponse()
+    assert talk.ask(KeepaliveRequest()).error == "this client holds no clocks"
 
 
-def test_a_client_that_hangs_up_gives_the_clocks_back(helper: Helper, place: Place):
+def test_a_client_that_hangs_up_gives_the_clocks_back(helper: ClockHelper, place: Place):
     """Its death is the same to the helper."""
     talk = Talk(helper, place)
-    talk.ask(Hold(point=SLOW))
+    talk.ask(PinRequest(point=SLOW))
     talk.line.close()
     helper.step(0.0)
     assert place.restored()
 
 
-def test_a_silent_client_loses_the_clocks_and_reads_why(helper: Helper, place: Place):
+def test_a_silent_client_loses_the_clocks_and_reads_why(helper: ClockHelper, place: Place):
     """10 s after its last word, and not before; its next keepalive is told; it may hold again."""
     talk = Talk(helper, place)
-    talk.ask(Hold(point=SLOW), now_s=100.0)
-    talk.ask(Keepalive(), now_s=108.0)
+    talk.ask(PinRequest(point=SLOW), now_s=100.0)
+    talk.ask(KeepaliveRequest(), now_s=108.0)
     helper.step(118.0)
     assert place.held()
     helper.step(118.1)
     assert place.restored()
-    assert talk.ask(Keepalive(), 118.2).error == "let go: no word from the client for 10 s"
-    assert talk.ask(Hold(point=SLOW), 118.3).point == SLOW
+    assert talk.ask(KeepaliveRequest(), 118.2).error == "let go: no word from the client for 10 s"
+    assert talk.ask(PinRequest(point=SLOW), 118.3).point == SLOW
 
 
-def test_time_that_goes_backwards_neither_lets_go_nor_holds_for_ever(helper: Helper, place: Place):
+def test_time_that_goes_backwards_neither_lets_go_nor_holds_for_ever(helper: ClockHelper, place: Place):
     """From 100 back to 5: nothing happens; then 10 s forward count as ever."""
     talk = Talk(helper, place)
-    talk.ask(Hold(point=SLOW), now_s=100.0)
+    talk.ask(PinRequest(point=SLOW), now_s=100.0)
     helper.step(5.0)
     helper.step(14.9)
     assert place.held()
@@ -94,44 +101,44 @@ def test_time_that_goes_backwards_neither_lets_go_nor_holds_for_ever(helper: Hel
     assert place.restored()
 
 
-def test_a_client_that_slept_with_the_board_is_heard_before_it_is_given_up(helper: Helper, place: Place):
+def test_a_client_that_slept_with_the_board_is_heard_before_it_is_given_up(helper: ClockHelper, place: Place):
     """A minute later, with its keepalive waiting."""
     talk = Talk(helper, place)
-    talk.ask(Hold(point=SLOW), now_s=0.0)
-    assert talk.ask(Keepalive(), now_s=60.0) == Answer()
+    talk.ask(PinRequest(point=SLOW), now_s=0.0)
+    assert talk.ask(KeepaliveRequest(), now_s=60.0) == HelperResponse()
     assert place.held()
 
 
-def test_a_board_that_gets_too_hot_is_let_go_and_the_client_reads_why(helper: Helper, place: Place):
+def test_a_board_that_gets_too_hot_is_let_go_and_the_client_reads_why(helper: ClockHelper, place: Place):
     """Looked at each second; a hold while it is hot is refused with the temperature."""
     talk = Talk(helper, place)
-    talk.ask(Hold(point=SLOW), now_s=0.0)
+    talk.ask(PinRequest(point=SLOW), now_s=0.0)
     place.heat(90.0)
     helper.step(0.5)
     assert place.held()
     helper.step(1.0)
     assert place.restored()
-    assert talk.ask(Keepalive(), 1.1).error == "let go: the hottest zone is at 90 C, the limit is 85 C"
-    assert "clocks are held up to 80 C" in (talk.ask(Hold(point=SLOW), 1.2).error or "")
+    assert talk.ask(KeepaliveRequest(), 1.1).error == "let go: the hottest zone is at 90 C, the limit is 85 C"
+    assert "clocks are held up to 80 C" in (talk.ask(PinRequest(point=SLOW), 1.2).error or "")
 
 
 def test_stopping_the_helper_gives_the_clocks_back(place: Place):
     """And takes its socket away."""
     helper = place.helper()
-    Talk(helper, place).ask(Hold(point=SLOW))
+    Talk(helper, place).ask(PinRequest(point=SLOW))
     helper.close()
     assert place.restored()
     assert not place.socket.exists()
 
 
-def test_a_refused_hold_holds_nothing(helper: Helper, place: Place):
+def test_a_refused_hold_holds_nothing(helper: ClockHelper, place: Place):
     """What was held before is let go too: a client that is refused is told that the board's own settings hold."""
     talk = Talk(helper, place)
-    talk.ask(Hold(point=SLOW))
-    answer = talk.ask(Hold(point=msgspec.structs.replace(SLOW, cpu_hz=1.0)))
+    talk.ask(PinRequest(point=SLOW))
+    answer = talk.ask(PinRequest(point=msgspec.structs.replace(SLOW, cpu_hz=1.0)))
     assert "has no 1e-06 MHz" in (answer.error or "")
     assert place.restored()
-    assert talk.ask(Keepalive()).error == "this client holds no clocks"
+    assert talk.ask(KeepaliveRequest()).error == "this client holds no clocks"
 
 
 def test_what_could_not_be_put_back_is_told_and_tried_again(place: Place):
@@ -142,37 +149,37 @@ def test_what_could_not_be_put_back_is_told_and_tried_again(place: Place):
         if not (stuck[0] and path.name == "max_freq"):
             path.write_text(f"{value}\n")
 
-    helper = Helper(Clamp(place.root, place.state, put=put), place.socket, place.state)
+    helper = ClockHelper(ClockPin(place.root, place.state, put=put), place.socket, place.state)
     talk = Talk(helper, place)
-    talk.ask(Hold(point=SLOW), 0.0)
+    talk.ask(PinRequest(point=SLOW), 0.0)
     stuck[0] = True
-    assert "not all is put back" in (talk.ask(Release(), 0.1).error or "")
-    status = talk.ask(Ask(), 0.2).status
+    assert "not all is put back" in (talk.ask(UnpinRequest(), 0.1).error or "")
+    status = talk.ask(StatusRequest(), 0.2).status
     assert status is not None
     assert "max_freq was set to 1300500000 and says 318750000" in status.owes[0]
     stuck[0] = False
     helper.step(5.0)
     assert place.restored()
-    assert Talk(helper, place).ask(Ask(), 5.1).status.owes == ()
+    assert Talk(helper, place).ask(StatusRequest(), 5.1).status.owes == ()
     helper.close()
 
 
 # -- more clients, and what they say ----------------------------------------------------------------
 
 
-def test_one_client_holds_at_a_time_and_anybody_may_ask(helper: Helper, place: Place):
+def test_one_client_holds_at_a_time_and_anybody_may_ask(helper: ClockHelper, place: Place):
     """The second is told who; it gets its turn when the first has let go, and cannot let go for it."""
     first, second = Talk(helper, place), Talk(helper, place)
-    first.ask(Hold(point=SLOW))
-    refused = second.ask(Hold(point=SLOW)).error or ""
+    first.ask(PinRequest(point=SLOW))
+    refused = second.ask(PinRequest(point=SLOW)).error or ""
     assert refused.startswith(f"process {os.getpid()} of user {os.getuid()} holds the clocks at 'slow'")
-    assert second.ask(Release()) == Answer()
+    assert second.ask(UnpinRequest()) == HelperResponse()
     assert place.held()
-    status = second.ask(Ask()).status
+    status = second.ask(StatusRequest()).status
     assert status is not None
     assert (status.point, status.holder) == (SLOW, f"process {os.getpid()} of user {os.getuid()}")
-    first.ask(Release())
-    assert second.ask(Hold(point=SLOW)).point == SLOW
+    first.ask(UnpinRequest())
+    assert second.ask(PinRequest(point=SLOW)).point == SLOW
 
 
 @pytest.mark.parametrize(
@@ -192,39 +199,39 @@ def test_one_client_holds_at_a_time_and_anybody_may_ask(helper: Helper, place: P
         b'{"type":' + b"[" * 4000 + b"\n",
     ],
 )
-def test_garbage_is_refused_and_the_client_may_go_on(garbage: bytes, helper: Helper, place: Place):
+def test_garbage_is_refused_and_the_client_may_go_on(garbage: bytes, helper: ClockHelper, place: Place):
     """Each with a sentence; nothing is touched, and the next request is answered."""
     talk = Talk(helper, place)
-    assert msgspec.json.decode(talk.raw(garbage), type=Answer).error
+    assert msgspec.json.decode(talk.raw(garbage), type=HelperResponse).error
     assert place.restored()
-    assert talk.ask(Hold(point=SLOW)).point == SLOW
+    assert talk.ask(PinRequest(point=SLOW)).point == SLOW
 
 
 @pytest.mark.parametrize("data", [b"x" * 5000, b"x" * 5000 + b"\n", b'{"type":"release"}' + b" " * 5000 + b"\n"])
-def test_a_request_without_end_is_cut_off(data: bytes, helper: Helper, place: Place):
+def test_a_request_without_end_is_cut_off(data: bytes, helper: ClockHelper, place: Place):
     """The helper's memory is not the client's to fill; a holder that does so loses the clocks."""
     talk = Talk(helper, place)
-    talk.ask(Hold(point=SLOW))
-    answer = msgspec.json.decode(talk.raw(data), type=Answer)
+    talk.ask(PinRequest(point=SLOW))
+    answer = msgspec.json.decode(talk.raw(data), type=HelperResponse)
     assert answer.error == "a request is one line of at most 4096 bytes"
     assert place.restored()
     assert talk.line.recv(1) == b""
 
 
-def test_a_request_may_come_in_pieces_and_several_at_once(helper: Helper, place: Place):
+def test_a_request_may_come_in_pieces_and_several_at_once(helper: ClockHelper, place: Place):
     """It is a stream."""
     talk = Talk(helper, place)
-    line = msgspec.json.encode(Hold(point=SLOW)) + b"\n"
+    line = msgspec.json.encode(PinRequest(point=SLOW)) + b"\n"
     assert talk.raw(line[:10]) == b"nothing"
     answers = talk.raw(line[10:] + b'{"type":"keepalive"}\n{"type":"release"}\n').splitlines()
-    assert [msgspec.json.decode(answer, type=Answer).point for answer in answers] == [SLOW, None, None]
+    assert [msgspec.json.decode(answer, type=HelperResponse).point for answer in answers] == [SLOW, None, None]
     assert place.restored()
 
 
-def test_a_client_that_reads_no_answers_is_hung_up_on(helper: Helper, place: Place):
+def test_a_client_that_reads_no_answers_is_hung_up_on(helper: ClockHelper, place: Place):
     """Its answers would fill the helper's memory, or stop it."""
     talk = Talk(helper, place)
-    talk.ask(Hold(point=SLOW))
+    talk.ask(PinRequest(point=SLOW))
     for _ in range(2000):
         try:
             talk.line.send(b'{"type":"status"}\n' * 20)
@@ -236,16 +243,16 @@ def test_a_client_that_reads_no_answers_is_hung_up_on(helper: Helper, place: Pla
     assert place.restored()
 
 
-def test_too_many_clients_are_told_so(helper: Helper, place: Place):
+def test_too_many_clients_are_told_so(helper: ClockHelper, place: Place):
     """The ninth; when one hangs up there is room again."""
     talks = [Talk(helper, place) for _ in range(8)]
-    assert all(talk.ask(Keepalive()) for talk in talks)
+    assert all(talk.ask(KeepaliveRequest()) for talk in talks)
     ninth = Talk(helper, place)
     helper.step(0.0)
     assert b"8 clients" in ninth.line.recv(4096)
     talks[0].line.close()
     helper.step(0.0)
-    assert Talk(helper, place).ask(Release()) == Answer()
+    assert Talk(helper, place).ask(UnpinRequest()) == HelperResponse()
 
 
 def test_only_root_the_helpers_own_user_and_the_group_may_speak(place: Place):
@@ -274,9 +281,9 @@ def test_the_socket_is_for_its_owner_and_group_alone(place: Place):
     helper.close()
 
 
-def test_a_second_helper_does_not_start(helper: Helper, place: Place):
+def test_a_second_helper_does_not_start(helper: ClockHelper, place: Place):
     """It would put back what the first one's client holds."""
-    Talk(helper, place).ask(Hold(point=SLOW))
+    Talk(helper, place).ask(PinRequest(point=SLOW))
     with pytest.raises(StoreError, match="another clock helper"):
         place.helper()
     assert place.held()
@@ -285,6 +292,6 @@ def test_a_second_helper_does_not_start(helper: Helper, place: Place):
 def test_a_helper_that_cannot_have_its_socket_says_so(place: Place):
     """A folder that is a file; a group that does not exist."""
     with pytest.raises(StoreError, match=r"no socket at .*name another with --socket"):
-        Helper(Clamp(place.root, place.state), place.root / "proc/meminfo/s", place.state)
+        ClockHelper(ClockPin(place.root, place.state), place.root / "proc/meminfo/s", place.state)
     with pytest.raises(JobError, match="no group 'no-such-group' here"):
         clockd.run_helper(place.root, place.socket, place.state, group="no-such-group")

@@ -12,7 +12,7 @@ import pytest
 from clock_trees import Place
 from waiting import LIMIT_S, until
 
-from fedquilt.edge_agent.clocks.client import Clocks
+from fedquilt.edge_agent.clocks.client import ClockClient
 
 
 class Processes:
@@ -34,7 +34,7 @@ class Processes:
         return made
 
     def answers(self) -> bool:
-        clocks = Clocks.connect(self.place.socket)
+        clocks = ClockClient.connect(self.place.socket)
         if clocks is None:
             return False
         clocks.close()

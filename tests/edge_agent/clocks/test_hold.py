@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt.core import ClockError, OperatingPoint, StoreError
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.edge_agent.clocks.clock_pin import ClockPin
 from fedquilt.testing.boards import write_fake_board
 
 SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, gpu_hz=318.75e6, emc_hz=204e6, busy_w=3.0)
@@ -45,8 +45,8 @@ class Board:
         self.boot("one")
         self.before = self.settings()
 
-    def clamp(self, **given: object) -> Clamp:
-        return Clamp(self.root, self.state, **given)  # type: ignore[arg-type]
+    def clamp(self, **given: object) -> ClockPin:
+        return ClockPin(self.root, self.state, **given)  # type: ignore[arg-type]
 
     def settings(self) -> object:
         """How the board is set; the memory's rate is the board's own while its lock is open."""
@@ -128,7 +128,7 @@ def test_no_clock_is_touched_without_a_journal(board: Board):
         clamp.pin(SLOW)
     assert board.settings() == board.before
     with pytest.raises(StoreError, match="no folder"):
-        Clamp(board.root, board.root / "proc/meminfo/state")
+        ClockPin(board.root, board.root / "proc/meminfo/state")
 
 
 def test_one_that_was_killed_is_made_up_for_by_the_next(board: Board):

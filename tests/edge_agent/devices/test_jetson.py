@@ -10,12 +10,12 @@ import pytest
 
 from fedquilt import profiles
 from fedquilt.core import Covers, OperatingPoint, Power
-from fedquilt.edge_agent.clocks.client import Status
-from fedquilt.edge_agent.clocks.modes import read_mode_name
+from fedquilt.edge_agent.clocks.client import HelperStatus
+from fedquilt.edge_agent.clocks.power_modes import read_mode_name
 from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
-from fedquilt.profiles.layouts import BOARDS
+from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
@@ -36,7 +36,7 @@ NANO = "sys/bus/i2c/drivers/ina3221x/6-0040/iio:device0"
 class FakeClocks:
     """A clock helper that does as it is told, and tells no clocks unless a test gives it some."""
 
-    told = Status(clocks=())
+    told = HelperStatus(clocks=())
 
     def pin(self, point: OperatingPoint) -> OperatingPoint:
         return point
@@ -47,7 +47,7 @@ class FakeClocks:
     def send_keepalive(self, now_s: float) -> None:
         pass
 
-    def request_status(self) -> Status:
+    def request_status(self) -> HelperStatus:
         return self.told
 
 

@@ -8,8 +8,8 @@ import pytest
 from trees import Tree
 
 from fedquilt import profiles
-from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
-from fedquilt.edge_agent.clocks.client import Status
+from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, WorkEstimate
+from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.edge_agent.devices.linux import LinuxDevice, detect
 
 OWN = """
@@ -54,8 +54,8 @@ class FakeClocks:
         if self.gone:
             raise ClockError("let go: too hot")
 
-    def request_status(self) -> Status:
-        return Status(clocks=())
+    def request_status(self) -> HelperStatus:
+        return HelperStatus(clocks=())
 
 
 def test_what_a_host_cannot_measure_is_none(tree: Tree):
@@ -64,7 +64,7 @@ def test_what_a_host_cannot_measure_is_none(tree: Tree):
     assert device.memory_bytes == 2000 * 1024
     reading = device.read_sensors(0.0)
     assert reading == Reading(available_bytes=500 * 1024)
-    cost = device.task_cost(Work(flops=1e9), Cost(duration_s=3.0))
+    cost = device.task_cost(WorkEstimate(flops=1e9), Cost(duration_s=3.0))
     assert (cost.duration_s, cost.energy_j, cost.energy_source) == (3.0, None, None)
 
 

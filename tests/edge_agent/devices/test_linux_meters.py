@@ -8,7 +8,7 @@ from trees import Tree
 from fedquilt.core import Covers, Power, Reading
 from fedquilt.edge_agent.devices.linux import LinuxDevice
 from fedquilt.edge_agent.devices.sensors.meters import PATIENCE_S
-from fedquilt.edge_agent.power.energy import Ledger
+from fedquilt.edge_agent.power.energy import EnergyAccount
 
 BATTERY = "sys/class/power_supply/BAT0"
 
@@ -159,7 +159,7 @@ def test_a_meter_of_the_whole_machine_wins_over_the_processors_counter(tree: Tre
     """60 W at the supply, 15 J a second counted in the processor: two seconds of a task are 120 J, not 30."""
     tree.files("sys/class/hwmon/hwmon0", name="power_meter", power1_average=60_000_000)
     tree.rapl("0", "package-0", 0, 10**9)
-    device, ledger = LinuxDevice(tree.root), Ledger(0.0)
+    device, ledger = LinuxDevice(tree.root), EnergyAccount(0.0)
     for second in range(3):
         tree.rapl("0", "package-0", 15_000_000 * second, 10**9)
         ledger = ledger.with_reading(float(second), device.read_sensors(float(second)))

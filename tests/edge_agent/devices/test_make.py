@@ -12,7 +12,7 @@ from trees import Tree
 from fedquilt import profiles
 from fedquilt.core import JobError
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks.client import Status
+from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.edge_agent.devices.jetson import JetsonDevice
 from fedquilt.edge_agent.devices.linux import LinuxDevice
 from fedquilt.testing.boards import write_fake_board
@@ -47,8 +47,8 @@ def test_a_jetson_is_a_jetson_before_it_is_a_linux(tree: Tree, tmp_path_factory:
 class Helper:
     """A clock helper that knows of no clocks."""
 
-    def status(self) -> Status:
-        return Status(clocks=())
+    def status(self) -> HelperStatus:
+        return HelperStatus(clocks=())
 
 
 def test_the_clock_helper_is_asked_for_once_and_may_be_absent(tree: Tree):

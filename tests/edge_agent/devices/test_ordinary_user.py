@@ -14,12 +14,13 @@ from ordinary import Served, User
 from fedquilt import profiles
 from fedquilt.core import ClockError, Device, JobError, OperatingPoint
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks import controls, modes
-from fedquilt.edge_agent.clocks.client import Clocks, Status
+from fedquilt.edge_agent.clocks import controls, power_modes
+from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
 from fedquilt.edge_agent.devices.jetson import JetsonDevice
-from fedquilt.profiles.layouts import BOARDS
+from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
-from fedquilt.tools.doctor import facts, machine
+from fedquilt.tools.boards.doctor import machine_facts
+from fedquilt.tools.boards.doctor.checks import machine
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 every_board = pytest.mark.parametrize(("board", "jetpack"), EVERY)
@@ -46,8 +47,8 @@ OFFERED = {
 class Unheard:
     """A clock helper that tells nothing: what a board has then is what its process reads."""
 
-    def status(self) -> Status:
-        return Status(clocks=())
+    def status(self) -> HelperStatus:
+        return HelperStatus(clocks=())
 
     def keepalive(self, now_s: float) -> None:
         pass
@@ -114,7 +115,7 @@ def test_the_memory_clock_is_known_and_its_frequencies_are_not(user: User, plant
 
 
 def holds_one(seen: Path, socket: Path) -> Any:
-    device = board_of(seen, lambda: Clocks.connect(socket))
+    device = board_of(seen, lambda: ClockClient.connect(socket))
     point = next(point for point in reversed(device.points) if point.emc_hz is not None)
     held = device.pin_clocks(point)
     device.unpin_clocks()
@@ -162,10 +163,10 @@ def test_a_helper_that_cannot_read_the_lists_either_is_no_error(user: User, plan
 
 
 def is_refused(seen: Path, socket: Path) -> Any:
-    device = board_of(seen, lambda: Clocks.connect(socket))
+    device = board_of(seen, lambda: ClockClient.connect(socket))
     with pytest.raises(ClockError, match="only read"):
         device.pin_clocks(device.points[0])
-    return [device.adjustable, facts._read_helper_status(socket)]
+    return [device.adjustable, machine_facts._read_helper_status(socket)]
 
 
 def test_whom_the_helper_does_not_know_has_the_board_without_its_clocks(user: User, planted: Any):
@@ -175,7 +176,9 @@ def test_whom_the_helper_does_not_know_has_the_board_without_its_clocks(user: Us
     seen, _ = planted("jetson-orin-nx", 6)
     with Served(seen, user.folder / "run", None) as served:
         told = user.does(is_refused, seen, served.path)
-        fault = facts.HelperFault("not permitted", f"this user may not speak to the clock helper at {served.path}")
+        fault = machine_facts.HelperFault(
+            "not permitted", f"this user may not speak to the clock helper at {served.path}"
+        )
         assert told == [False, list(fault)]
 
 
@@ -189,7 +192,7 @@ def looked_at(root: Path) -> Any:
     device.read_sensors(1.0)
     controls.discover_controls(root).read_state(None)
     controls.hottest_zone_c(root)
-    seen = facts.read_machine(root, 1.8e9, 0.0)
+    seen = machine_facts.read_machine(root, 1.8e9, 0.0)
     return [one.number for one in machine.check_machine(seen) if one.severity == "error"]
 
 
@@ -238,7 +241,7 @@ def reads_what_is_left(root: Path) -> Any:
     reading = device.read_sensors(0.0)
     assert (reading.power_w, reading.energy_j, reading.temperature_c, reading.battery) == (None, None, None, None)
     assert reading.available_bytes is not None
-    return [shown(device.points), modes.read_mode_name(root)]
+    return [shown(device.points), power_modes.read_mode_name(root)]
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [("jetson-tx2", 4), ("jetson-orin-nx", 6)])
@@ -256,7 +259,7 @@ def test_all_files_may_be_shut_but_that_of_the_memory(user: User, board: str, je
 
 def asks_for_the_mode(root: Path) -> Any:
     device = board_of(root)
-    told = {one.number: one.sentence for one in machine.check_machine(facts.read_machine(root, 1.8e9, 0.0))}
+    told = {one.number: one.sentence for one in machine.check_machine(machine_facts.read_machine(root, 1.8e9, 0.0))}
     assert isinstance(device, JetsonDevice)
     return [device.mode, len(device.points) > 1, told["FQ160"]]
 

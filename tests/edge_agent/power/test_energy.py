@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from fedquilt.core import Cost, Reading
-from fedquilt.edge_agent.power.energy import Ledger, total_cost
+from fedquilt.edge_agent.power.energy import EnergyAccount, total_cost
 
 
-def powers(*samples: tuple[float, float | None]) -> Ledger:
-    ledger = Ledger(0.0)
+def powers(*samples: tuple[float, float | None]) -> EnergyAccount:
+    ledger = EnergyAccount(0.0)
     for at_s, watts in samples:
         ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
     return ledger
 
 
-def counters(*samples: tuple[float, float]) -> Ledger:
-    ledger = Ledger(0.0)
+def counters(*samples: tuple[float, float]) -> EnergyAccount:
+    ledger = EnergyAccount(0.0)
     for at_s, joules in samples:
         ledger = ledger.with_reading(at_s, Reading(energy_j=joules, energy_source="rapl"))
     return ledger
@@ -88,7 +88,7 @@ def test_counters_are_differenced_and_may_lag_by_one_interval() -> None:
 
 def test_a_counter_is_preferred_to_a_power() -> None:
     """It misses nothing between two readings."""
-    ledger = Ledger(0.0)
+    ledger = EnergyAccount(0.0)
     for at_s, joules in ((0.0, 0.0), (1.0, 9.0)):
         ledger = ledger.with_reading(at_s, Reading(energy_j=joules, power_w=1.0, energy_source="rapl"))
     assert ledger.cost_until(1.0, None).energy_j == 9.0
@@ -102,7 +102,7 @@ def test_a_counter_that_falls_is_waited_for() -> None:
 
 def test_readings_of_another_meter_are_passed_over() -> None:
     """60 W of the board, then the processor's 15 W, then 60 W again: 120 J in two seconds, and no mixture."""
-    ledger = Ledger(0.0)
+    ledger = EnergyAccount(0.0)
     for at_s, watts, source in ((0.0, 60.0, "plug"), (1.0, 15.0, "rapl"), (2.0, 60.0, "plug")):
         ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source=source))
     cost = ledger.cost_until(2.0, None)
@@ -117,7 +117,7 @@ def test_after_a_counters_last_reading_its_last_power_is_held() -> None:
 
 
 @pytest.mark.parametrize("ledger", [powers(), powers((0.0, None)), counters((0.0, 7.0))], ids=["", "none", "one"])
-def test_without_a_meter_joules_are_unknown_and_not_zero(ledger: Ledger) -> None:
+def test_without_a_meter_joules_are_unknown_and_not_zero(ledger: EnergyAccount) -> None:
     """Nor does one reading of a counter tell anything."""
     cost = ledger.cost_until(10.0, idle_w=2.0)
     assert (cost.energy_j, cost.energy_error_j, cost.energy_source) == (None, None, None)
@@ -189,11 +189,11 @@ def test_a_coarse_meter_is_not_taken_for_a_frozen_one() -> None:
 
 def test_what_no_board_can_draw_is_passed_over() -> None:
     """Of 5 W boards: 900 W for a moment, and a counter that leaps by 4 kJ and does not come back."""
-    ledger = Ledger(0.0, most_w=40.0)
+    ledger = EnergyAccount(0.0, most_w=40.0)
     for at_s, watts in ((0.0, 5.0), (0.5, 900.0), (1.0, -3.0), (1.5, 5.0)):
         ledger = ledger.with_reading(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
     assert ledger.cost_until(1.5, None).energy_j == pytest.approx(7.5)
-    leap = Ledger(0.0, most_w=40.0)
+    leap = EnergyAccount(0.0, most_w=40.0)
     for index in range(20):
         leap = leap.with_reading(float(index), Reading(energy_j=5.0 * index + (4000.0 if index > 5 else 0.0)))
     assert leap.cost_until(19.0, None).energy_j is None

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from fedquilt.core import OperatingPoint, Work
-from fedquilt.edge_agent.power.governor import Rule, choose_faster_point, choose_point, forecast_points
-from fedquilt.edge_agent.power.learned import Learned, Seen, learn_segment
+from fedquilt.core import OperatingPoint, WorkEstimate
+from fedquilt.edge_agent.power.governor import GovernorPolicy, choose_faster_point, choose_point, forecast_points
+from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
 
-WORK = Work(flops=100.0)
+WORK = WorkEstimate(flops=100.0)
 
 
 def point(name: str, flops_per_s: float | None, busy_w: float | None) -> OperatingPoint:
@@ -22,10 +22,10 @@ SLOW, MIDDLE, FAST = point("slow", 2.5, 2.0), point("middle", 5.0, 3.0), point("
 BOARD = (MIDDLE, FAST, SLOW)
 
 
-def slower(factor: float, held: OperatingPoint = SLOW) -> Learned:
+def slower(factor: float, held: OperatingPoint = SLOW) -> LearnedModel:
     """What one task teaches that took this much longer than the profile says."""
     seconds = WORK.flops / (held.flops_per_s or 1.0)
-    return learn_segment(Learned(), Seen(held, WORK, seconds * factor, held.busy_w))
+    return learn_segment(LearnedModel(), TaskSegment(held, WORK, seconds * factor, held.busy_w))
 
 
 def name(chosen: OperatingPoint | None) -> str | None:
@@ -33,7 +33,7 @@ def name(chosen: OperatingPoint | None) -> str | None:
 
 
 def chosen(policy: str, left_s: float, points: tuple[OperatingPoint, ...] = BOARD, **others: float) -> str | None:
-    rule = Rule(policy, others.pop("margin", 0.1))  # type: ignore[arg-type]
+    rule = GovernorPolicy(policy, others.pop("margin", 0.1))  # type: ignore[arg-type]
     return name(choose_point(rule, points, WORK, left_s, others.pop("idle_w", 1.0), **others))
 
 
@@ -83,13 +83,13 @@ def test_without_counting_idle_racing_looks_better_than_it_is() -> None:
 def test_an_unknown_idle_power_is_not_taken_for_none() -> None:
     """Idle at 0 W, slow takes 44 J and fast 40; at 2.2 W, the least at work, 66 and 84: slow loses 4 J, or fast 18."""
     rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.2))
-    assert name(choose_point(Rule(), rows, WORK, 30.0, None)) == "slow"
+    assert name(choose_point(GovernorPolicy(), rows, WORK, 30.0, None)) == "slow"
 
 
 def test_an_unknown_idle_power_leaves_racing_where_that_loses_least() -> None:
     """Idle at 0 W, slow takes 56 J and fast 40; at 2.8 W, 84 and 96: slow would lose 16 J, and fast 12."""
     rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.8))
-    assert name(choose_point(Rule(), rows, WORK, 30.0, None)) == "fast"
+    assert name(choose_point(GovernorPolicy(), rows, WORK, 30.0, None)) == "fast"
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -98,16 +98,16 @@ def test_a_point_that_is_cheapest_at_both_ends_is_held_whatever_the_idle_power_i
     roll = random.Random(seed)
     points = tuple(point(str(each), roll.uniform(2, 10), roll.uniform(1, 9)) for each in range(4))
     least_w = min(each.busy_w or 0.0 for each in points)
-    ends = {name(choose_point(Rule(), points, WORK, 60.0, idle_w)) for idle_w in (0.0, least_w)}
+    ends = {name(choose_point(GovernorPolicy(), points, WORK, 60.0, idle_w)) for idle_w in (0.0, least_w)}
     if len(ends) == 1:
-        between = [name(choose_point(Rule(), points, WORK, 60.0, roll.uniform(0, least_w))) for _ in range(5)]
-        assert {name(choose_point(Rule(), points, WORK, 60.0, None)), *between} == ends
+        between = [name(choose_point(GovernorPolicy(), points, WORK, 60.0, roll.uniform(0, least_w))) for _ in range(5)]
+        assert {name(choose_point(GovernorPolicy(), points, WORK, 60.0, None)), *between} == ends
 
 
 def test_a_board_that_is_slower_than_its_profile_gets_a_faster_point() -> None:
     """Twice as slow: about 80, 40 and 20 s, and longer for all that one task tells."""
-    assert name(choose_point(Rule(), BOARD, WORK, 80.0, 1.0, slower(2.0))) == "middle"
-    assert name(choose_point(Rule(), BOARD, WORK, 43.0, 1.0, slower(2.0))) == "fast"
+    assert name(choose_point(GovernorPolicy(), BOARD, WORK, 80.0, 1.0, slower(2.0))) == "middle"
+    assert name(choose_point(GovernorPolicy(), BOARD, WORK, 43.0, 1.0, slower(2.0))) == "fast"
 
 
 def test_points_that_lack_numbers_are_left_out() -> None:
@@ -123,7 +123,7 @@ def test_without_numbers_the_board_is_left_alone(policy: str) -> None:
     """No points, points without speed, and work of which nothing is known."""
     assert chosen(policy, 100.0, ()) is None
     assert chosen(policy, 100.0, (point("unknown", None, 5.0),)) is None
-    assert choose_point(Rule(policy), BOARD, Work(), 100.0, 1.0) is None  # type: ignore[arg-type]
+    assert choose_point(GovernorPolicy(policy), BOARD, WorkEstimate(), 100.0, 1.0) is None  # type: ignore[arg-type]
 
 
 def test_energy_without_any_power_leaves_the_board_alone() -> None:
@@ -134,7 +134,10 @@ def test_energy_without_any_power_leaves_the_board_alone() -> None:
 def test_a_task_in_time_is_left_alone() -> None:
     """Half of it is done, the rest takes 20 s of the 20 that are left."""
     assert (
-        choose_faster_point(Rule(), BOARD, Seen(SLOW, WORK.scale(0.5), 20.0, None), WORK.scale(0.5), 20.0, 1.0) is None
+        choose_faster_point(
+            GovernorPolicy(), BOARD, TaskSegment(SLOW, WORK.scale(0.5), 20.0, None), WORK.scale(0.5), 20.0, 1.0
+        )
+        is None
     )
 
 
@@ -152,15 +155,17 @@ def test_a_task_in_time_is_left_alone() -> None:
 )
 def test_a_late_task_is_stepped_up(policy: str, left_s: float, factor: float, expected: str | None) -> None:
     """To the cheapest, or slowest, point that still makes it."""
-    rule = Rule(policy)  # type: ignore[arg-type]
-    seen = Seen(SLOW, WORK.scale(0.5), 20.0 * factor, None)
+    rule = GovernorPolicy(policy)  # type: ignore[arg-type]
+    seen = TaskSegment(SLOW, WORK.scale(0.5), 20.0 * factor, None)
     assert name(choose_faster_point(rule, BOARD, seen, WORK.scale(0.5), left_s, 1.0)) == expected
 
 
 def test_there_is_nothing_above_the_fastest_point() -> None:
     """Late as it may be."""
     assert (
-        choose_faster_point(Rule(), (FAST, SLOW), Seen(FAST, WORK.scale(0.5), 5.0, None), WORK.scale(0.5), 1.0, 1.0)
+        choose_faster_point(
+            GovernorPolicy(), (FAST, SLOW), TaskSegment(FAST, WORK.scale(0.5), 5.0, None), WORK.scale(0.5), 1.0, 1.0
+        )
         is None
     )
 
@@ -170,7 +175,12 @@ def test_too_little_of_a_task_says_nothing_of_its_pace(share: float, seconds: fl
     """A hundredth of the work, and a clock that stands still."""
     assert (
         choose_faster_point(
-            Rule(), BOARD, Seen(SLOW, WORK.scale(share), seconds, None), WORK.scale(1 - share), 1.0, 1.0
+            GovernorPolicy(),
+            BOARD,
+            TaskSegment(SLOW, WORK.scale(share), seconds, None),
+            WORK.scale(1 - share),
+            1.0,
+            1.0,
         )
         is None
     )
@@ -182,7 +192,7 @@ def test_the_cheapest_is_the_cheapest_of_all_points() -> None:
     for _ in range(200):
         points = tuple(point(str(i), roll.uniform(1, 20), roll.uniform(1, 30)) for i in range(roll.randint(1, 9)))
         left_s, idle_w = roll.uniform(1, 60), roll.uniform(0, 5)
-        best = choose_point(Rule("energy", 0.0), points, WORK, left_s, idle_w)
+        best = choose_point(GovernorPolicy("energy", 0.0), points, WORK, left_s, idle_w)
         assert best is not None
 
         def joules(each: OperatingPoint, left_s: float = left_s, idle_w: float = idle_w) -> float:

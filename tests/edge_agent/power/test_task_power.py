@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
-from fedquilt.edge_agent.power.governor import Rule
-from fedquilt.edge_agent.power.learned import Latest, Learned
-from fedquilt.edge_agent.power.task_power import Pacer, Spent
+from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, WorkEstimate
+from fedquilt.edge_agent.power.governor import GovernorPolicy
+from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel
+from fedquilt.edge_agent.power.task_power import TaskCost, TaskPowerManager
 
 SLOW = OperatingPoint(name="slow", cpu_hz=1e9, flops_per_s=2.5, busy_w=4.0)
 FAST = OperatingPoint(name="fast", cpu_hz=2e9, flops_per_s=5.0, busy_w=16.0)
-WORK = Work(flops=100.0)  # 40 or 20 s
+WORK = WorkEstimate(flops=100.0)  # 40 or 20 s
 
 Meter = Callable[[float], Reading]
 
@@ -47,15 +47,15 @@ class Board:
         self.clocks.append("own")
         self.holds = False
 
-    def task_cost(self, work: Work, measured: Cost) -> Cost:
+    def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
         return measured
 
 
-def worked(board: Board, seconds: float = 60.0, lost_s: float | None = None) -> Spent:
+def worked(board: Board, seconds: float = 60.0, lost_s: float | None = None) -> TaskCost:
     """A task that takes this long, with all the time there is; from `lost_s` on the clocks are somebody else's."""
-    pacer = Pacer(board, Rule())
+    pacer = TaskPowerManager(board, GovernorPolicy())
     pacer.start_task(0.0)
-    pacer.start_work(WORK, 1000.0, Learned(), 0.0)
+    pacer.start_work(WORK, 1000.0, LearnedModel(), 0.0)
     for tenth in range(1, int(10 * seconds)):
         if lost_s is not None and tenth == int(10 * lost_s):
             board.holds = False
@@ -75,7 +75,7 @@ def test_a_task_teaches_time_and_power_of_the_point_it_ran_at() -> None:
     assert (spent.learned.time.at, spent.learned.time.ratio) == (SLOW, pytest.approx(1.5))
     assert spent.learned.power.ratio == pytest.approx(5.0 / 4.0, rel=0.01)
     assert spent.learned.power.top == {"cpu_hz": 2e9}
-    assert spent.learned.latest == Latest(work=WORK, left_s=1000.0)  # as `doctor` asks for it
+    assert spent.learned.latest == LatestTask(work=WORK, left_s=1000.0)  # as `doctor` asks for it
 
 
 FAILS: dict[str, Meter] = {
@@ -102,7 +102,7 @@ def test_a_stretch_whose_clocks_somebody_else_moved_teaches_nothing() -> None:
     """Nobody knows since when it ran at other clocks; what was somebody else's is not given back either."""
     board = Board()
     spent = worked(board, lost_s=30.0)
-    assert spent.learned == Learned()
+    assert spent.learned == LearnedModel()
     assert spent.cost.point == "slow, then let go"
     assert board.clocks == ["own", "slow"]
 
@@ -111,7 +111,7 @@ def test_clocks_that_are_refused_teach_nothing() -> None:
     """The board's own governor carried the task out."""
     board = Board()
     board.refuses = "too hot"
-    assert worked(board).learned == Learned()
+    assert worked(board).learned == LearnedModel()
     assert board.clocks == ["own"]
 
 
@@ -128,16 +128,16 @@ def test_a_profile_with_holes_leaves_the_clocks_alone() -> None:
     """No point has a speed: nothing is held and nothing learned."""
     board = Board()
     board.points = tuple(OperatingPoint(name=each.name, cpu_hz=each.cpu_hz) for each in (SLOW, FAST))
-    assert worked(board).learned == Learned()
+    assert worked(board).learned == LearnedModel()
     assert board.clocks == ["own"]
 
 
 def test_a_task_that_is_stepped_up_teaches_both_points() -> None:
     """It takes four times as long as predicted; at the higher clock it is in time."""
     board = Board()
-    pacer = Pacer(board, Rule())
+    pacer = TaskPowerManager(board, GovernorPolicy())
     pacer.start_task(0.0)
-    pacer.start_work(WORK, 60.0, Learned(), 0.0)
+    pacer.start_work(WORK, 60.0, LearnedModel(), 0.0)
     done, now_s = 0.0, 0.0
     while done < 1.0:
         now_s = round(now_s + 0.1, 3)

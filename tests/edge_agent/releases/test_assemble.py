@@ -16,18 +16,21 @@ from linear_models import board_data
 from one_agent import Board
 from toy_kinds import release
 
-from fedquilt import graph_check, methods, onnx_fill, personal, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef
+from fedquilt.core.evaluation import compute_metrics
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.edge_agent.releases import check
-from fedquilt.edge_agent.releases.models import Models
-from fedquilt.edge_agent.releases.protocol import CheckOrder, Parted
-from fedquilt.edge_agent.remembered import Private
+from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
+from fedquilt.edge_agent.releases.check import main
+from fedquilt.edge_agent.releases.check.protocol import CheckRequest, SplitModelFiles
+from fedquilt.edge_agent.releases.models import ModelReleases
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
-from fedquilt.edge_agent.task.protocol import Outcome
-from fedquilt.evaluation import compute_metrics
+from fedquilt.edge_agent.storage.job_records import PrivateState
+from fedquilt.edge_agent.task.protocol import WorkResult
+from fedquilt.formats import personal_models
+from fedquilt.onnx import graph_check, weights
 
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
 FIRST = numpy_engine.init_tensors(NETWORK, seed=0)
@@ -46,7 +49,7 @@ def sent() -> bytes:
         "own": {name: FIRST[name] for name in HEAD},
         "model": {name: array for name, array in FIRST.items() if name not in HEAD},
     }
-    return personal.encode_personal(task, onnx_file.export_without_weights(NETWORK), bundles)
+    return personal_models.encode_personal(task, onnx_file.export_without_weights(NETWORK), bundles)
 
 
 class Place:
@@ -58,15 +61,15 @@ class Place:
         self.shared.write_bytes(sent)
         self.private = folder / "private"
 
-    def keep(self, kept: dict[str, np.ndarray]) -> Parted:
+    def keep(self, kept: dict[str, np.ndarray]) -> SplitModelFiles:
         self.private.write_bytes(tensors.encode_tensors(kept))
         sha256 = hashlib.sha256(self.private.read_bytes()).hexdigest()
-        return Parted(str(self.shared), "d", str(self.private), sha256)
+        return SplitModelFiles(str(self.shared), "d", str(self.private), sha256)
 
-    def checked(self, parted: Parted, **changes: Any) -> Outcome:
+    def checked(self, parted: SplitModelFiles, **changes: Any) -> WorkResult:
         given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
-        order = CheckOrder(model=str(self.model), out=str(self.folder), before=None, parted=parted, **given)
-        return check.run_check(order)
+        order = CheckRequest(model=str(self.model), out=str(self.folder), before=None, parted=parted, **given)
+        return main.run_check(order)
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(pl
     head = {name: draws.normal(size=array.shape).astype(np.float32) for name, array in HEAD.items()}
     found = place.checked(place.keep(head))
     assert (found.code, found.reason, found.note) == ("ok", "", "")
-    whole = b"".join(onnx_fill.fill_graph(personal.read_personal(place.shared).graph.data, {**FIRST, **head}))
+    whole = b"".join(weights.fill_graph(personal_models.read_personal(place.shared).graph.data, {**FIRST, **head}))
     assert place.model.read_bytes() == whole
     assert found.metrics["accuracy"] == pytest.approx(accuracy({**FIRST, **head}))
     graph_check.check_file(place.model)
@@ -95,11 +98,11 @@ def test_the_boards_own_part_is_in_its_network_and_is_checked_on_its_own_data(pl
 
 def test_a_newcomer_gets_what_the_method_evaluates_of_one_and_says_so(place: Place) -> None:
     """The job's first head."""
-    found = place.checked(Parted(str(place.shared), "d"))
+    found = place.checked(SplitModelFiles(str(place.shared), "d"))
     assert found.code == "ok"
     assert found.note == f"nothing of {JOB} is kept here: the network is that of a newcomer to it"
     assert place.model.read_bytes() == b"".join(
-        onnx_fill.fill_graph(personal.read_personal(place.shared).graph.data, FIRST)
+        weights.fill_graph(personal_models.read_personal(place.shared).graph.data, FIRST)
     )
 
 
@@ -137,7 +140,9 @@ def test_a_private_state_that_is_lost_is_told_or_refused_as_the_method_has_it(
         (lambda place: place.model.mkdir() or place.keep(HEAD), "cannot write"),
     ],
 )
-def test_what_makes_no_network_is_refused_by_name(place: Place, spoil: Callable[[Place], Parted], said: str) -> None:
+def test_what_makes_no_network_is_refused_by_name(
+    place: Place, spoil: Callable[[Place], SplitModelFiles], said: str
+) -> None:
     """Another network's head, one that is no number, a damaged file, a place that cannot be written."""
     found = place.checked(spoil(place))
     assert found.code != "ok"
@@ -173,7 +178,7 @@ class Agent:
 
     def __init__(self, root: Path, sent: bytes, **settings: Any) -> None:
         self.root, self.asked = root, list[str]()
-        self.kept = Private(str(root / "private"), "5" * 64)
+        self.kept = PrivateState(str(root / "private"), "5" * 64)
         self.settings = AgentSettings(device="d", home=str(root / "d"), models=ModelSettings(**settings))
         self.checks = Checks()
         self.models = self.begin()
@@ -181,12 +186,12 @@ class Agent:
         self.blob.write_bytes(sent)
         self.wanted = release(1, BlobRef(sha256=hashlib.sha256(sent).hexdigest(), size=len(sent)))
 
-    def begin(self) -> Models:
-        def kept(job: str) -> Private:
+    def begin(self) -> ModelReleases:
+        def kept(job: str) -> PrivateState:
             self.asked.append(job)
             return self.kept
 
-        return Models(self.settings, Board(), self.checks, kept=kept)  # type: ignore[arg-type]
+        return ModelReleases(self.settings, Board(), self.checks, kept=kept)  # type: ignore[arg-type]
 
     @property
     def place(self) -> Path:
@@ -205,7 +210,7 @@ def test_the_check_is_told_where_the_parts_of_that_run_are(tmp_path: Path, sent:
     agent.models.start_check(agent.wanted)
     (order,) = agent.checks.orders
     shared = agent.place / "shared.safetensors"
-    assert order.parted == Parted(str(shared), "d", str(tmp_path / "private"), "5" * 64, "")
+    assert order.parted == SplitModelFiles(str(shared), "d", str(tmp_path / "private"), "5" * 64, "")
     assert (order.model, order.out) == (str(agent.out / "model.onnx"), str(agent.out))
     assert agent.asked == [JOB]
     assert shared.read_bytes() == sent

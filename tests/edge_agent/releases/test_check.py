@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from linear_models import board_data, network
 
-from fedquilt.edge_agent.releases import check
-from fedquilt.edge_agent.releases.judging import judge_check
-from fedquilt.edge_agent.releases.protocol import DONE, TIMED, CheckOrder
-from fedquilt.edge_agent.task.protocol import Event, Outcome, Progressed
-from fedquilt.wire import Limits
+from fedquilt.edge_agent.releases.acceptance import judge_check
+from fedquilt.edge_agent.releases.check import main
+from fedquilt.edge_agent.releases.check.protocol import DONE, TIMED, CheckRequest
+from fedquilt.edge_agent.task.protocol import Event, ProgressReport, WorkResult
+from fedquilt.wire import ReleaseLimits
 
 Laid = Callable[..., str]
 
@@ -34,15 +34,15 @@ def laid(tmp_path: Path) -> Laid:
     return lay
 
 
-def order(model: str, before: str | None = None, **changes: object) -> CheckOrder:
+def order(model: str, before: str | None = None, **changes: object) -> CheckRequest:
     given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
-    return CheckOrder(model=model, out=str(Path(model).parent), before=before, **given)
+    return CheckRequest(model=model, out=str(Path(model).parent), before=before, **given)
 
 
 def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
     """Accuracy is of the held-out share: a network with some classes turned is right for the others."""
     events: list[Event] = []
-    found = check.run_check(order(laid("new", network()), laid("old", network(turned=5))), events.append)
+    found = main.run_check(order(laid("new", network()), laid("old", network(turned=5))), events.append)
     assert (found.code, found.reason) == ("ok", "")
     told = found.metrics
     assert told["accuracy"] > 0.85
@@ -52,7 +52,7 @@ def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
     assert found.examples >= 5
     assert found.peak_bytes is not None
     assert found.peak_bytes > 10_000_000
-    assert events == [Progressed(TIMED), Progressed(DONE)]
+    assert events == [ProgressReport(TIMED), ProgressReport(DONE)]
 
 
 @pytest.mark.parametrize(
@@ -66,17 +66,17 @@ def test_it_measures_accuracy_of_both_latency_and_memory(laid: Laid) -> None:
 )
 def test_a_model_for_other_data_is_refused_by_name(laid: Laid, made: dict, data: dict, said: str) -> None:
     """Inputs of another shape, other classes, and data that are not there."""
-    found = check.run_check(order(laid("new", network(**made)), data=board_data(**data)))
+    found = main.run_check(order(laid("new", network(**made)), data=board_data(**data)))
     assert said in found.reason
     assert (found.code == "ok") is (said == "")
     if said:
-        assert judge_check(Limits(), found, None).refused.startswith("its check failed: ")
+        assert judge_check(ReleaseLimits(), found, None).refused.startswith("its check failed: ")
 
 
 def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path) -> None:
     """A table's classes have names, which a model may have too."""
     (tmp_path / "own.csv").write_text("a,b,y\n" + "1,2,day\n2,3,night\n" * 4)
-    found = check.run_check(
+    found = main.run_check(
         order(laid("new", network()), data={"path": str(tmp_path / "own.csv"), "labels": ["day", "night"]})
     )
     assert found.code == "model"
@@ -85,23 +85,23 @@ def test_a_model_for_other_labels_is_refused_by_name(laid: Laid, tmp_path: Path)
 
 def test_without_data_it_only_runs_and_says_so(laid: Laid) -> None:
     """A board that serves and has no labelled examples."""
-    found = check.run_check(order(laid("new", network()), laid("old", network(turned=5)), data={}))
+    found = main.run_check(order(laid("new", network()), laid("old", network(turned=5)), data={}))
     assert found.metrics.keys() == {"latency_s"}
-    verdict = judge_check(Limits(min_gain=-0.01), found, None)
+    verdict = judge_check(ReleaseLimits(min_gain=-0.01), found, None)
     assert verdict.refused == ""
     assert verdict.note == "accuracy was not measured: this device has no [data]"
 
 
 @pytest.mark.parametrize("payload", [b"", b"no graph", network()[:-100]])
 def test_bytes_that_are_no_network_are_refused(laid: Laid, payload: bytes) -> None:
-    found = check.run_check(order(laid("new", payload)))
+    found = main.run_check(order(laid("new", payload)))
     assert (found.code, found.metrics) == ("model", {})
     assert "cannot be run" in found.reason
 
 
 def test_a_budget_that_is_too_small_is_told(laid: Laid) -> None:
     """The check ends before anything is loaded."""
-    found = check.run_check(order(laid("new", network()), budget_bytes=60_000_000))
+    found = main.run_check(order(laid("new", network()), budget_bytes=60_000_000))
     assert found.code == "budget"
     assert "raise it" in found.reason
 
@@ -137,7 +137,7 @@ def test_a_graph_without_sizes_is_run_on_a_shape_that_it_takes(
     laid: Laid, made: Callable[[], Any], guess: tuple[int, ...]
 ) -> None:
     """The board has no data; what it ran the model on stands in its note."""
-    found = check.run_check(order(laid("new", made().SerializeToString()), data={}))
+    found = main.run_check(order(laid("new", made().SerializeToString()), data={}))
     assert (found.code, found.reason) == ("ok", "")
     assert found.metrics["latency_s"] > 0
     assert f"it was run on an example of the shape {guess}, a guess" in found.note
@@ -146,9 +146,9 @@ def test_a_graph_without_sizes_is_run_on_a_shape_that_it_takes(
 def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
     """No guess is needed, and one that the graph does not take refuses the model."""
     model = laid("new", made_graphs.product(["n", "a", "b"], nodes=identity(-1, 5 * 7), size=35).SerializeToString())
-    found = check.run_check(order(model, data={}, input_shape=(5, 7)))
+    found = main.run_check(order(model, data={}, input_shape=(5, 7)))
     assert (found.code, found.note) == ("ok", "accuracy was not measured: this device has no [data]")
-    found = check.run_check(order(model, data={}, input_shape=(5, 8)))
+    found = main.run_check(order(model, data={}, input_shape=(5, 8)))
     assert found.code == "model"
     assert "reshaped to the requested shape" in found.reason
 
@@ -157,9 +157,9 @@ def test_the_shape_of_the_release_is_the_one_that_is_run(laid: Laid) -> None:
 def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None) -> None:
     """5 x 7 is no shape that anybody guesses, and of an unknown number of axes none is guessed."""
     model = laid("new", made_graphs.product(shape, nodes=identity(-1, 5 * 7), size=35).SerializeToString())
-    found = check.run_check(order(model, data={}))
+    found = main.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
-    assert judge_check(Limits(), found, None).refused.startswith("its check failed: it was not run")
+    assert judge_check(ReleaseLimits(), found, None).refused.startswith("its check failed: it was not run")
     assert "deploy it with --input-shape" in found.reason
 
 
@@ -175,7 +175,7 @@ def test_answers_that_are_no_scores_are_refused_with_a_fix(
 ) -> None:
     """A detector's boxes, and a sequence whose first axis is time."""
     made = made_graphs.product(["n", 12], nodes=nodes, output=made_graphs.value("y", output))
-    found = check.run_check(order(laid("new", made.SerializeToString()), data={}))
+    found = main.run_check(order(laid("new", made.SerializeToString()), data={}))
     assert found.code == "model"
     assert said in found.reason
     assert ": deploy a network" in found.reason or ": export it" in found.reason
@@ -183,7 +183,7 @@ def test_answers_that_are_no_scores_are_refused_with_a_fix(
 
 # -- limits ---------------------------------------------------------------------------------------
 
-MEASURED = Outcome(
+MEASURED = WorkResult(
     metrics={"accuracy": 0.80, "accuracy_before": 0.85, "latency_s": 0.020}, examples=100, peak_bytes=200_000_000
 )
 
@@ -191,15 +191,18 @@ MEASURED = Outcome(
 @pytest.mark.parametrize(
     ("limits", "refused"),
     [
-        (Limits(), ""),
-        (Limits(min_gain=-0.05, max_latency_s=0.020, max_energy_j=0.5, max_peak_bytes=200_000_000), ""),
-        (Limits(min_gain=-0.005), "its accuracy is 80.0% on this device's held-out examples, and 85.0% with what runs"),
-        (Limits(max_latency_s=0.0199), "an answer takes 20.0 ms here, at most 19.9 are wanted"),
-        (Limits(max_energy_j=0.4), "an answer takes 0.5 J here, at most 0.4 are wanted"),
-        (Limits(max_peak_bytes=199_000_000), "it takes 200 MB of memory here, at most 199 MB are wanted"),
+        (ReleaseLimits(), ""),
+        (ReleaseLimits(min_gain=-0.05, max_latency_s=0.020, max_energy_j=0.5, max_peak_bytes=200_000_000), ""),
+        (
+            ReleaseLimits(min_gain=-0.005),
+            "its accuracy is 80.0% on this device's held-out examples, and 85.0% with what runs",
+        ),
+        (ReleaseLimits(max_latency_s=0.0199), "an answer takes 20.0 ms here, at most 19.9 are wanted"),
+        (ReleaseLimits(max_energy_j=0.4), "an answer takes 0.5 J here, at most 0.4 are wanted"),
+        (ReleaseLimits(max_peak_bytes=199_000_000), "it takes 200 MB of memory here, at most 199 MB are wanted"),
     ],
 )
-def test_limits_decide_with_a_sentence(limits: Limits, refused: str) -> None:
+def test_limits_decide_with_a_sentence(limits: ReleaseLimits, refused: str) -> None:
     """50 J while a hundred answers were timed."""
     verdict = judge_check(limits, MEASURED, answers_j=50.0)
     assert verdict.refused.startswith(refused)
@@ -209,8 +212,8 @@ def test_limits_decide_with_a_sentence(limits: Limits, refused: str) -> None:
 
 def test_limits_on_what_cannot_be_measured_are_told_and_do_not_refuse() -> None:
     """A board without a meter, whose first model it is."""
-    outcome = Outcome(metrics={"accuracy": 0.8, "latency_s": 0.02}, examples=100)
-    note = judge_check(Limits(min_gain=0.0, max_energy_j=1.0), outcome, None).note
+    outcome = WorkResult(metrics={"accuracy": 0.8, "latency_s": 0.02}, examples=100)
+    note = judge_check(ReleaseLimits(min_gain=0.0, max_energy_j=1.0), outcome, None).note
     assert note == (
         "joules were not measured: this device has no meter; "
         "its accuracy was compared with nothing: no model ran here before"
@@ -232,7 +235,7 @@ def test_an_engine_is_built_beside_the_model(laid: Laid, tmp_path: Path) -> None
     """trtexec is told the sizes of the first axis; an engine has its name once it is whole."""
     body = 'for a in "$@"; do case $a in --saveEngine=*) echo "$@" > "${a#--saveEngine=}";; esac; done'
     model = laid("new", network())
-    found = check.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=60.0))
+    found = main.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=60.0))
     assert (found.code, found.note) == ("ok", "")
     built = Path(model).with_name("model.engine").read_text()
     assert f"--onnx={model}" in built
@@ -253,6 +256,6 @@ def test_a_failure_of_tensorrt_is_told_and_harmless(
 ) -> None:
     """A model without an engine of TensorRT is served by ONNX Runtime."""
     model = laid("new", network())
-    found = check.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=limit_s))
+    found = main.run_check(order(model, trtexec=trtexec(tmp_path, body), trtexec_s=limit_s))
     assert (found.code, found.note) == ("ok", note)
     assert [path.name for path in Path(model).parent.iterdir()] == ["model.onnx"]

@@ -18,13 +18,13 @@ from toy_kinds import release
 from waiting import until
 
 from fedquilt.core import BlobRef
-from fedquilt.edge_agent.releases import start
-from fedquilt.edge_agent.releases.kind import Verdict
-from fedquilt.edge_agent.releases.models import Models
+from fedquilt.edge_agent.releases.check import start
+from fedquilt.edge_agent.releases.models import ModelReleases
+from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.edge_agent.settings import AgentSettings, ModelSettings
-from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.task import sandbox
 from fedquilt.edge_agent.task.worker import ChildWorker
-from fedquilt.wire import Release
+from fedquilt.wire import DesiredRelease
 
 
 class Place:
@@ -35,23 +35,23 @@ class Place:
         models = ModelSettings(folder=str(folder / "srv"))
         values = {"data": board_data(), "budget": "600MB", "models": models, **settings}
         self.settings = AgentSettings(device="d", home=str(home), **values)
-        self.worker = ChildWorker(0.0, start.check_command(home / confine.CHECK), private=home / confine.CHECK)
-        self.models = Models(self.settings, Board(), self.worker)
+        self.worker = ChildWorker(0.0, start.check_command(home / sandbox.CHECK), private=home / sandbox.CHECK)
+        self.models = ModelReleases(self.settings, Board(), self.worker)
         self.blob = folder / "blob"
 
-    def stage(self) -> Release:
+    def stage(self) -> DesiredRelease:
         payload = network()
         self.blob.write_bytes(payload)
         wanted = release(1, BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload)))
         self.models.stage(wanted, self.blob)
         return wanted
 
-    def begin(self) -> Release:
+    def begin(self) -> DesiredRelease:
         wanted = self.stage()
         self.models.start_check(wanted)
         return wanted
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckResult:
         return until(self.models.poll_check, "the check's end")
 
 
@@ -64,7 +64,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def pids(place: Place) -> list[int]:
     """The children of this process that check for this place."""
-    mark = str(Path(place.settings.home) / confine.CHECK).encode()
+    mark = str(Path(place.settings.home) / sandbox.CHECK).encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -113,7 +113,7 @@ def test_a_check_that_is_dropped_ends_at_once(place: Place) -> None:
     until(lambda: pids(place), "the process")
     place.models.discard_unused()
     assert pids(place) == []
-    assert place.models.poll_check() == Verdict("its check was not begun", {})
+    assert place.models.poll_check() == CheckResult("its check was not begun", {})
     assert not [path for path in place.models.folder.iterdir() if path.is_dir()]
 
 
@@ -133,11 +133,11 @@ def test_an_engine_is_built_by_trtexec_where_it_is_installed(
     assert (verdict.refused, verdict.note) == ("", "")
     assert wanted.blob is not None
     built = place.models.folder / wanted.blob.sha256[:16] / "model.engine"
-    assert built.read_text() == ("refused" if "network" in confine.available_restrictions() else "connected")
+    assert built.read_text() == ("refused" if "network" in sandbox.available_restrictions() else "connected")
     assert stat.S_IMODE(built.stat().st_mode) == 0o640
 
 
-@pytest.mark.skipif("files" not in confine.available_restrictions(), reason="this kernel has no Landlock")
+@pytest.mark.skipif("files" not in sandbox.available_restrictions(), reason="this kernel has no Landlock")
 def test_the_process_of_a_check_cannot_change_the_model_that_it_checks(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

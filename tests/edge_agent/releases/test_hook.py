@@ -55,6 +55,6 @@ def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> 
 
 
 def test_no_hook_is_no_matter() -> None:
-    none = hook.Hook((), 1.0)
+    none = hook.ReleaseHook((), 1.0)
     none.start({})
     assert (none.is_running, none.failure) == (False, "")

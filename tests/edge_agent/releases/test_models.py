@@ -14,9 +14,9 @@ from model_places import Place, short
 from msgspec.structs import replace
 
 from fedquilt.core import ModelError
-from fedquilt.edge_agent.releases.models import Models
-from fedquilt.edge_agent.task.protocol import Outcome, Progressed
-from fedquilt.wire import Limits, Release
+from fedquilt.edge_agent.releases.models import ModelReleases
+from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
+from fedquilt.wire import DesiredRelease, ReleaseLimits
 
 
 @pytest.mark.parametrize("damage", ["[]", '{"model": 3}', "", None])
@@ -28,14 +28,14 @@ def test_a_model_whose_release_json_is_damaged_is_known_by_its_file(place: Place
     note.unlink()
     if damage is not None:
         note.write_text(damage)
-    started = Models(place.settings, place.board, place.checks, clock=lambda: place.now_s)
+    started = ModelReleases(place.settings, place.board, place.checks, clock=lambda: place.now_s)
     assert started.current_sha256() == first.blob.sha256
     second, blob = place.release(2)
     started.stage(second, blob)
     started.start_check(second)
     assert place.checks.orders[0].before == str(place.folder / short(first) / "model.onnx")
     (place.folder / "current/model.onnx").write_bytes(b"another")
-    assert Models(place.settings, place.board, place.checks).current_sha256() == ""
+    assert ModelReleases(place.settings, place.board, place.checks).current_sha256() == ""
 
 
 def test_models_lie_beside_each_other_and_two_are_kept(place: Place) -> None:
@@ -105,7 +105,7 @@ def make(folder: Path) -> Path:
 # -- check ----------------------------------------------------------------------------------------
 
 
-def begun(place: Place) -> Release:
+def begun(place: Place) -> DesiredRelease:
     """A second release whose check has begun."""
     place.put(1)
     wanted, blob = place.release(2)
@@ -122,11 +122,17 @@ def test_joules_of_an_answer_are_the_boards_while_answers_were_timed(place: Plac
     assert Path(order.before).read_bytes() == network(gain=1)
     assert Path(order.model).read_bytes() == network(gain=2)
     assert order.timed_s > 1  # as there is a meter
-    for event, passed_s in ((None, 7.0), (Progressed(0.5), 0.0), (None, 1.0), (Progressed(0.75), 1.0), (None, 9.0)):
+    for event, passed_s in (
+        (None, 7.0),
+        (ProgressReport(0.5), 0.0),
+        (None, 1.0),
+        (ProgressReport(0.75), 1.0),
+        (None, 9.0),
+    ):
         place.now_s += passed_s
         place.checks.events = [] if event is None else [event]
         assert place.models.poll_check() is None
-    place.checks.events = [Outcome(metrics={"accuracy": 0.9}, examples=10, peak_bytes=123)]
+    place.checks.events = [WorkResult(metrics={"accuracy": 0.9}, examples=10, peak_bytes=123)]
     verdict = place.models.poll_check()
     assert verdict is not None
     assert verdict.metrics == {"accuracy": 0.9, "energy_j": pytest.approx(1.0), "peak_bytes": 123.0}
@@ -138,7 +144,7 @@ def test_the_shape_of_a_release_is_the_one_that_its_check_runs(place: Place) -> 
     wanted = replace(wanted, input_shape=(3, 48, 192))
     place.models.stage(wanted, blob)
     place.models.start_check(wanted)
-    place.checks.events = [Outcome(killed=True)]
+    place.checks.events = [WorkResult(killed=True)]
     assert place.models.poll_check() is None
     assert [order.input_shape for order in place.checks.orders] == [(3, 48, 192)] * 2
 
@@ -147,10 +153,10 @@ def test_a_check_whose_process_somebody_killed_is_made_again(place: Place) -> No
     """A check is made again twice; the third kill refuses the release."""
     begun(place)
     for times in (2, 3):
-        place.checks.events = [Outcome(code="failed", reason="killed by somebody", killed=True)]
+        place.checks.events = [WorkResult(code="failed", reason="killed by somebody", killed=True)]
         assert place.models.poll_check() is None
         assert len(place.checks.orders) == times
-    place.checks.events = [Outcome(code="failed", reason="killed by somebody", killed=True)]
+    place.checks.events = [WorkResult(code="failed", reason="killed by somebody", killed=True)]
     verdict = place.models.poll_check()
     assert verdict is not None
     assert verdict.refused == "its check failed: killed by somebody"
@@ -260,7 +266,7 @@ def test_a_model_whose_answers_in_use_are_worse_than_before_is_ill(place: Place)
     place.put(1)
     place.served(served=900, accuracy=0.6, labelled=900)
     wanted, blob = place.release(2)
-    wanted = msgspec.structs.replace(wanted, limits=Limits(min_gain=-0.1))
+    wanted = msgspec.structs.replace(wanted, limits=ReleaseLimits(min_gain=-0.1))
     place.models.stage(wanted, blob)
     place.models.activate(wanted)
     place.served(served=910)
@@ -282,7 +288,7 @@ def watched(place: Place) -> None:
     place.put(1)
     place.served(served=900, accuracy=0.6, labelled=900)
     wanted, blob = place.release(2)
-    wanted = msgspec.structs.replace(wanted, limits=Limits(min_gain=-0.1))
+    wanted = msgspec.structs.replace(wanted, limits=ReleaseLimits(min_gain=-0.1))
     place.models.stage(wanted, blob)
     place.models.activate(wanted)
 
@@ -331,7 +337,7 @@ def test_worse_answers_that_the_release_allows_are_no_matter(place: Place, limit
     place.served(served=900, accuracy=0.6, labelled=900)
     wanted, blob = place.release(2)
     place.models.stage(wanted, blob)
-    place.models.activate(msgspec.structs.replace(wanted, limits=Limits(min_gain=limit)))
+    place.models.activate(msgspec.structs.replace(wanted, limits=ReleaseLimits(min_gain=limit)))
     place.served(served=1000, accuracy=0.2, labelled=100)
     assert place.models.unhealthy_reason() == ""
 

@@ -16,15 +16,15 @@ from one_agent import Bench, Board
 from toy_kinds import release
 
 from fedquilt import wire
-from fedquilt.blobs.store import Depot
-from fedquilt.blobs.transfer import Transfers
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.edge_agent.agent import Agent
-from fedquilt.edge_agent.releases.models import CURRENT, MODEL, Models
+from fedquilt.edge_agent.releases.models import CURRENT, MODEL, ModelReleases
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.task.protocol import Asked, Outcome
-from fedquilt.testing.faults.disk import Crash, SimDisk
-from fedquilt.testing.faults.platter import Platter
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.edge_agent.task.protocol import ProcessRequest, WorkResult
+from fedquilt.testing.faults.disk import SimDisk, SimulatedCrash
+from fedquilt.testing.faults.platter import SimulatedFileSystem
+from fedquilt.transport.memory_link import MemoryBroker
 
 TOPICS = wire.Topics("f")
 HOME = "/home"
@@ -34,21 +34,21 @@ FIRST, SECOND = b"first model" * 50, b"second model" * 50
 class Checks(Bench):
     """A check's process that finds nothing wrong, at once."""
 
-    def start(self, order: Asked, now_s: float) -> None:
-        self.events = [Outcome(metrics={"accuracy": 0.9})]
+    def start(self, order: ProcessRequest, now_s: float) -> None:
+        self.events = [WorkResult(metrics={"accuracy": 0.9})]
 
 
 class Deployed:
     """A board whose disk is simulated, and a coordinator that has two models."""
 
     def __init__(self, folder: Path) -> None:
-        self.platter = Platter(HOME, folder / "board")
+        self.platter = SimulatedFileSystem(HOME, folder / "board")
         self.broker = MemoryBroker()
         self.link = self.broker.connect()
-        self.depot = Depot(folder / "coordinator")
+        self.depot = BlobStore(folder / "coordinator")
         self.transfers = Transfers(self.link, self.depot, TOPICS, "dn", lambda device, sha256: True)
         self.link.subscribe(TOPICS.coordinator_filters())
-        self.told: list[wire.Installed] = []
+        self.told: list[wire.ReleaseStatus] = []
         self.refs = [self.depot.store_bytes(payload) for payload in (FIRST, SECOND)]
         self.calls = 0
 
@@ -63,7 +63,7 @@ class Deployed:
         settings = AgentSettings(device="d", fleet="f", home=HOME, telemetry_s=1e9)
         self.own = self.broker.connect()
         clock = lambda: self.broker.now_s  # noqa: E731
-        self.models = Models(settings, Board(), Checks(), disk=self.disk, examine=lambda path: None, clock=clock)
+        self.models = ModelReleases(settings, Board(), Checks(), disk=self.disk, examine=lambda path: None, clock=clock)
         self.agent = Agent(
             self.own, settings, Board(), Bench(), disk=self.disk, clock=lambda: None, kinds={"model": self.models}
         )
@@ -78,7 +78,7 @@ class Deployed:
                 route = wire.parse_topic(message.topic)
                 handled = self.transfers.handle_message(route, message.payload, self.broker.now_s)
                 if not handled and route.leaf == "installed":
-                    self.told.append(wire.decode(message.payload, wire.Installed))
+                    self.told.append(wire.decode(message.payload, wire.ReleaseStatus))
             self.transfers.step(self.broker.now_s)
 
     def deploy(self, serial: int, **changes: object) -> None:
@@ -111,7 +111,7 @@ def at_call(number: int) -> Callable[[str, object], OSError | None]:
 
     def gate(what: str, where: object) -> None:
         if next(left, None) is None:
-            raise Crash
+            raise SimulatedCrash
 
     return gate
 
@@ -147,7 +147,7 @@ def test_killed_at_every_call_of_its_disk_it_ends_as_if_it_had_not(tmp_path: Pat
         try:
             made.begin(at_call(number))
             ended(made, back)
-        except Crash:
+        except SimulatedCrash:
             died = True
         assert made.current() in (FIRST, SECOND)
         made.dies(random.Random(number) if power else None)

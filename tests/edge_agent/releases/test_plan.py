@@ -13,17 +13,17 @@ from toy_kinds import release
 
 from fedquilt import wire
 from fedquilt.core import BlobRef, Reading
-from fedquilt.edge_agent.releases import plan, steps, window
-from fedquilt.edge_agent.releases.steps import Look, Noted, State
+from fedquilt.edge_agent.releases import events, state_machine, window
+from fedquilt.edge_agent.releases.events import ReleaseRecord, ReleaseState, StatusPolled
 
 
 def ref(number: int) -> BlobRef:
     return BlobRef(sha256=f"{number:064x}", size=number)
 
 
-def wanted(**changes: object) -> State:
+def wanted(**changes: object) -> ReleaseState:
     """A state in which a release waits for its blob's fetching."""
-    return State(noted=Noted(release=release(1, ref(1), **changes)), again_s=0.0)
+    return ReleaseState(noted=ReleaseRecord(release=release(1, ref(1), **changes)), again_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def wanted(**changes: object) -> State:
     ],
 )
 def test_a_low_battery_and_heat_are_waited_for_before_anything_begins(reading: Reading, said: str) -> None:
-    seen = Look(reading=reading, min_battery=0.2, max_c=85.0)
-    state, actions = plan.advance(wanted(), seen, 1.0)
+    seen = StatusPolled(reading=reading, min_battery=0.2, max_c=85.0)
+    state, actions = state_machine.advance(wanted(), seen, 1.0)
     assert state.waits == said
     assert bool(actions) is (said == "")
-    assert state.again_s == (1.0 + plan.LOOK_S if said else inf)
+    assert state.again_s == (1.0 + state_machine.LOOK_S if said else inf)
 
 
 @pytest.mark.parametrize(
@@ -69,61 +69,61 @@ def test_a_window_on_a_board_without_a_clock_stays_shut() -> None:
 @pytest.mark.parametrize("text", ["2:00-5:00", "24:00-25:00", "02:00", "02:00-05:00 ", "02:60-05:00", "a"])
 def test_other_texts_are_no_windows(text: str) -> None:
     assert window.window_error(text)
-    state, _ = plan.advance(State(), steps.Wanted(release(1, ref(1), window=text)), 0.0)
+    state, _ = state_machine.advance(ReleaseState(), events.ReleaseReceived(release(1, ref(1), window=text)), 0.0)
     assert state.noted is not None
     assert state.noted.step == "refused"
 
 
 def test_the_swap_is_noted_with_what_runs_before_it_is_made() -> None:
-    """The state that is written before `Swap` is carried out says what to return to."""
+    """The state that is written before `ActivateRelease` is carried out says what to return to."""
     state = replace(wanted(), stage="checked")
-    state, actions = plan.advance(state, Look(current="c" * 64), 1.0)
+    state, actions = state_machine.advance(state, StatusPolled(current="c" * 64), 1.0)
     assert state.noted is not None
     assert (state.noted.step, state.noted.origin) == ("swapping", "c" * 64)
-    assert actions == (steps.Swap(state.noted.release),)
-    assert wire.decode(wire.encode(state.noted), Noted) == state.noted
+    assert actions == (events.ActivateRelease(state.noted.release),)
+    assert wire.decode(wire.encode(state.noted), ReleaseRecord) == state.noted
 
 
 class Board:
     """Carries actions out as a board does that may fail, be killed and find things out in any order."""
 
     def __init__(self) -> None:
-        self.state, self.disk = State(), None
+        self.state, self.disk = ReleaseState(), None
         self.now_s, self.serial = 0.0, 0
         self.running, self.previous = "", "none"
         self.proven = {""}  # blobs that may run: nothing, and what a check has passed
         self.checked: str | None = None
-        self.told: list[wire.Installed] = []
+        self.told: list[wire.ReleaseStatus] = []
 
-    def feed(self, event: steps.Event) -> None:
-        state, actions = plan.advance(self.state, event, self.now_s)
+    def feed(self, event: events.Event) -> None:
+        state, actions = state_machine.advance(self.state, event, self.now_s)
         self.disk = state.noted or self.disk
         self.state = state
-        if (told := plan.installed_message(state, self.running)) is not None:
-            self.told.append(wire.decode(wire.encode(told), wire.Installed))
+        if (told := state_machine.installed_message(state, self.running)) is not None:
+            self.told.append(wire.decode(wire.encode(told), wire.ReleaseStatus))
         for action in actions:
             match action:
-                case steps.Check(wish):
+                case events.CheckRelease(wish):
                     self.checked = wish.blob.sha256
-                case steps.Swap(wish):
+                case events.ActivateRelease(wish):
                     assert self.disk.step in ("swapping", "soaking")
                     assert wish.blob.sha256 in self.proven
                     if self.running != wish.blob.sha256:
                         self.running, self.previous = wish.blob.sha256, self.running
-                    self.feed(steps.Swapped())
-                case steps.Keep():
+                    self.feed(events.ReleaseActivated())
+                case events.ConfirmRelease():
                     assert self.disk.step == "soaking"
-                    self.feed(steps.Kept())
-                case steps.Undo(before):
+                    self.feed(events.ReleaseConfirmed())
+                case events.RollBackRelease(before):
                     assert self.disk.step == "returning"
                     if self.running != before:
                         self.running, self.previous = self.previous, "none"
                     assert self.running == before
-                    self.feed(steps.Undone())
+                    self.feed(events.ReleaseRolledBack())
 
     def look(self, **seen: object) -> None:
         self.now_s = max(self.now_s, self.state.again_s if self.state.again_s < inf else 0.0)
-        self.feed(Look(current=self.running, here=True, **seen))
+        self.feed(StatusPolled(current=self.running, here=True, **seen))
 
     def play(self, what: str) -> None:
         self.now_s += 0.5
@@ -133,13 +133,13 @@ class Board:
                 blob = None if what == "back" else ref(1 + self.serial % 3)
                 rollout = self.state.noted.rollout if what == "back" and self.state.noted else ""
                 wish = release(self.serial, blob, back=what == "back", rollout=rollout or f"r{self.serial}")
-                self.feed(steps.Wanted(wish))
+                self.feed(events.ReleaseReceived(wish))
             case "withdrawn":
-                self.feed(steps.Withdrawn())
+                self.feed(events.ReleaseCancelled())
             case "good" | "bad":
                 if self.state.stage == "checking" and self.state.noted.step == "wanted" and what == "good":
                     self.proven.add(self.state.noted.release.blob.sha256)
-                self.feed(steps.Checked("" if what == "good" else "bad", {}))
+                self.feed(events.CheckFinished("" if what == "good" else "bad", {}))
             case "look" | "works" | "ill":
                 self.look(works=what == "works", ill="ill" if what == "ill" else "")
             case "soaks":
@@ -153,10 +153,10 @@ class Board:
                     self.play("good")
                     self.now_s += 20.0
             case "killed":
-                self.state = State(noted=self.disk)
-                self.feed(steps.Begun(self.running))
+                self.state = ReleaseState(noted=self.disk)
+                self.feed(events.ProcessStarted(self.running))
             case "failed":
-                self.feed(steps.Failed("disk"))
+                self.feed(events.ActionFailed("disk"))
 
 
 WHAT = [

@@ -12,9 +12,9 @@ from toy_kinds import ToyKind, deploy, last, release
 
 from fedquilt.core import BlobRef, ModelError, StoreError
 from fedquilt.edge_agent.releases import window
-from fedquilt.edge_agent.releases.kind import Verdict
-from fedquilt.testing.faults.disk import Crash
-from fedquilt.wire import Release
+from fedquilt.edge_agent.releases.release_kind import CheckResult
+from fedquilt.testing.faults.disk import SimulatedCrash
+from fedquilt.wire import DesiredRelease
 
 
 def phases(site: Site) -> list[str]:
@@ -85,7 +85,7 @@ def test_what_cannot_be_staged_or_checked_is_refused_by_name(site: Site, toy: To
 
 def test_a_check_that_refuses_ends_the_release(site: Site, toy: ToyKind) -> None:
     """The end is told with what was measured."""
-    toy.verdict = Verdict("its accuracy is 40.0%", {"accuracy": 0.4})
+    toy.verdict = CheckResult("its accuracy is 40.0%", {"accuracy": 0.4})
     deploy(site)
     site.run(5.0)
     assert (last(site).phase, last(site).reason) == ("refused", "its accuracy is 40.0%")
@@ -226,16 +226,16 @@ def test_a_text_that_is_no_window_is_refused(site: Site) -> None:
 # -- kills ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [Crash(), StoreError("the disk is full")])
+@pytest.mark.parametrize("error", [SimulatedCrash(), StoreError("the disk is full")])
 def test_a_release_is_committed_only_once_its_kind_has_noted_that_it_held(
     site: Site, toy: ToyKind, error: BaseException
 ) -> None:
     """A version of the agent whose trial went on would be returned from later, though it was said to be committed."""
     toy.fails["keep"] = error
     deploy(site)
-    with contextlib.suppress(Crash):
+    with contextlib.suppress(SimulatedCrash):
         site.run(20.0)
-    if isinstance(error, Crash):
+    if isinstance(error, SimulatedCrash):
         assert all(told.phase != "committed" for told in site.all("installed"))
         site.start()
         site.run(20.0)
@@ -255,7 +255,7 @@ def test_killed_in_any_call_it_goes_on_by_itself(site: Site, toy: ToyKind, metho
     def dies(*given: object) -> object:
         if late:
             original(*given)
-        raise Crash
+        raise SimulatedCrash
 
     setattr(toy, method, dies)
     second = deploy_and_die(site)
@@ -269,10 +269,10 @@ def test_killed_in_any_call_it_goes_on_by_itself(site: Site, toy: ToyKind, metho
     assert toy.calls.count("stage") + toy.calls.count("check") >= 2
 
 
-def deploy_and_die(site: Site) -> Release:
+def deploy_and_die(site: Site) -> DesiredRelease:
     """Publish the second release; the process dies in it."""
     wanted = release(2, site.depot.store_bytes(b"model 2"))
-    with contextlib.suppress(Crash):
+    with contextlib.suppress(SimulatedCrash):
         site.say("model", wanted, retain=True)
         site.run(4.0)
         assert isinstance(site.kinds["model"], ToyKind)

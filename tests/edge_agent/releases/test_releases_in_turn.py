@@ -11,8 +11,8 @@ from toy_kinds import ToyKind, deploy, last, release
 
 from fedquilt import wire
 from fedquilt.core import StoreError
-from fedquilt.edge_agent.served import Runner
-from fedquilt.wire import Release
+from fedquilt.edge_agent.runner_status import RunnerStatusReader
+from fedquilt.wire import DesiredRelease
 
 
 def test_the_same_release_again_is_answered_and_not_done_again(site: Site, toy: ToyKind) -> None:
@@ -35,7 +35,7 @@ def test_an_old_release_that_is_kept_and_sent_again_changes_nothing(site: Site, 
     `anew`: the agent was started anew meanwhile, and finds the old message in its topic.
     """
 
-    def replayed(old: Release) -> None:
+    def replayed(old: DesiredRelease) -> None:
         running, calls, told = toy.running, list(toy.calls), len(site.all("installed"))
         if anew:
             site.link.publish(TOPICS.device_topic("d", "dn", "model"), wire.encode(old), retain=True)
@@ -161,7 +161,7 @@ def test_it_tells_how_far_it_is_in_every_new_session(site: Site) -> None:
 
 def test_telemetry_tells_what_the_runner_tells(site: Site) -> None:
     """A runner that has written nothing for a minute is left out of telemetry."""
-    site.runner = Runner(site.folder, clock=lambda: site.broker.now_s)
+    site.runner = RunnerStatusReader(site.folder, clock=lambda: site.broker.now_s)
     told = {"served": 120, "failed": 3, "drift": 0.25, "accuracy": 0.75, "labelled": 40, "model": "", "latency_s": None}
     (site.folder / "served.json").write_text(json.dumps({**told, "at": time.time()}))
     site.start(telemetry_s=50.0)

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.core import Work
-from fedquilt.edge_agent import exhausted
-from fedquilt.edge_agent.task import budget
-from fedquilt.edge_agent.task.budget import Caution
+from fedquilt.core import WorkEstimate
+from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task.memory_budget import MemoryMargin
 
 MB = 10**6
 
 
 def test_work_fits_when_engine_and_work_together_do() -> None:
     """30 + 70 = 100."""
-    assert budget.memory_shortage("e", Work(peak_bytes=70 * MB), 100 * MB, None, {"e": 30 * MB}) is None
-    assert budget.memory_shortage("e", Work(peak_bytes=71 * MB), 100 * MB, None, {"e": 30 * MB}) == (
+    assert memory_budget.memory_shortage("e", WorkEstimate(peak_bytes=70 * MB), 100 * MB, None, {"e": 30 * MB}) is None
+    assert memory_budget.memory_shortage("e", WorkEstimate(peak_bytes=71 * MB), 100 * MB, None, {"e": 30 * MB}) == (
         "budget",
         "needs 101 MB (30 MB for the e engine, 71 MB for the work), the budget here is 100 MB",
     )
@@ -28,22 +28,24 @@ def test_work_fits_when_engine_and_work_together_do() -> None:
 
 def test_a_board_short_of_memory_is_named_as_such() -> None:
     """The budget would do, the board would not."""
-    short = budget.memory_shortage("e", Work(peak_bytes=10 * MB), 100 * MB, 39 * MB, {"e": 30 * MB})
+    short = memory_budget.memory_shortage("e", WorkEstimate(peak_bytes=10 * MB), 100 * MB, 39 * MB, {"e": 30 * MB})
     assert short is not None
     assert short[0] == "memory"
     assert "the board has 39 MB left" in short[1]
-    assert budget.memory_shortage("e", Work(peak_bytes=10 * MB), 100 * MB, 40 * MB, {"e": 30 * MB}) is None
+    assert (
+        memory_budget.memory_shortage("e", WorkEstimate(peak_bytes=10 * MB), 100 * MB, 40 * MB, {"e": 30 * MB}) is None
+    )
 
 
 def test_the_peak_is_the_most_since_the_reset_and_not_since_the_start() -> None:
     """64 MB held before the reset are forgotten, 32 MB held and freed after it are not."""
     me = os.getpid()
     _touch(64 << 20)
-    assert budget.reset_peak(me)
-    base = budget.resident_bytes(me)
+    assert memory_budget.reset_peak(me)
+    base = memory_budget.resident_bytes(me)
     assert base is not None
     _touch(32 << 20)
-    peak = budget.read_peak_bytes(me)
+    peak = memory_budget.read_peak_bytes(me)
     assert peak is not None
     assert 30 << 20 < peak - base < 50 << 20
 
@@ -56,16 +58,16 @@ def _touch(size: int) -> None:
 
 def test_a_process_that_is_gone_holds_nothing_known(tmp_path: Path) -> None:
     """None, not 0; a kernel without these files likewise."""
-    assert budget.resident_bytes(1, proc=tmp_path) is None
-    assert budget.read_peak_bytes(1, proc=tmp_path) is None
-    assert not budget.reset_peak(1, proc=tmp_path)
-    assert budget.count_oom_kills(proc=tmp_path) is None
+    assert memory_budget.resident_bytes(1, proc=tmp_path) is None
+    assert memory_budget.read_peak_bytes(1, proc=tmp_path) is None
+    assert not memory_budget.reset_peak(1, proc=tmp_path)
+    assert memory_budget.count_oom_kills(proc=tmp_path) is None
 
 
 def test_out_of_memory_kills_are_counted_by_the_kernel(tmp_path: Path) -> None:
     """One line of /proc/vmstat."""
     (tmp_path / "vmstat").write_text("pgfault 99\noom_kill 3\nnr_free 1\n")
-    assert budget.count_oom_kills(proc=tmp_path) == 3
+    assert memory_budget.count_oom_kills(proc=tmp_path) == 3
 
 
 # -- control groups, on a fake tree ---------------------------------------------------------------
@@ -83,8 +85,8 @@ def delegated(tmp_path: Path) -> Path:
     return own
 
 
-def cage(folder: Path) -> budget.Cage:
-    return budget.Cage(folder / "sys", folder / "proc")
+def cage(folder: Path) -> memory_budget.MemoryLimit:
+    return memory_budget.MemoryLimit(folder / "sys", folder / "proc")
 
 
 def test_a_delegated_group_holds_the_task_to_its_budget(tmp_path: Path, delegated: Path) -> None:
@@ -119,43 +121,43 @@ def test_without_a_group_of_its_own_there_is_only_the_watchdog(tmp_path: Path) -
 
 def test_the_average_of_true_over_predicted_converges_and_stays_within_bounds() -> None:
     """1.2 each time: 0.7^20 of the first error is left; one task of a hundred times counts as 2."""
-    caution = Caution()
+    caution = MemoryMargin()
     for _ in range(20):
         caution = caution.with_peak(120, 100)
     assert caution.ratio == pytest.approx(1.2, abs=0.2 * 0.7**20 + 1e-9)
-    assert Caution().with_peak(10_000, 100).ratio == pytest.approx(0.7 + 0.3 * 2.0)
-    assert Caution().with_peak(1, 100).ratio == pytest.approx(0.7 + 0.3 * 0.8)
-    assert Caution().with_peak(100, 0) == Caution()
+    assert MemoryMargin().with_peak(10_000, 100).ratio == pytest.approx(0.7 + 0.3 * 2.0)
+    assert MemoryMargin().with_peak(1, 100).ratio == pytest.approx(0.7 + 0.3 * 0.8)
+    assert MemoryMargin().with_peak(100, 0) == MemoryMargin()
 
 
 def test_what_is_planned_with_stays_the_whole_budget_while_peaks_are_as_foreseen() -> None:
     """Ratios up to 1.05 change nothing, bit for bit; above, the room beside the engine shrinks in steps of 1.25."""
-    assert Caution(1.05).plan_limit_bytes(1000, 200) == 1000
-    assert Caution(0.8).plan_limit_bytes(1000, 200) == 1000
-    assert Caution(1.06).plan_limit_bytes(1000, 200) == 200 + 640
-    assert Caution(1.31).plan_limit_bytes(1000, 200) == 200 + 640
-    assert Caution(1.32).plan_limit_bytes(1000, 200) == 200 + 512
-    assert Caution(1.0).plan_limit_bytes(100, 200) == 200
+    assert MemoryMargin(1.05).plan_limit_bytes(1000, 200) == 1000
+    assert MemoryMargin(0.8).plan_limit_bytes(1000, 200) == 1000
+    assert MemoryMargin(1.06).plan_limit_bytes(1000, 200) == 200 + 640
+    assert MemoryMargin(1.31).plan_limit_bytes(1000, 200) == 200 + 640
+    assert MemoryMargin(1.32).plan_limit_bytes(1000, 200) == 200 + 512
+    assert MemoryMargin(1.0).plan_limit_bytes(100, 200) == 200
 
 
 def test_each_task_that_ran_out_steps_down_and_no_further_than_the_bound() -> None:
     """800 / 1.25^2 = 512."""
-    assert Caution().with_failure().with_failure().plan_limit_bytes(1000, 200) == 200 + 512
-    worst = Caution()
+    assert MemoryMargin().with_failure().with_failure().plan_limit_bytes(1000, 200) == 200 + 512
+    worst = MemoryMargin()
     for _ in range(1000):
         worst = worst.with_failure()
-    assert worst.reduction_steps == budget.LEVEL_MOST
+    assert worst.reduction_steps == memory_budget.LEVEL_MOST
 
 
 def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:
     """Predicted 40 beside 50; at 1.2 times and one step of 1.25 it is 50, with one byte less it does not fit."""
-    work, learnt = Work(peak_bytes=40 * MB), Caution(1.2)
-    assert budget.memory_shortage("e", work, 90 * MB, None, {"e": 50 * MB}) is None
-    short = budget.memory_shortage("e", work, 90 * MB, None, {"e": 50 * MB}, learnt)
+    work, learnt = WorkEstimate(peak_bytes=40 * MB), MemoryMargin(1.2)
+    assert memory_budget.memory_shortage("e", work, 90 * MB, None, {"e": 50 * MB}) is None
+    short = memory_budget.memory_shortage("e", work, 90 * MB, None, {"e": 50 * MB}, learnt)
     assert short is not None
     assert "needs 100 MB" in short[1]
     assert "1.25 times what was predicted" in short[1]
-    assert budget.memory_shortage("e", work, 100 * MB, None, {"e": 50 * MB}, learnt) is None
+    assert memory_budget.memory_shortage("e", work, 100 * MB, None, {"e": 50 * MB}, learnt) is None
 
 
 # -- out of memory --------------------------------------------------------------------------------
@@ -184,8 +186,8 @@ def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:
 )
 def test_what_libraries_say_when_memory_runs_out_is_recognised(text: str) -> None:
     """Texts as torch, CUDA, cuBLAS, cuDNN, Tegra's driver, ONNX Runtime and the C++ library print them."""
-    assert exhausted.is_out_of_memory_text(text)
-    assert exhausted.is_out_of_memory_error(RuntimeError(text))
+    assert out_of_memory.is_out_of_memory_text(text)
+    assert out_of_memory.is_out_of_memory_error(RuntimeError(text))
 
 
 @pytest.mark.parametrize(
@@ -204,12 +206,14 @@ def test_what_libraries_say_when_memory_runs_out_is_recognised(text: str) -> Non
 )
 def test_other_errors_are_not_taken_for_want_of_memory(text: str) -> None:
     """Near misses: assertions, memory maps and drivers that fail otherwise."""
-    assert not exhausted.is_out_of_memory_text(text)
-    assert not exhausted.is_out_of_memory_error(RuntimeError(text))
+    assert not out_of_memory.is_out_of_memory_text(text)
+    assert not out_of_memory.is_out_of_memory_error(RuntimeError(text))
 
 
 def test_errors_are_also_known_by_type_and_number() -> None:
     """MemoryError needs no text; of the system's errors only ENOMEM counts, whatever the file is called."""
-    assert exhausted.is_out_of_memory_error(MemoryError())
-    assert exhausted.is_out_of_memory_error(OSError(errno.ENOMEM, "Cannot allocate memory"))
-    assert not exhausted.is_out_of_memory_error(FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz"))
+    assert out_of_memory.is_out_of_memory_error(MemoryError())
+    assert out_of_memory.is_out_of_memory_error(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not out_of_memory.is_out_of_memory_error(
+        FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz")
+    )

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from children import Place, carried_out, child, pid_of
 
-from fedquilt.edge_agent.task.worker import Worker
+from fedquilt.edge_agent.task.worker import TaskWorker
 
 # -- what a child may say -------------------------------------------------------------------------
 ECHO = """
@@ -43,7 +43,7 @@ def test_an_answer_that_nobody_waits_for_is_dropped(place: Place) -> None:
         until_quiet(worker)
 
 
-def until_quiet(worker: Worker) -> None:
+def until_quiet(worker: TaskWorker) -> None:
     while select.select(worker.fds(), [], [], 0.1)[0]:
         assert worker.poll(0.0) == []
 

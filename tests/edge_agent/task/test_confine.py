@@ -14,17 +14,17 @@ from children import FOOT, HEAD, Place, carried_out, child
 from msgspec.structs import replace
 
 from fedquilt.edge_agent import messages
-from fedquilt.edge_agent.devices.simulated import SimulatedDevice
-from fedquilt.edge_agent.events import Means
-from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
+from fedquilt.edge_agent.events import Capabilities
+from fedquilt.edge_agent.task import sandbox
 from fedquilt.edge_agent.task.worker import COMMAND
 
 PROGRAM = """
 import ctypes, json, os, pathlib, socket, sys
-from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.task import sandbox
 
 home, outside = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-done = confine.apply_restrictions([home, pathlib.Path("/dev"), pathlib.Path("/proc"), home / "absent"])
+done = sandbox.apply_restrictions([home, pathlib.Path("/dev"), pathlib.Path("/proc"), home / "absent"])
 refused = []
 
 def tried(name, what):
@@ -59,14 +59,14 @@ FILES = ["write", "truncate", "remove", "make", "move in"]
 NETWORK = ["AF_INET", "AF_INET6", "AF_PACKET", "trace"]
 
 
-@pytest.mark.skipif(not confine.available_restrictions(), reason="this kernel has neither Landlock nor seccomp")
+@pytest.mark.skipif(not sandbox.available_restrictions(), reason="this kernel has neither Landlock nor seccomp")
 def test_a_confined_process_reaches_no_network_and_changes_nothing_outside_its_folder(tmp_path: Path) -> None:
     """Reading goes on, and so does writing below its folders, also from one of them to another."""
     (tmp_path / "home").mkdir()
     (tmp_path / "outside").write_text("as it was")
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "home"), str(tmp_path / "outside")]
     done, refused, outside = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert tuple(done) == confine.available_restrictions()
+    assert tuple(done) == sandbox.available_restrictions()
     assert outside == "as it was"
     assert set(refused) >= set(FILES if "files" in done else []) | set(NETWORK if "network" in done else [])
 
@@ -89,7 +89,7 @@ def work(task, site):
 """
 
 
-@pytest.mark.skipif(not confine.available_restrictions(), reason="this kernel has neither Landlock nor seccomp")
+@pytest.mark.skipif(not sandbox.available_restrictions(), reason="this kernel has neither Landlock nor seccomp")
 def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
     elsewhere = place.folder / "outside"  # beside the private folders, and below the folder for temporary files
     done = {}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        for name, command in {"as it is": confine.task_command(place.folder), "unconfined": COMMAND}.items():
+        for name, command in {"as it is": sandbox.task_command(place.folder), "unconfined": COMMAND}.items():
             elsewhere.write_text("as it was")
             order = replace(place.order("nosy:METHOD"), plugins=("nosy:METHOD",))
             told = {"port": server.getsockname()[1], "outside": str(elsewhere), "inside": f"{order.out}/own"}
@@ -108,7 +108,7 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
                 outcome = carried_out(worker, order)
             assert outcome.code == "ok", outcome.reason
             done[name] = set(outcome.metrics), elsewhere.read_text()
-    given_up = set(confine.available_restrictions())
+    given_up = set(sandbox.available_restrictions())
     assert done["as it is"] == (
         {"network", "files", "nothing"} - given_up,
         "as it was" if "files" in given_up else "changed",
@@ -118,37 +118,37 @@ def test_a_task_of_an_agent_that_connects_and_writes_is_refused_both(
 
 def test_where_the_kernel_has_neither_a_task_runs_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An older kernel, or another architecture: nothing is given up, and nothing is raised."""
-    monkeypatch.setattr(confine, "_prctl", lambda *given: -1)
-    assert confine.apply_restrictions([tmp_path]) == ()
-    monkeypatch.setattr(confine, "_prctl", lambda *given: 0)
-    monkeypatch.setattr(confine, "_system_call", lambda *given: -1)
-    monkeypatch.setattr(confine.platform, "machine", lambda: "riscv64")
-    assert confine.apply_restrictions([tmp_path]) == ()
-    assert confine.available_restrictions() == ()
+    monkeypatch.setattr(sandbox, "_prctl", lambda *given: -1)
+    assert sandbox.apply_restrictions([tmp_path]) == ()
+    monkeypatch.setattr(sandbox, "_prctl", lambda *given: 0)
+    monkeypatch.setattr(sandbox, "_system_call", lambda *given: -1)
+    monkeypatch.setattr(sandbox.platform, "machine", lambda: "riscv64")
+    assert sandbox.apply_restrictions([tmp_path]) == ()
+    assert sandbox.available_restrictions() == ()
 
 
-@pytest.mark.parametrize("machine", confine.CALLS)
+@pytest.mark.parametrize("machine", sandbox.CALLS)
 def test_the_filter_lets_each_call_through_but_those_that_are_refused(machine: str) -> None:
     """Played through by hand, as the kernel would: other architectures' numbers are refused as a whole."""
-    calls = confine.CALLS[machine]
-    program = [struct.unpack("=HBBI", each) for each in confine._filter_program(calls)]
+    calls = sandbox.CALLS[machine]
+    program = [struct.unpack("=HBBI", each) for each in sandbox._filter_program(calls)]
 
     def ruled(number: int, argument: int = 0, architecture: int = calls.architecture) -> int:
         data, held, at = {0: number, 4: architecture, 16: argument}, 0, 0
         while True:
             code, yes, no, value = program[at]
-            if code == confine.RETURN:
+            if code == sandbox.RETURN:
                 return int(value)
-            if code == confine.LOAD:
+            if code == sandbox.LOAD:
                 held, step = data[value], 0
             else:
-                step = yes if (held == value if code == confine.EQUAL else held >= value) else no
+                step = yes if (held == value if code == sandbox.EQUAL else held >= value) else no
             at += 1 + step
 
-    assert ruled(0) == ruled(calls.socket, confine.UNIX) == ruled(calls.socket, confine.NETLINK) == confine.ALLOW
-    assert ruled(calls.socket, 2) == ruled(calls.socket, 10) == ruled(calls.socket, 17) == confine.REFUSE
-    assert {ruled(number) for number in calls.refused} == {confine.REFUSE}
-    assert ruled(0, architecture=0x40000003) == ruled(0x40000000 + 41, 1) == confine.REFUSE
+    assert ruled(0) == ruled(calls.socket, sandbox.UNIX) == ruled(calls.socket, sandbox.NETLINK) == sandbox.ALLOW
+    assert ruled(calls.socket, 2) == ruled(calls.socket, 10) == ruled(calls.socket, 17) == sandbox.REFUSE
+    assert {ruled(number) for number in calls.refused} == {sandbox.REFUSE}
+    assert ruled(0, architecture=0x40000003) == ruled(0x40000000 + 41, 1) == sandbox.REFUSE
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_the_filter_lets_each_call_through_but_those_that_are_refused(machine: s
 )
 def test_a_boards_profile_tells_what_its_tasks_give_up(confined: tuple[str, ...] | None, told: str | None) -> None:
     """Where the kernel has neither, an operator can see it; a simulated board has no process to confine."""
-    means = Means(1, ("numpy",), (), confined=confined)
+    means = Capabilities(1, ("numpy",), (), confined=confined)
     assert (
         messages.profile_message("a", SimulatedDevice.from_name("jetson-tx2"), means).versions.get("tasks without")
         == told

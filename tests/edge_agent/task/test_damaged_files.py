@@ -10,11 +10,11 @@ import pytest
 from children import METHODS, MODEL, Place, carried_out, child
 from msgspec.structs import replace
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, Encoding, StoreError
 from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 
 WORK = """
 from pathlib import Path
@@ -39,7 +39,7 @@ def moving(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def order(
     place: Place, *, flips: tuple[str, ...] = (), codec: str = "int8", private: str | None = None, sha256: str = ""
-) -> Order:
+) -> WorkRequest:
     """A task as an agent gives it; int8 reads the model again when the work is done."""
     ref = BlobRef(sha256=hashlib.sha256(PAYLOAD).hexdigest(), size=len(PAYLOAD))
     made = place.order("moving", wire=Encoding(codec=codec), private=private)
@@ -47,7 +47,7 @@ def order(
     return replace(made, task=replace(made.task, bundles={"model": ref}), checked=True, private_sha256=sha256)
 
 
-def done(place: Place, given: Order) -> Outcome:
+def done(place: Place, given: WorkRequest) -> WorkResult:
     with child(place.command()) as worker:
         return carried_out(worker, given)
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import plain
 import pytest
 
-from fedquilt.core import JobError, Work
+from fedquilt.core import JobError, WorkEstimate
 from fedquilt.edge_agent.task import main
-from fedquilt.edge_agent.task.protocol import Order
+from fedquilt.edge_agent.task.protocol import WorkRequest
 from fedquilt.methods import fedavg
 
 
@@ -43,8 +43,8 @@ def test_an_error_without_words_is_named_by_its_kind() -> None:
 def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> None:
     """`return` forgotten: the sentence has the method, and what is wanted."""
     method = replace(fedavg.METHOD, work=lambda task, site: None)  # type: ignore[arg-type,return-value]
-    task = plain.task(method="prox:METHOD", work=Work(flops=1.0))
-    order = Order(
+    task = plain.task(method="prox:METHOD", work=WorkEstimate(flops=1.0))
+    order = WorkRequest(
         task=task, device="a", budget_bytes=1 << 30, data={}, bundles={}, private=None, cache="", out=str(tmp_path)
     )
     with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, and a fedquilt"):

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from children import Place, carried_out, child
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import Examples, Fit, UpdateError
-from fedquilt.edge_agent.engines import gpu, numpy_engine
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.engines.torch import gpu_memory
 from fedquilt.edge_agent.task import main
 
 MB = 10**6
@@ -52,7 +53,7 @@ def test_what_the_context_took_is_known_where_both_share_one_memory(shared: bool
     """The board had 1000 MB before and 850 MB after; a GPU with memory of its own takes none of the board's."""
     left = iter([1000 * MB, 850 * MB])
     cuda = Cuda(shared, reserved=20 * MB)
-    held = gpu.TorchMemory(cuda, lambda: next(left))
+    held = gpu_memory.TorchMemory(cuda, lambda: next(left))
     assert held.begin(2000 * MB) == context + 20 * MB
     assert cuda.share == pytest.approx((2000 * MB - context) / (8000 * MB))
     cuda.most = 300 * MB
@@ -62,7 +63,7 @@ def test_what_the_context_took_is_known_where_both_share_one_memory(shared: bool
 def test_a_budget_below_the_processs_own_size_leaves_a_hundredth_of_the_gpu() -> None:
     """A limit of 0 or less would be refused by torch, and the task fail with another error than that of memory."""
     cuda = Cuda(shared=False)
-    gpu.TorchMemory(cuda, lambda: 0).begin(-5 * MB)
+    gpu_memory.TorchMemory(cuda, lambda: 0).begin(-5 * MB)
     assert cuda.share == pytest.approx(0.01)
 
 
@@ -70,10 +71,10 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
     """The same order twice: with 300 MB on a GPU, its peak and its base are so much larger."""
     cuda = Cuda(shared=False)
 
-    class Bench(main.Bench):
+    class Bench(main.TaskExecutor):
         def load_engine(self, name: str, budget_bytes: int) -> Any:
             made = super().load_engine(name, budget_bytes)
-            made.gpu = gpu.TorchMemory(cuda, lambda: 0)
+            made.gpu = gpu_memory.TorchMemory(cuda, lambda: 0)
             cuda.reserved = 40 * MB
             made.train, train = (
                 lambda *given, **more: (setattr(cuda, "most", 300 * MB), train(*given, **more))[1],
@@ -81,7 +82,7 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
             )
             return made
 
-    plain = main.run_task(place.order(), main.Bench(), own_process=True)
+    plain = main.run_task(place.order(), main.TaskExecutor(), own_process=True)
     beside = main.run_task(place.order(), Bench(), own_process=True)
     assert (plain.code, beside.code) == ("ok", "ok")
     assert plain.base_bytes is not None and plain.peak_bytes is not None  # noqa: PT018
@@ -102,9 +103,9 @@ def test_a_process_whose_gpu_failed_is_replaced(place: Place) -> None:
 
 def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """23 examples in mini-batches of 4, twice: 12 steps, read one by one and five at a time; same bits, same loss."""
-    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
-    start, draws = numpy_engine.init_tensors(network, 0), np.random.default_rng(0)
+    start, draws = engine.init_tensors(network, 0), np.random.default_rng(0)
     examples = Examples(draws.random((23, 4), np.float32), np.arange(23) % 2)
 
     def trained(lr: float = 0.1) -> Any:
@@ -124,7 +125,7 @@ def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytes
 def test_an_engine_that_falls_back_is_told_of_with_the_first_update_alone(place: Place) -> None:
     """The agent's log and the coordinator's have it; every later round would repeat it."""
 
-    class Bench(main.Bench):
+    class Bench(main.TaskExecutor):
         def load_engine(self, name: str, budget_bytes: int) -> Any:
             fresh = self._engine is None
             made = super().load_engine(name, budget_bytes)

@@ -17,22 +17,22 @@ from ordinary import User
 from waiting import alive, until
 
 from fedquilt.core import BlobRef, StoreError, Update, Usage
-from fedquilt.disk import REAL
-from fedquilt.edge_agent.state import Local
-from fedquilt.edge_agent.task import confine
+from fedquilt.edge_agent.storage.agent_state import AgentState
+from fedquilt.edge_agent.task import sandbox
 from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.protocol import Event, Outcome
+from fedquilt.edge_agent.task.protocol import Event, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker
+from fedquilt.host.disk import REAL
 
 HONEST, EVIL = b"an honest result", b"another result!!"
 REF = BlobRef(sha256=hashlib.sha256(HONEST).hexdigest(), size=len(HONEST))
 UPDATE = Update(job="j", round=1, attempt=0, device="d", weight=1.0, bundles={"model": REF}, metrics={}, usage=Usage())
 
 needs_landlock = pytest.mark.skipif(
-    "files" not in confine.available_restrictions(), reason="this kernel has no Landlock"
+    "files" not in sandbox.available_restrictions(), reason="this kernel has no Landlock"
 )
 needs_seccomp = pytest.mark.skipif(
-    "network" not in confine.available_restrictions(), reason="this kernel has no seccomp"
+    "network" not in sandbox.available_restrictions(), reason="this kernel has no seccomp"
 )
 
 
@@ -40,12 +40,12 @@ needs_seccomp = pytest.mark.skipif(
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Local:
-    return Local(tmp_path / "home")
+def local(tmp_path: Path) -> AgentState:
+    return AgentState(tmp_path / "home")
 
 
 @pytest.mark.parametrize("how", ["an open file", "a second name"])
-def test_a_result_that_the_task_changes_after_it_was_stored_stays_as_it_was(local: Local, how: str) -> None:
+def test_a_result_that_the_task_changes_after_it_was_stored_stays_as_it_was(local: AgentState, how: str) -> None:
     """A process of the task that goes on has the file open, or a hard link to it."""
     result = local.empty_output() / REF.sha256
     result.write_bytes(HONEST)
@@ -85,7 +85,7 @@ def sparse(path: Path) -> None:
 @pytest.mark.parametrize("leave", [changed, pipe, link, sparse])
 @pytest.mark.parametrize("name", [REF.sha256, PRIVATE])
 def test_a_result_that_is_no_plain_file_of_its_size_and_hash_is_refused(
-    local: Local, leave: Callable[[Path], None], name: str
+    local: AgentState, leave: Callable[[Path], None], name: str
 ) -> None:
     """A pipe would keep the agent waiting, and a TiB of zeros would keep it hashing."""
     out = local.empty_output()
@@ -99,9 +99,9 @@ def test_a_result_that_is_no_plain_file_of_its_size_and_hash_is_refused(
     assert not list((local.home / "blobs").glob("*.tmp"))
 
 
-def test_bytes_in_an_answer_are_stored_under_no_name_that_the_task_chooses(local: Local) -> None:
+def test_bytes_in_an_answer_are_stored_under_no_name_that_the_task_chooses(local: AgentState) -> None:
     """Neither is the answer read, nor would the agent write such a file with its own rights."""
-    answer = msgspec.json.encode(Outcome(blobs={"../../.local/evil.pth": EVIL}))
+    answer = msgspec.json.encode(WorkResult(blobs={"../../.local/evil.pth": EVIL}))
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(answer, type=Event)
     (local.empty_output() / REF.sha256).write_bytes(HONEST)
@@ -112,7 +112,7 @@ def test_bytes_in_an_answer_are_stored_under_no_name_that_the_task_chooses(local
 def test_a_result_larger_than_the_memory_that_it_was_made_in_is_refused(place: Place) -> None:
     """By the sizes in the answer, before a byte of it is read."""
     program = place.folder / "liar.py"
-    answer = Outcome(bundles={"model": replace(REF, size=1 << 45)})
+    answer = WorkResult(bundles={"model": replace(REF, size=1 << 45)})
     program.write_text(f"input(); print({msgspec.json.encode(answer).decode()!r}, flush=True); input()")
     worker = ChildWorker(60.0, ["python3", str(program)])
     try:
@@ -126,7 +126,7 @@ def test_a_result_larger_than_the_memory_that_it_was_made_in_is_refused(place: P
 # -- folders --------------------------------------------------------------------------------------
 
 
-def test_links_that_a_task_leaves_are_removed_and_not_followed(local: Local, tmp_path: Path) -> None:
+def test_links_that_a_task_leaves_are_removed_and_not_followed(local: AgentState, tmp_path: Path) -> None:
     """Neither what they lead to nor its content goes: in the output, and where the next job's cache is to be."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -205,7 +205,7 @@ def test_a_task_writes_its_private_folders_alone_and_leaves_no_process_behind(
     for each in places:
         (home / each).parent.mkdir(parents=True, exist_ok=True)
     elsewhere = [str(home / each) for each in places] + ["/tmp/fedquilt-escaped", str(tmp_path / "x")]
-    worker = ChildWorker(60.0, confine.task_command(home / "task"), private=home / "task")
+    worker = ChildWorker(60.0, sandbox.task_command(home / "task"), private=home / "task")
     try:
         (home / "task/out").mkdir()
         order = replace(place.order("escapes:METHOD"), plugins=("escapes:METHOD",), out=str(home / "task/out"))
@@ -216,7 +216,7 @@ def test_a_task_writes_its_private_folders_alone_and_leaves_no_process_behind(
         assert worker.resident_bytes == 0
     finally:
         worker.close()
-    temporary = home / "task" / confine.TEMPORARY
+    temporary = home / "task" / sandbox.TEMPORARY
     assert set(outcome.metrics) == {str(temporary)}
     assert list(temporary.iterdir()) == []
 
@@ -249,10 +249,10 @@ def test_what_a_task_has_started_ends_where_its_own_process_ended_before(place: 
 
 AGENT = """
 import pathlib, sys, time
-from fedquilt.edge_agent.task import budget, confine
+from fedquilt.edge_agent.task import memory_budget, sandbox
 if sys.argv[1] == "protected":
-    confine.protect_memory()
-assert budget.resident_bytes(__import__("os").getpid()) > 1 << 20
+    sandbox.protect_memory()
+assert memory_budget.resident_bytes(__import__("os").getpid()) > 1 << 20
 pathlib.Path(sys.argv[2]).write_text("ready")
 time.sleep(600)
 """

@@ -8,16 +8,16 @@ import sys
 import pytest
 from waiting import LIMIT_S
 
-from fedquilt.edge_agent.task.process import Child
-from fedquilt.edge_agent.task.protocol import Outcome
+from fedquilt.edge_agent.task.process import ChildProcess
+from fedquilt.edge_agent.task.protocol import WorkResult
 
 
 def obituary(
     program: str, kills: tuple[int | None, int | None], own: tuple[int | None, int | None] = (None, None)
-) -> Outcome:
+) -> WorkResult:
     """Of a process that runs `program`; the kernel's counts of out-of-memory kills before and after."""
     counts, own_counts = iter(kills), iter(own)
-    child = Child([sys.executable, "-c", program], "numpy", lambda: next(counts), lambda: next(own_counts))
+    child = ChildProcess([sys.executable, "-c", program], "numpy", lambda: next(counts), lambda: next(own_counts))
     try:
         while not child.has_ended:
             select.select(child.fds(), [], [], LIMIT_S)

@@ -17,13 +17,14 @@ import pytest
 from children import MODEL, Place, carried_out, child, pid_of, until
 from msgspec.structs import replace
 
-from fedquilt import compression, tensors
+from fedquilt import compression
+from fedquilt.arrays import tensors
 from fedquilt.core import Encoding
 from fedquilt.edge_agent.devices import create_device
-from fedquilt.edge_agent.task import budget, confine, worker
+from fedquilt.edge_agent.task import memory_budget, sandbox, worker
 from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.edge_agent.task.process import Child
-from fedquilt.edge_agent.task.protocol import Loaded, Outcome, Progressed
+from fedquilt.edge_agent.task.process import ChildProcess
+from fedquilt.edge_agent.task.protocol import DataLoaded, ProgressReport, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker, InlineWorker
 
 SENT_INT8 = {"1.weight#int8": 8, "1.weight#step": 4, "1.bias#int8": 2, "1.bias#step": 4}
@@ -50,7 +51,7 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
 
 def test_a_confined_child_does_the_same_work_and_its_layouts_are_told(place: Place) -> None:
     """As an agent starts it: what it gives up, no task needs."""
-    with child() as worker, child(confine.task_command(place.folder)) as confined:
+    with child() as worker, child(sandbox.task_command(place.folder)) as confined:
         free, held = carried_out(worker, place.order()), carried_out(confined, place.order())
     assert (held.code, held.reason) == ("ok", "")
     assert held.bundles == free.bundles
@@ -66,9 +67,9 @@ def test_the_same_task_gives_the_same_bits_in_a_warm_child_and_inline(place: Pla
         second = carried_out(worker, place.order())
     inline = InlineWorker(create_device("jetson-nano"))
     inline.start(place.order(), 0.0)
-    assert inline.poll(0.0) == [Loaded(8)]
+    assert inline.poll(0.0) == [DataLoaded(8)]
     (third,) = inline.poll(inline.next_poll_s(0.0))
-    assert isinstance(third, Outcome)
+    assert isinstance(third, WorkResult)
     assert first.bundles == second.bundles == third.bundles
     assert held > 0
     assert second.wall_s < first.wall_s
@@ -149,7 +150,7 @@ def test_what_goes_wrong_inside_is_an_outcome_with_a_code_and_a_sentence(
     order = place.order(method, **changes)
     methods.__path__.append(str(place.folder / "methods"))
     try:
-        outcome = program.run_task(order, program.Bench())
+        outcome = program.run_task(order, program.TaskExecutor())
     finally:
         methods.__path__.remove(str(place.folder / "methods"))
         sys.modules.pop(f"fedquilt.methods.{method}", None)
@@ -173,7 +174,7 @@ def test_the_daemons_group_is_divided_before_a_child_is_in_it(place: Place, monk
     """A kernel divides no group that has processes of its own: the daemon moves out, and a child would stay in it."""
     events: list[str] = []
 
-    class Noted(budget.Cage):
+    class Noted(memory_budget.MemoryLimit):
         def create_group(self) -> None:
             events.append("divided")
 
@@ -181,11 +182,11 @@ def test_the_daemons_group_is_divided_before_a_child_is_in_it(place: Place, monk
             events.append("limited")
             return True
 
-    def started(command: Sequence[str], engine: str, *, count_own: bool) -> Child:
+    def started(command: Sequence[str], engine: str, *, count_own: bool) -> ChildProcess:
         events.append("started")
-        return Child(command, engine, count_own=count_own)
+        return ChildProcess(command, engine, count_own=count_own)
 
-    monkeypatch.setattr(worker, "Child", started)
+    monkeypatch.setattr(worker, "ChildProcess", started)
     daemon = ChildWorker(60.0, cage=Noted())
     try:
         assert carried_out(daemon, place.order()).code == "ok"
@@ -198,9 +199,9 @@ def test_a_child_killed_in_the_middle_is_told_from_one_out_of_memory(place: Plac
     """SIGKILL from somebody, with no out-of-memory kill counted by the kernel."""
     with child(place.command()) as worker:
         worker.start(place.order("sleepy"), 0.0)
-        assert until(worker, Progressed).fraction == 0.25
+        assert until(worker, ProgressReport).fraction == 0.25
         os.kill(pid_of(worker), signal.SIGKILL)
-        outcome = until(worker, Outcome)
+        outcome = until(worker, WorkResult)
     assert (outcome.code, outcome.killed) == ("failed", True)
     assert "was killed by somebody (SIGKILL)" in outcome.reason
     assert "MB when last seen" in outcome.reason
@@ -219,7 +220,7 @@ def test_a_task_given_up_is_killed_and_never_heard_of(place: Place) -> None:
     """And the worker takes the next."""
     with child(place.command()) as worker:
         worker.start(place.order("sleepy"), 0.0)
-        until(worker, Progressed)
+        until(worker, ProgressReport)
         pid = pid_of(worker)
         worker.kill()
         assert not Path(f"/proc/{pid}").exists()
@@ -257,4 +258,4 @@ def test_a_child_says_how_many_examples_it_has_before_it_works(place: Place) -> 
     """Eight, and two held out: how much work there is follows from it."""
     with child() as worker:
         worker.start(place.order(), 0.0)
-        assert until(worker, Loaded) == Loaded(8)
+        assert until(worker, DataLoaded) == DataLoaded(8)

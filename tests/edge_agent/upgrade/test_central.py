@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from fedquilt.core import JobError, ModelError, StoreError
-from fedquilt.disk import Disk
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.upgrade.central import FILE, SettingsKind, apply_remote_settings, parse_remote_settings
-from fedquilt.wire import Release
+from fedquilt.edge_agent.upgrade.remote_settings import FILE, SettingsKind, apply_remote_settings, parse_remote_settings
+from fedquilt.host.disk import Disk
+from fedquilt.wire import DesiredRelease
 
 MEMORY = 8_000_000_000
 OWN = {
@@ -86,7 +86,7 @@ class Board:
         self.kind = SettingsKind(agents.parse_settings(OWN), MEMORY, folder / "h", self.taken.append, disk or Disk())
 
     def set(self, serial: int, **settings: Any) -> None:
-        release = Release(rollout="r", kind="settings", serial=serial, settings=settings)
+        release = DesiredRelease(rollout="r", kind="settings", serial=serial, settings=settings)
         self.kind.stage(release, None)
         self.kind.start_check(release)
         assert self.kind.poll_check() is not None
@@ -108,7 +108,9 @@ def test_settings_are_taken_back_once(tmp_path: Path) -> None:
     board.set(1, budget="1GB")
     first = board.kind.current_sha256()
     board.set(2, budget="1.5GB")
-    board.kind.activate(Release(rollout="r", kind="settings", serial=2, settings={"budget": "1.5GB"}))  # after a kill
+    board.kind.activate(
+        DesiredRelease(rollout="r", kind="settings", serial=2, settings={"budget": "1.5GB"})
+    )  # after a kill
     for _ in range(2):
         assert board.kind.roll_back()
     assert (board.taken[-1].budget, board.kind.current_sha256()) == ("1GB", first)

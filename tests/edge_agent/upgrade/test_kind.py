@@ -18,26 +18,26 @@ from msgspec.structs import replace
 from upgrade_boards import FLASHED, Board
 from waiting import alive, until
 
-from fedquilt import environment
 from fedquilt.core import BlobRef, ModelError, StoreError
 from fedquilt.core.messages import UPGRADES
-from fedquilt.disk import Disk
 from fedquilt.edge_agent import messages
 from fedquilt.edge_agent import settings as agents
-from fedquilt.edge_agent.devices.simulated import SimulatedDevice
-from fedquilt.edge_agent.events import Means
-from fedquilt.edge_agent.releases.kind import Verdict
-from fedquilt.edge_agent.upgrade import build, launch
-from fedquilt.edge_agent.upgrade.kind import KILLED_MOST, NO_LAUNCHER, AgentKind
-from fedquilt.edge_agent.upgrade.launch import Choice
-from fedquilt.wire import Release
+from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
+from fedquilt.edge_agent.events import Capabilities
+from fedquilt.edge_agent.releases.release_kind import CheckResult
+from fedquilt.edge_agent.upgrade import environment_build, launcher
+from fedquilt.edge_agent.upgrade.agent_release import KILLED_MOST, NO_LAUNCHER, AgentKind
+from fedquilt.edge_agent.upgrade.launcher import VersionChoice
+from fedquilt.host import virtual_environment
+from fedquilt.host.disk import Disk
+from fedquilt.wire import DesiredRelease
 
 HANGS = """
 import time
-from fedquilt import environment
-from fedquilt.edge_agent.upgrade import build
-environment.compile_packages = lambda *given: time.sleep(600)
-build.main()
+from fedquilt.host import virtual_environment
+from fedquilt.edge_agent.upgrade import environment_build
+virtual_environment.compile_packages = lambda *given: time.sleep(600)
+environment_build.main()
 """
 HALF = (sys.executable, "-c", HANGS)  # builds an environment but for its last step: the tests end this process
 
@@ -45,7 +45,7 @@ HALF = (sys.executable, "-c", HANGS)  # builds an environment but for its last s
 def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bundle: Callable[..., Path]) -> None:
     """The new version's own command is asked, with the agent's words; the old process goes on until asked to end."""
     file = bundle("import sys, fedquilt, msgspec; sys.exit(sys.argv[1:] != ['agent', 'a.toml', '--check'])")
-    assert board.verdict(file) == Verdict("", {})
+    assert board.verdict(file) == CheckResult("", {})
     release = board.release(file)
     assert release.blob is not None
     new = release.blob.sha256
@@ -53,7 +53,7 @@ def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bund
     assert board.kind.current_sha256() == ""
     board.kind.activate(release)
     board.kind.activate(release)  # again after a kill: nothing more is written
-    assert launch.read_choice(board.versions) == Choice(FLASHED, new, "", trying=True)
+    assert launcher.read_choice(board.versions) == VersionChoice(FLASHED, new, "", trying=True)
     assert board.restarts == 2
     assert board.kind.unhealthy_reason() == ""
     assert not board.kind.is_settled()  # the old process does not speak for the new one
@@ -70,7 +70,7 @@ def test_a_version_is_checked_by_itself_put_on_trial_and_kept(board: Board, bund
     assert board.kind.is_settled()
     assert board.quiet == 1
     board.kind.confirm()
-    assert launch.read_choice(board.versions) == Choice(FLASHED, new, "", online=True)
+    assert launcher.read_choice(board.versions) == VersionChoice(FLASHED, new, "", online=True)
 
 
 def test_a_version_is_taken_back(board: Board, bundle: Callable[..., Path]) -> None:
@@ -79,7 +79,7 @@ def test_a_version_is_taken_back(board: Board, bundle: Callable[..., Path]) -> N
     new = board.take(file)
     for _ in range(2):
         assert board.kind.roll_back()
-    choice = launch.read_choice(board.versions)
+    choice = launcher.read_choice(board.versions)
     assert choice is not None
     assert (choice.current, choice.previous, choice.failed, choice.trying) == ("", None, new, False)
     assert board.restarts == 3
@@ -89,7 +89,7 @@ def test_a_version_is_taken_back(board: Board, bundle: Callable[..., Path]) -> N
     assert board.kind.unhealthy_reason() == ""
     assert board.restarts == 3
     board.kind.discard_unused()
-    assert board.kept == [launch.CHOICE]
+    assert board.kept == [launcher.CHOICE]
 
 
 def test_there_is_nothing_before_the_flashed_version(board: Board) -> None:
@@ -99,9 +99,9 @@ def test_there_is_nothing_before_the_flashed_version(board: Board) -> None:
 def test_why_the_launcher_returned_is_told(board: Board, bundle: Callable[..., Path]) -> None:
     """The version that runs again tells it; the next release begins without that reason."""
     board.take(bundle())
-    choice = launch.read_choice(board.versions)
+    choice = launcher.read_choice(board.versions)
     assert choice is not None
-    launch.write_choice(board.versions, launch.roll_back(choice, "it ended 3 times without having held"))
+    launcher.write_choice(board.versions, launcher.roll_back(choice, "it ended 3 times without having held"))
     board.start()
     assert (board.kind.current_sha256(), board.kind.unhealthy_reason()) == ("", "it ended 3 times without having held")
     file = bundle("pass")
@@ -116,7 +116,7 @@ def test_a_version_that_could_not_be_tried_is_given_up(board: Board, bundle: Cal
     assert board.kind.current_sha256() == ""
     assert "No space left" in board.kind.unhealthy_reason()
     board.kind.discard_unused()
-    choice = launch.read_choice(board.versions)
+    choice = launcher.read_choice(board.versions)
     assert choice is not None
     assert (choice.current, choice.failed) == ("", new)
 
@@ -129,7 +129,7 @@ def test_environments_of_no_use_are_deleted(board: Board, bundle: Callable[..., 
         assert board.kind.unhealthy_reason() == ""
         board.kind.confirm()
         board.kind.discard_unused()
-    assert board.kept == sorted([*versions[1:], launch.CHOICE])
+    assert board.kept == sorted([*versions[1:], launcher.CHOICE])
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_wheel_that_would_write_elsewhere_is_refused(board: Board, tmp_path: P
 
 def test_a_version_whose_check_fails_is_refused_in_its_own_words(board: Board, bundle: Callable[..., Path]) -> None:
     says = "import sys; print('noise', file=sys.stderr); sys.exit('fedquilt: its sensors cannot be read')"
-    assert board.verdict(bundle(says)) == Verdict("its sensors cannot be read", {})
+    assert board.verdict(bundle(says)) == CheckResult("its sensors cannot be read", {})
     assert "No module named 'nowhere'" in board.verdict(bundle("import nowhere")).refused
     assert "SIGSEGV" in board.verdict(bundle("import os; os.kill(os.getpid(), 11)")).refused
 
@@ -197,7 +197,7 @@ def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..
     settings = agents.parse_settings({"device": "d", "home": str(tmp_path / "home")})
     kind, file = AgentKind(None, settings, lambda: True, lambda: None), bundle()
     with pytest.raises(ModelError, match="was not started by its launcher"):
-        kind.stage(Release(rollout="r", kind="agent", serial=1, blob=BlobRef("0" * 64, 1)), file)
+        kind.stage(DesiredRelease(rollout="r", kind="agent", serial=1, blob=BlobRef("0" * 64, 1)), file)
     assert (kind.current_sha256(), kind.unhealthy_reason(), kind.roll_back(), kind.is_settled()) == (
         "",
         NO_LAUNCHER,
@@ -208,7 +208,9 @@ def test_without_a_launcher_nothing_is_taken(tmp_path: Path, bundle: Callable[..
     kind.discard_unused()
     board = SimulatedDevice.from_name("jetson-tx2")
     assert (
-        messages.profile_message("d", board, Means(1 << 20, (), ()), kind.unsupported_reason()).versions[UPGRADES]
+        messages.profile_message("d", board, Capabilities(1 << 20, (), ()), kind.unsupported_reason()).versions[
+            UPGRADES
+        ]
         == kind.unsupported_reason()
         != ""
     )
@@ -219,17 +221,20 @@ def test_with_a_launcher_the_profile_says_nothing_of_upgrades(tmp_path: Path) ->
     board = SimulatedDevice.from_name("jetson-tx2")
     kind = Board(tmp_path).kind
     assert (
-        UPGRADES not in messages.profile_message("d", board, Means(1 << 20, (), ()), kind.unsupported_reason()).versions
+        UPGRADES
+        not in messages.profile_message("d", board, Capabilities(1 << 20, (), ()), kind.unsupported_reason()).versions
     )
 
 
 # -- disks and kills ------------------------------------------------------------------------------
 
 
-def order(board: Board, file: Path) -> build.Order:
+def order(board: Board, file: Path) -> environment_build.BuildRequest:
     packages = tuple(path for path in sys.path if path.endswith("site-packages"))
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    return build.Order(str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True)
+    return environment_build.BuildRequest(
+        str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True
+    )
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(board: Board, bundle: Callable[..., Path]) -> None:
@@ -238,7 +243,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(board: Board, bu
             return 1_000_000
 
     with pytest.raises(StoreError, match=r"1 MB are free at .*, and this version takes 34 MB: make room"):
-        build.build_environment(order(board, bundle()), Full())
+        environment_build.build_environment(order(board, bundle()), Full())
     assert board.kept == []
 
 
@@ -257,7 +262,7 @@ def test_what_is_unpacked_is_what_was_checked(board: Board, bundle: Callable[...
     """Also where the bundle changes in between: wheels are unpacked from a copy that nobody else can open."""
     file = bundle(f"SIGNED = 1  # {os.urandom(1 << 18).hex()}")  # more than a reader holds in its buffer
     wanted = order(board, file)
-    made = build.build_environment(wanted, Meddled(file))
+    made = environment_build.build_environment(wanted, Meddled(file))
     assert file.read_bytes().strip(b"\0") == b""
     assert "SIGNED = 1" in "".join(path.read_text() for path in made.rglob("fedquilt/cli.py"))
     assert board.kept == [wanted.sha256]
@@ -267,7 +272,7 @@ def test_a_bundle_that_is_not_the_one_asked_for_is_refused(board: Board, bundle:
     """By its hash, also where nobody signs bundles."""
     wanted, file = order(board, bundle("one")), bundle("another")
     with pytest.raises(ModelError, match=r"bundle-2\.tar is damaged: its sha256 is .*: send the release again"):
-        build.build_environment(replace(wanted, bundle=str(file)))
+        environment_build.build_environment(replace(wanted, bundle=str(file)))
     assert board.kept == []
 
 
@@ -277,19 +282,19 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_nothing(
     def full(*given: object) -> bool:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(environment, "compile_packages", full)
+    monkeypatch.setattr(virtual_environment, "compile_packages", full)
     with pytest.raises(StoreError, match=r"No space left on device; free some space on the board"):
-        build.build_environment(order(board, bundle()))
+        environment_build.build_environment(order(board, bundle()))
     assert board.kept == []
 
 
 def test_a_full_disk_at_the_swap_leaves_what_runs(board: Board, bundle: Callable[..., Path]) -> None:
     file = bundle()
-    assert board.verdict(file) == Verdict("", {})
+    assert board.verdict(file) == CheckResult("", {})
     board.start(disk=Crowded())
     with pytest.raises(StoreError, match=r"choice.json: No space left on device"):
         board.kind.activate(board.release(file))
-    assert launch.read_choice(board.versions) is None
+    assert launcher.read_choice(board.versions) is None
     assert board.restarts == 0
 
 
@@ -313,7 +318,7 @@ def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bun
     board.kind.stop_check()
     assert board.kept == [f"{new}.new"]
     board.start()
-    assert (board.kind.current_sha256(), board.verdict(file)) == ("", Verdict("", {}))
+    assert (board.kind.current_sha256(), board.verdict(file)) == ("", CheckResult("", {}))
     assert board.kept == [new]
 
 
@@ -322,7 +327,7 @@ def test_a_check_that_somebody_kills_is_made_again(board: Board, bundle: Callabl
     file = bundle()
     release = board.release(file)
 
-    def killed() -> Verdict | None:
+    def killed() -> CheckResult | None:
         process = board.kind._process
         assert process is not None
         process.kill()
@@ -336,7 +341,7 @@ def test_a_check_that_somebody_kills_is_made_again(board: Board, bundle: Callabl
     refused = killed()
     assert refused is not None
     assert "SIGKILL" in refused.refused
-    assert board.verdict(file) == Verdict("", {})
+    assert board.verdict(file) == CheckResult("", {})
 
 
 def test_the_check_dies_with_the_agent(board: Board, bundle: Callable[..., Path]) -> None:

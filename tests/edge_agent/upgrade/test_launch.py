@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.edge_agent.upgrade import launch
-from fedquilt.edge_agent.upgrade.launch import Choice, choose_version, format_choice, parse_choice
+from fedquilt.edge_agent.upgrade import launcher
+from fedquilt.edge_agent.upgrade.launcher import VersionChoice, choose_version, format_choice, parse_choice
 
 A, B = "a" * 64, "b" * 64
-FLASHED = launch.installation_id(Path(launch.__file__).resolve().parent)
+FLASHED = launcher.installation_id(Path(launcher.__file__).resolve().parent)
 SHOWS = """#!/bin/sh
 echo "$0 $* $FEDQUILT_LAUNCHED" >> {log}
 {then}
@@ -24,24 +24,26 @@ echo "$0 $* $FEDQUILT_LAUNCHED" >> {log}
 
 def plant(folder: Path, version: str, then: str = "exit 1") -> None:
     """A version that notes its start in FOLDER/log and then does something."""
-    program = launch.python_path(folder, version)
+    program = launcher.python_path(folder, version)
     program.parent.mkdir(parents=True)
     program.write_text(SHOWS.format(log=folder / "log", then=then))
     program.chmod(0o755)
 
 
-def tried(**changes: object) -> Choice:
-    return Choice("f", B, A, trying=True, starts=1, boot="boot", began_s=100.0, online_s=300.0)._replace(**changes)
+def tried(**changes: object) -> VersionChoice:
+    return VersionChoice("f", B, A, trying=True, starts=1, boot="boot", began_s=100.0, online_s=300.0)._replace(
+        **changes
+    )
 
 
 def test_nothing_over_the_air_starts_the_flashed_version(tmp_path: Path) -> None:
-    assert choose_version(None, "f", "boot", 0.0, tmp_path) == (Choice("f"), "")
+    assert choose_version(None, "f", "boot", 0.0, tmp_path) == (VersionChoice("f"), "")
 
 
 def test_a_trial_gets_three_starts(tmp_path: Path) -> None:
     plant(tmp_path, A)
     plant(tmp_path, B)
-    choice = Choice("f", B, A, trying=True)
+    choice = VersionChoice("f", B, A, trying=True)
     for start in (1, 2, 3):
         choice, said = choose_version(choice, "f", "boot", float(start), tmp_path)
         assert (choice.current, choice.starts, said) == (B, start, "")
@@ -64,13 +66,13 @@ def test_a_trial_that_was_not_online_in_time_is_over(tmp_path: Path) -> None:
 
 def test_a_board_flashed_anew_forgets_what_came_over_the_air(tmp_path: Path) -> None:
     choice, said = choose_version(tried(), "another", "boot", 0.0, tmp_path)
-    assert choice == Choice("another")
+    assert choice == VersionChoice("another")
     assert "flashed anew" in said
 
 
 def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:
     """The version before is not started either, if its environment is gone as well."""
-    choice, said = choose_version(Choice("f", B, A), "f", "boot", 0.0, tmp_path)
+    choice, said = choose_version(VersionChoice("f", B, A), "f", "boot", 0.0, tmp_path)
     assert (choice.current, choice.failed) == ("", B)
     assert "is gone" in said
     assert "the flashed version" in said
@@ -95,21 +97,21 @@ def test_an_environment_that_is_gone_is_not_started(tmp_path: Path) -> None:
 )
 def test_a_damaged_choice_counts_as_none(spoilt: str, tmp_path: Path) -> None:
     assert parse_choice(spoilt) is None
-    (tmp_path / launch.CHOICE).write_text(spoilt)
-    assert launch.read_choice(tmp_path) is None
+    (tmp_path / launcher.CHOICE).write_text(spoilt)
+    assert launcher.read_choice(tmp_path) is None
 
 
 def test_a_damaged_name_of_the_installation_counts_as_none(tmp_path: Path) -> None:
     """The launcher has to start the agent whatever the file has become."""
     for spoilt in ("", "{", "[]", "[" * 100_000):
         (tmp_path / "bundle.json").write_text(spoilt)
-        assert launch.installation_id(tmp_path) == str(tmp_path)
+        assert launcher.installation_id(tmp_path) == str(tmp_path)
 
 
 def test_a_choice_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert parse_choice(format_choice(tried())) == tried()
-    launch.write_choice(tmp_path, tried())
-    assert launch.read_choice(tmp_path) == tried()
+    launcher.write_choice(tmp_path, tried())
+    assert launcher.read_choice(tmp_path) == tried()
 
 
 # -- real processes -------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ def start(folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
     (home / "fedquilt/__init__.py").touch()
     said = "import os, sys; print('flashed', *sys.argv[1:], os.environ['FEDQUILT_LAUNCHED']); main = int"
     (home / "fedquilt/cli.py").write_text(said)
-    command = [sys.executable, launch.__file__, str(folder), "agent", "a.toml"]
+    command = [sys.executable, launcher.__file__, str(folder), "agent", "a.toml"]
     environment = {**os.environ, "PYTHONPATH": str(home)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, check=False)
 
@@ -131,7 +133,7 @@ def test_a_loop_of_starts_ends_at_the_flashed_version(tmp_path: Path) -> None:
     folder = tmp_path / "versions"
     plant(folder, B)
 
-    launch.write_choice(folder, Choice(FLASHED, B, "", trying=True))
+    launcher.write_choice(folder, VersionChoice(FLASHED, B, "", trying=True))
     codes = [start(folder, tmp_path).returncode for _ in range(5)]
     assert codes == [1, 1, 1, 0, 0]
     lines = (folder / "log").read_text().splitlines()
@@ -147,12 +149,12 @@ def test_a_loop_of_starts_ends_at_the_flashed_version(tmp_path: Path) -> None:
 def test_what_is_no_program_is_not_started_twice(tmp_path: Path) -> None:
     folder = tmp_path / "versions"
     plant(folder, B)
-    launch.python_path(folder, B).write_bytes(b"\x7fELF of another machine")
-    launch.write_choice(folder, Choice(FLASHED, B, "", trying=True))
+    launcher.python_path(folder, B).write_bytes(b"\x7fELF of another machine")
+    launcher.write_choice(folder, VersionChoice(FLASHED, B, "", trying=True))
     done = start(folder, tmp_path)
     assert done.returncode == 0
     assert "it cannot be started" in done.stderr
-    found = launch.read_choice(folder)
+    found = launcher.read_choice(folder)
     assert found is not None
     assert (found.current, found.failed, found.returned) == (
         "",
@@ -166,9 +168,9 @@ def test_a_version_that_is_not_online_in_time_is_ended_by_the_alarm(tmp_path: Pa
     folder = tmp_path / "versions"
     plant(folder, B, "exec sleep 600")
 
-    launch.write_choice(folder, Choice(FLASHED, B, "", trying=True, online_s=1.0))
+    launcher.write_choice(folder, VersionChoice(FLASHED, B, "", trying=True, online_s=1.0))
     assert start(folder, tmp_path).returncode == -14
     assert start(folder, tmp_path).stdout.startswith("flashed")
-    found = launch.read_choice(folder)
+    found = launcher.read_choice(folder)
     assert found is not None
     assert found.returned == "it was not online within 1 s"

@@ -13,20 +13,20 @@ from certified import of_another_version
 from upgrade_boards import Board
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent.releases.kind import Verdict
-from fedquilt.edge_agent.upgrade import archive, build, launch
-from fedquilt.edge_agent.upgrade.kind import AgentKind, read_launch_info
-from fedquilt.edge_agent.upgrade.launch import Choice
-from fedquilt.tools.identity.authority import Authority
+from fedquilt.edge_agent.releases.release_kind import CheckResult
+from fedquilt.edge_agent.upgrade import archive, environment_build, launcher
+from fedquilt.edge_agent.upgrade.agent_release import AgentKind, read_launch_info
+from fedquilt.edge_agent.upgrade.launcher import VersionChoice
+from fedquilt.tools.operations.identity.authority import CertificateAuthority
 
 
 def test_only_the_fleets_authority_is_believed(tmp_path: Path, bundle: Callable[..., Path]) -> None:
     """A board believes the certificate that it has: a signature by another authority or of other bytes is refused."""
-    ours, theirs = (Authority.create(tmp_path / name, name, time.time()) for name in ("ours", "theirs"))
+    ours, theirs = (CertificateAuthority.create(tmp_path / name, name, time.time()) for name in ("ours", "theirs"))
     board = Board(tmp_path, unsigned=False)
     board.table["broker"] = {"ca": str(tmp_path / "ours/ca.crt")}
     board.start()
-    assert board.verdict(bundle(sign=ours.sign_upgrade)) == Verdict("", {})
+    assert board.verdict(bundle(sign=ours.sign_upgrade)) == CheckResult("", {})
     assert "is not of the authority in" in board.verdict(bundle("1", sign=theirs.sign_upgrade)).refused
     assert "the bundle is not signed" in board.verdict(bundle("2")).refused
     assert "is not of the authority in" in board.verdict(bundle("3", sign=lambda text: b"nonsense")).refused
@@ -38,7 +38,7 @@ class Signed(Board):
     """A board of a fleet with an authority, which keeps the versions that it is sent."""
 
     def __init__(self, folder: Path) -> None:
-        self.authority = Authority.create(folder / "ours", "ours", time.time())
+        self.authority = CertificateAuthority.create(folder / "ours", "ours", time.time())
         super().__init__(folder, unsigned=False)
         self.table["broker"] = {"ca": str(folder / "ours/ca.crt")}
         self.start()
@@ -48,7 +48,7 @@ class Signed(Board):
         new = self.take(file)
         assert self.kind.unhealthy_reason() == ""
         self.kind.confirm()
-        assert (choice := launch.read_choice(self.versions)) is not None
+        assert (choice := launcher.read_choice(self.versions)) is not None
         assert (choice.current, choice.trying) == (new, False)
         return new
 
@@ -68,7 +68,7 @@ def test_a_version_that_was_signed_before_the_one_kept_is_refused(tmp_path: Path
     assert board.kind.roll_back()
     board.start()
     board.kind.discard_unused()
-    assert (choice := launch.read_choice(board.versions)) is not None
+    assert (choice := launcher.read_choice(board.versions)) is not None
     assert choice.current == hashlib.sha256(first.read_bytes()).hexdigest()
     assert "has kept number 2" in board.verdict(bundle("1 again", sign=sign, number=1)).refused
     board.keep(second)
@@ -99,7 +99,7 @@ def test_killed_as_a_version_is_kept_its_number_is_known(
     board.take(bundle("2", sign=sign, number=2))
     assert board.kind.unhealthy_reason() == ""
 
-    def killed(kind: AgentKind, choice: Choice) -> None:
+    def killed(kind: AgentKind, choice: VersionChoice) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(AgentKind, "_write_choice", killed)
@@ -112,24 +112,24 @@ def test_killed_as_a_version_is_kept_its_number_is_known(
 
 def test_the_authority_numbers_what_it_signs(tmp_path: Path) -> None:
     """Each greater than the one before, whatever the clock says, also in a folder that was put back from a copy."""
-    made = Authority.create(tmp_path / "ours", "ours", time.time())
+    made = CertificateAuthority.create(tmp_path / "ours", "ours", time.time())
     assert [made.next_upgrade_number(now_s) for now_s in (1000.0, 1000.0, 7.0, 2000.0)] == [1000, 1001, 1002, 2000]
     (tmp_path / "ours" / "upgrades").unlink()
-    assert Authority(tmp_path / "ours").next_upgrade_number(3000.0) == 3000
+    assert CertificateAuthority(tmp_path / "ours").next_upgrade_number(3000.0) == 3000
 
 
 def test_a_certificate_of_another_version_is_named(tmp_path: Path) -> None:
-    ours = Authority.create(tmp_path / "ours", "ours", time.time())
+    ours = CertificateAuthority.create(tmp_path / "ours", "ours", time.time())
     (tmp_path / "odd.crt").write_text(of_another_version((tmp_path / "ours/ca.crt").read_text()))
     file = upgrades.pack(tmp_path / "b.tar", [upgrades.toy(tmp_path / "house")], ours.sign_upgrade)
     with archive.open_bundle(file) as opened, pytest.raises(JobError, match=r"odd\.crt holds no certificate in PEM"):
-        build.require_valid_signature(opened, str(tmp_path / "odd.crt"), unsigned=False)
+        environment_build.require_valid_signature(opened, str(tmp_path / "odd.crt"), unsigned=False)
 
 
 def test_what_the_launcher_says_may_be_damaged() -> None:
     """An environment variable, which may hold any bytes, tells the agent of its launcher."""
     for said in ("", "{}", "\udcff", "[" * 100_000):
-        assert read_launch_info({launch.LAUNCHED: said}) is None
+        assert read_launch_info({launcher.LAUNCHED: said}) is None
 
 
 def test_a_fleet_without_an_authority_has_to_ask_for_it(tmp_path: Path, bundle: Callable[..., Path]) -> None:

@@ -8,8 +8,8 @@ import pytest
 from one_agent import Site
 
 from fedquilt.edge_agent import settings as agents
-from fedquilt.edge_agent.upgrade.central import SettingsKind
-from fedquilt.wire import Release
+from fedquilt.edge_agent.upgrade.remote_settings import SettingsKind
+from fedquilt.wire import DesiredRelease
 
 OWN = agents.parse_settings({"device": "d", "fleet": "f", "home": "unused", "budget": "2GB", "labels": ["site=lab"]})
 
@@ -24,7 +24,7 @@ def site(tmp_path: Path) -> Site:
 
 def send(site: Site, serial: int, back: bool = False, **settings: object) -> str:
     """Publish a release and wait for its end; what is told of it."""
-    release = Release(rollout="r", kind="settings", serial=serial, soak_s=1.0, settings=settings, back=back)
+    release = DesiredRelease(rollout="r", kind="settings", serial=serial, soak_s=1.0, settings=settings, back=back)
     site.say("settings", release, retain=True)
     site.run(10.0)
     told = site.all("installed")[-1]

@@ -9,10 +9,10 @@ from one_agent import Site
 
 from fedquilt.core import BlobRef
 from fedquilt.edge_agent import settings as agents
-from fedquilt.edge_agent.upgrade import launch
-from fedquilt.edge_agent.upgrade.kind import AgentKind, Launched
-from fedquilt.edge_agent.upgrade.launch import Choice
-from fedquilt.wire import Installed, Release
+from fedquilt.edge_agent.upgrade import launcher
+from fedquilt.edge_agent.upgrade.agent_release import AgentKind, LaunchInfo
+from fedquilt.edge_agent.upgrade.launcher import VersionChoice
+from fedquilt.wire import DesiredRelease, ReleaseStatus
 
 BOARDS, RESTART_S, FLASHED = 20, 10.0, "f"
 
@@ -35,17 +35,17 @@ class Board:
     def start(self) -> None:
         """What the unit does: the launcher decides, and what it chooses runs or ends at once."""
         while True:
-            before = launch.read_choice(self.versions)
-            choice, _ = launch.choose_version(before, FLASHED, "boot", self.site.broker.now_s, self.versions)
+            before = launcher.read_choice(self.versions)
+            choice, _ = launcher.choose_version(before, FLASHED, "boot", self.site.broker.now_s, self.versions)
             if before is not None and choice != before:
-                launch.write_choice(self.versions, choice)
+                launcher.write_choice(self.versions, choice)
             self.begun.append(choice.current)
             if not choice.current or self.starts:
                 break
             self.site.broker.now_s += RESTART_S
         self.asked = False
         settings = agents.parse_settings({"device": "d", "home": "elsewhere", "upgrade": {"unsigned": True}})
-        started = Launched(str(self.versions), FLASHED, choice.current, ("agent",))
+        started = LaunchInfo(str(self.versions), FLASHED, choice.current, ("agent",))
         make = ("sh", "-c", f"cat > /dev/null; mkdir -p {self.made}/bin; touch {self.made}/bin/python")
         self.site.kinds["agent"] = AgentKind(
             started, settings, lambda: self.site.own.connected, self.end, quiet=lambda: None, command=make
@@ -66,17 +66,17 @@ class Board:
         self.blob: BlobRef = self.site.depot.store_bytes(bundle)
         self.site.agent.shut_down()
         self.start()
-        release = Release(rollout="r", kind="agent", serial=1, blob=self.blob, name=upgrades.NEW, soak_s=20.0)
+        release = DesiredRelease(rollout="r", kind="agent", serial=1, blob=self.blob, name=upgrades.NEW, soak_s=20.0)
         self.site.say("agent", release, retain=True)
 
-    def settle(self) -> Installed:
+    def settle(self) -> ReleaseStatus:
         """Go on until the release has come to its end; what is told last."""
         for _ in range(200):
             self.site.run(1.0)
             if self.asked:
                 self.site.agent.shut_down()
                 self.start()
-            told: list[Installed] = self.site.all("installed")
+            told: list[ReleaseStatus] = self.site.all("installed")
             if told and told[-1].phase in ("committed", "refused", "returned") and not self.asked:
                 return told[-1]
         raise AssertionError(f"it has not come to an end: {self.site.all('installed')[-1:]}")
@@ -85,14 +85,14 @@ class Board:
 def test_twenty_boards_return_by_themselves_from_a_version_that_cannot_start(tmp_path: Path) -> None:
     """Three starts each, then the version before, which says why; a board whose version starts keeps it."""
     file = upgrades.pack(tmp_path / "bundle.tar", [upgrades.toy(tmp_path / "house")])
-    told: list[Installed] = []
+    told: list[ReleaseStatus] = []
     for number in range(BOARDS):
         board = Board(tmp_path / f"board-{number}", starts=False)
         board.upgrade(file.read_bytes())
         told.append(board.settle())
         new = board.blob.sha256
         assert board.begun == ["", "", new, new, new, ""]
-        choice = launch.read_choice(board.versions)
+        choice = launcher.read_choice(board.versions)
         assert choice is not None
         assert (choice.current, choice.failed, choice.trying) == ("", new, False)
         assert not (board.versions / new).exists()
@@ -108,12 +108,12 @@ def test_a_version_that_starts_and_is_online_is_kept(tmp_path: Path) -> None:
     told = board.settle()
     new = board.blob.sha256
     assert (told.phase, told.current, told.name) == ("committed", new, upgrades.NEW)
-    assert launch.read_choice(board.versions) == Choice(
+    assert launcher.read_choice(board.versions) == VersionChoice(
         FLASHED,
         new,
         "",
         starts=1,
         online=True,
-        began_s=launch.read_choice(board.versions).began_s,
+        began_s=launcher.read_choice(board.versions).began_s,
         boot="boot",  # type: ignore[union-attr]
     )

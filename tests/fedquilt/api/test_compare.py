@@ -9,12 +9,12 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.tools.experiments import compare
-from fedquilt.tools.experiments.single_run import Mark, Run
+from fedquilt.tools.experiments import comparison as experiments_comparison
+from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 
 
-def mark(rounds: int, accuracy: float) -> Mark:
-    return Mark(
+def mark(rounds: int, accuracy: float) -> EvaluationPoint:
+    return EvaluationPoint(
         rounds=rounds,
         test=accuracy,
         held=accuracy / 2,
@@ -28,9 +28,9 @@ def mark(rounds: int, accuracy: float) -> Mark:
     )
 
 
-def made(method: str, seed: int, *accuracies: float) -> Run:
+def made(method: str, seed: int, *accuracies: float) -> SeedRun:
     marks = tuple(mark(number, value) for number, value in enumerate(accuracies, 1))
-    return Run(method=method, seed=seed, params={}, devices=3, tested=100, marks=marks)
+    return SeedRun(method=method, seed=seed, params={}, devices=3, tested=100, marks=marks)
 
 
 def comparison(*jobs: fq.Job) -> fq.Comparison:
@@ -90,7 +90,7 @@ def test_runs_are_the_commands_and_are_made_once(
     assert capsys.readouterr().err == ""
     file = str(job.write(tmp_path / "job.toml"))
     assert main(["prepare", file]) == 0
-    monkeypatch.setattr(compare, "run_seed", None)  # nothing is run again
+    monkeypatch.setattr(experiments_comparison, "run_seed", None)  # nothing is run again
     argv = ["--methods", "fedavg", "scaffold", "--seeds", "0", "1", "--out", str(tmp_path / "out")]
     assert main(["compare", file, *argv]) == 0
     assert "4 of 4 runs are in" in capsys.readouterr().err

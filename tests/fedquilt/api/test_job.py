@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 import fedquilt as fq
-from fedquilt import config
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.data.spec import DataSpec
+from fedquilt.formats import toml
 
-DIGITS = Path(settings.__file__).parents[1] / "tools" / "demo" / "digits.npz"
+DIGITS = Path(settings.__file__).parents[1] / "tools" / "lab" / "demo" / "digits.npz"
 
 
 def job(**changes: Any) -> fq.Job:
@@ -24,7 +24,7 @@ def job(**changes: Any) -> fq.Job:
         "params": {"mu": 0.1, "lr": 0.2},
         "model": fq.models.mlp(64, [32], 10),
         "data": fq.Data(str(DIGITS), partition="dirichlet", alpha=0.4),
-        "cohort": fq.Cohort(size=5, deadline="predicted"),
+        "cohort": fq.CohortSettings(size=5, deadline="predicted"),
         "fleet": fq.Fleet(10, boards=["jetson-nano", "raspberry-pi-5"]),
     }
     return fq.Job(**{**table, **changes})
@@ -32,8 +32,8 @@ def job(**changes: Any) -> fq.Job:
 
 def test_its_keys_and_defaults_are_those_of_a_job_file() -> None:
     """One vocabulary: a key that a job file gains or loses has to be gained or lost here; the name has a default."""
-    plain = settings.Job(name="job", method="fedavg")
-    assert {each.name for each in dataclasses.fields(fq.Job)} == set(settings.Job.__struct_fields__)
+    plain = settings.JobSettings(name="job", method="fedavg")
+    assert {each.name for each in dataclasses.fields(fq.Job)} == set(settings.JobSettings.__struct_fields__)
     assert fq.Job(method="fedavg").settings == plain
 
 
@@ -42,7 +42,7 @@ def test_a_job_reads_as_it_was_written(tmp_path: Path) -> None:
     path = job().write(tmp_path / "job.toml")
     assert fq.Job.read(path) == job()
     assert settings.load_job(path) == job().settings
-    written = config.read_toml(path)
+    written = toml.read_toml(path)
     assert written["cohort"] == {"size": 5, "deadline": "predicted"}
     assert "rounds" not in written
 
@@ -83,9 +83,12 @@ def test_a_job_is_frozen() -> None:
         (lambda: job(rounds=0), "rounds = 0: a whole number of at least 1 is wanted"),
         (lambda: job(method="fedavgg"), r"method 'fedavgg' is unknown; .*did you mean 'fedavg'\?"),
         (lambda: job(params={"muu": 1.0}), r"\[params\] muu: fedprox has no such parameter; .*did you mean 'mu'\?"),
-        (lambda: fq.Cohort(siz=3), r"\[cohort\]: there is no key 'siz'; keys of \[cohort\]: size, .*mean 'size'\?"),
-        (lambda: fq.Cohort(quorum=2.0), r"\[cohort\]: quorum = 2.0: a number of at most 1 is wanted"),
-        (lambda: fq.Cohort(deadline="soon"), r"\[cohort\]: deadline = 'soon': there are: energy, fixed, paper"),
+        (
+            lambda: fq.CohortSettings(siz=3),
+            r"\[cohort\]: there is no key 'siz'; keys of \[cohort\]: size, .*mean 'size'\?",
+        ),
+        (lambda: fq.CohortSettings(quorum=2.0), r"\[cohort\]: quorum = 2.0: a number of at most 1 is wanted"),
+        (lambda: fq.CohortSettings(deadline="soon"), r"\[cohort\]: deadline = 'soon': there are: energy, fixed, paper"),
         (lambda: fq.Fleet(0), r"\[fleet\]: devices = 0: a whole number of at least 1 is wanted"),
         (
             lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], ["1MB/s"], "more"),
@@ -118,11 +121,11 @@ def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_tables_of_a_job_are_what_their_names_say() -> None:
     """What is made is the coordinator's own type, and counts as one of the public name."""
-    assert isinstance(fq.Cohort(size=3), settings.Cohort)
-    assert isinstance(fq.Cohort(size=3), fq.Cohort)
+    assert isinstance(fq.CohortSettings(size=3), settings.CohortSettings)
+    assert isinstance(fq.CohortSettings(size=3), fq.CohortSettings)
     assert isinstance(fq.Data("x.npz"), DataSpec)
-    assert fq.Fleet(3, boards=["jetson-nano"]) == settings.Fleet(3, ("jetson-nano",))
-    assert msgspec.structs.asdict(fq.Cohort()) == msgspec.structs.asdict(settings.Cohort())
+    assert fq.Fleet(3, boards=["jetson-nano"]) == settings.FleetSettings(3, ("jetson-nano",))
+    assert msgspec.structs.asdict(fq.CohortSettings()) == msgspec.structs.asdict(settings.CohortSettings())
 
 
 def test_what_is_shown_makes_the_same_job() -> None:

@@ -9,8 +9,8 @@ import pytest
 import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.core import JobError
-from fedquilt.cost_model import Link
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.costs.cost_model import LinkCost
+from fedquilt.transport.memory_link import MemoryBroker
 
 
 def rounds_of(job: fq.Job, links: list[str], home: Path) -> list[float]:
@@ -56,7 +56,7 @@ def test_with_messages_a_round_takes_about_as_long(job: fq.Job, tmp_path: Path) 
 def test_messages_of_a_slow_client_follow_one_another_both_ways() -> None:
     """Two of 100 bytes at 100 bytes a second, and half a second each: there after 1.5 and 2.5 s."""
     broker = MemoryBroker()
-    slow, fast = broker.connect(pace=Link(0.5, 100.0)), broker.connect()
+    slow, fast = broker.connect(pace=LinkCost(0.5, 100.0)), broker.connect()
     fast.subscribe(["up"])
     slow.subscribe(["down"])
 

@@ -11,7 +11,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.cli import main
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import costs, progress
 
 
@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> fq.Run:
 
 
 def small(**changes: Any) -> fq.Job:
-    from fedquilt.tools import demo
+    from fedquilt.tools.lab import demo
 
     table: dict[str, Any] = {
         "method": "fedavg",
@@ -35,7 +35,7 @@ def small(**changes: Any) -> fq.Job:
         "model": fq.models.mlp(64, [8], 10),
         "data": {"path": str(demo.HERE / "digits.npz"), "split": "train", "limit": 240},
         "test": {"limit": 100},
-        "cohort": fq.Cohort(size=2),
+        "cohort": fq.CohortSettings(size=2),
         "fleet": fq.Fleet(4, boards=["jetson-tx2", "raspberry-pi-5"]),
     }
     return fq.Job(**{**table, **changes})

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 import fedquilt as fq
-from fedquilt.api import live
+from fedquilt.api import progress_display
 from fedquilt.cli import main
-from fedquilt.coordinator.facts import Answered, Asked, Committed
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import CohortSelected, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 
 
 def outcome(run: fq.Run) -> tuple[list[Any], list[Any], list[str]]:
     """Who was asked and answered with what bytes, and the sha256 of every state."""
     with Store(run.home) as store:
         facts = [fact for _, _, fact in store.read_events(run.id)]
-    usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, Answered)]
+    usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, UpdateAccepted)]
     return (
-        [(fact.round, fact.devices) for fact in facts if isinstance(fact, Asked)],
+        [(fact.round, fact.devices) for fact in facts if isinstance(fact, CohortSelected)],
         sorted((number, device, used.down_bytes, used.up_bytes) for number, device, used in usage),
-        [fact.state.sha256 for fact in facts if isinstance(fact, Committed)],
+        [fact.state.sha256 for fact in facts if isinstance(fact, RoundCommitted)],
     )
 
 
@@ -192,4 +192,4 @@ def test_a_notebook_updates_one_output(job: fq.Job, monkeypatch: pytest.MonkeyPa
     assert len(shown) == 2
     assert "round 1 of 1, accuracy" in shown[-1]
     sys.modules["IPython"].get_ipython = lambda: object()  # type: ignore[attr-defined]
-    assert isinstance(live.make_display(None), live.Silent)
+    assert isinstance(progress_display.make_display(None), progress_display.SilentDisplay)

@@ -5,7 +5,7 @@ import hashlib
 import pytest
 
 from fedquilt import blobs, wire
-from fedquilt.blobs.chunks import DamagedBlobError, Item, Serve
+from fedquilt.blobs.chunks import DamagedBlobError, OutgoingChunk, OutgoingChunkQueue
 from fedquilt.core import BlobRef, LinkError
 
 KIB = 1024
@@ -15,7 +15,7 @@ def ref_of(payload: bytes) -> BlobRef:
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 
-def cut(payload: bytes, chunk: int) -> wire.Manifest:
+def cut(payload: bytes, chunk: int) -> wire.BlobManifest:
     return blobs.chunks.build_manifest(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
 
 
@@ -70,7 +70,7 @@ def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend()
 def test_the_largest_manifest_that_is_cut_fits_one_message(chunk: int) -> None:
     """The estimate in `cut` is not below what encoding needs."""
     chunks = (chunk - 256) // 64
-    manifest = wire.Manifest(sha256="f" * 64, size=chunks * chunk, chunk=chunk, digests="0" * 64 * chunks)
+    manifest = wire.BlobManifest(sha256="f" * 64, size=chunks * chunk, chunk=chunk, digests="0" * 64 * chunks)
     assert len(wire.encode(manifest)) <= chunk
 
 
@@ -83,7 +83,7 @@ def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting() -> None:
 # -- serving --
 
 
-def taken(serve: Serve, backlog_bytes: int = 0) -> list[tuple[str, int]]:
+def taken(serve: OutgoingChunkQueue, backlog_bytes: int = 0) -> list[tuple[str, int]]:
     found = []
     while (item := serve.take_next(backlog_bytes)) is not None:
         found.append((item.device, item.index))
@@ -92,41 +92,41 @@ def taken(serve: Serve, backlog_bytes: int = 0) -> list[tuple[str, int]]:
 
 def test_each_device_is_served_in_its_turn() -> None:
     """Who asked for much does not keep the others waiting."""
-    serve = Serve()
+    serve = OutgoingChunkQueue()
     for index in range(3):
-        serve.add(Item("a", "s", KIB, index))
-    serve.add(Item("b", "s", KIB, 0))
-    serve.add(Item("c", "s", KIB, 0))
+        serve.add(OutgoingChunk("a", "s", KIB, index))
+    serve.add(OutgoingChunk("b", "s", KIB, 0))
+    serve.add(OutgoingChunk("c", "s", KIB, 0))
     assert taken(serve) == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("a", 2)]
     assert len(serve) == 0
 
 
 def test_asking_twice_before_it_was_sent_sends_it_once() -> None:
     """An impatient device does not make a slow line slower."""
-    serve = Serve()
+    serve = OutgoingChunkQueue()
     for _ in range(5):
-        serve.add(Item("a", "s", KIB, 7))
+        serve.add(OutgoingChunk("a", "s", KIB, 7))
     assert taken(serve) == [("a", 7)]
-    serve.add(Item("a", "s", KIB, 7))
+    serve.add(OutgoingChunk("a", "s", KIB, 7))
     assert taken(serve) == [("a", 7)]
 
 
 def test_nothing_is_sent_beyond_the_budget() -> None:
     """A budget of 4 chunks with 3 queued has room for one; an idle link takes a chunk of any size."""
-    serve = Serve(budget_bytes=4 * KIB)
+    serve = OutgoingChunkQueue(budget_bytes=4 * KIB)
     for index in range(3):
-        serve.add(Item("a", "s", KIB, index))
+        serve.add(OutgoingChunk("a", "s", KIB, index))
     assert serve.take_next(3 * KIB + 1) is None
-    assert serve.take_next(3 * KIB) == Item("a", "s", KIB, 0)
-    narrow = Serve(budget_bytes=1)
-    narrow.add(Item("a", "s", KIB, 0))
+    assert serve.take_next(3 * KIB) == OutgoingChunk("a", "s", KIB, 0)
+    narrow = OutgoingChunkQueue(budget_bytes=1)
+    narrow.add(OutgoingChunk("a", "s", KIB, 0))
     assert narrow.take_next(1) is None
-    assert narrow.take_next(0) == Item("a", "s", KIB, 0)
+    assert narrow.take_next(0) == OutgoingChunk("a", "s", KIB, 0)
 
 
 def test_a_device_that_asks_for_everything_at_once_is_heard_in_part() -> None:
     """What is queued for one device is bounded; it will ask for the rest again."""
-    serve = Serve()
+    serve = OutgoingChunkQueue()
     for index in range(10_000):
-        serve.add(Item("a", "s", KIB, index))
+        serve.add(OutgoingChunk("a", "s", KIB, index))
     assert len(serve) == 256

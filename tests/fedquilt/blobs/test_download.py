@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fedquilt import wire
 from fedquilt.blobs import chunks
-from fedquilt.blobs.download import Pull
+from fedquilt.blobs.transfer.download import Download
 from fedquilt.core import BlobRef
 
 FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -19,7 +19,7 @@ def ref_of(payload: bytes) -> BlobRef:
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 
-def cut(payload: bytes, chunk: int) -> wire.Manifest:
+def cut(payload: bytes, chunk: int) -> wire.BlobManifest:
     return chunks.build_manifest(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
 
 
@@ -33,22 +33,22 @@ def chunk_of(index: int) -> bytes:
     return BLOB[offset : offset + size]
 
 
-def begun(now_s: float = 0.0, patience_s: float = 300.0) -> Pull:
+def begun(now_s: float = 0.0, patience_s: float = 300.0) -> Download:
     """A pull of BLOB that has its manifest."""
-    pull = Pull(ref_of(BLOB), CHUNK, now_s, patience_s)
+    pull = Download(ref_of(BLOB), CHUNK, now_s, patience_s)
     pull.next_requests(now_s)
     assert pull.handle_manifest(MANIFEST, now_s)
     return pull
 
 
-def indices(requests: list[wire.Get]) -> list[int]:
+def indices(requests: list[wire.ChunkRequest]) -> list[int]:
     return [index for request in requests for index in request.indices]
 
 
 def test_an_empty_blob_is_complete_with_its_manifest() -> None:
     """It has no chunks."""
     manifest = cut(b"", KIB)
-    pull = Pull(ref_of(b""), KIB, 0.0)
+    pull = Download(ref_of(b""), KIB, 0.0)
     assert (chunks.chunk_count(manifest), manifest.digests) == (0, "")
     assert not pull.is_complete
     assert pull.handle_manifest(manifest, 0.0)
@@ -57,8 +57,8 @@ def test_an_empty_blob_is_complete_with_its_manifest() -> None:
 
 def test_the_manifest_is_asked_for_first_and_once() -> None:
     """A request without indices."""
-    pull = Pull(ref_of(BLOB), CHUNK, 0.0)
-    assert pull.next_requests(0.0) == [wire.Get(sha256=ref_of(BLOB).sha256, chunk=CHUNK)]
+    pull = Download(ref_of(BLOB), CHUNK, 0.0)
+    assert pull.next_requests(0.0) == [wire.ChunkRequest(sha256=ref_of(BLOB).sha256, chunk=CHUNK)]
     assert pull.next_requests(0.5) == []
     assert pull.due_s == 2.0
 
@@ -231,23 +231,23 @@ def test_a_broker_with_smaller_packets_has_the_blob_cut_anew() -> None:
     """After a reconnection, or when the serving side answers with a finer manifest."""
     payload = BLOB[: 6 * CHUNK]
     coarse, fine = cut(payload, 2 * CHUNK), cut(payload, CHUNK)
-    pull = Pull(ref_of(payload), 2 * CHUNK, 0.0)
+    pull = Download(ref_of(payload), 2 * CHUNK, 0.0)
     assert pull.handle_manifest(coarse, 0.0)
     assert pull.handle_manifest(fine, 0.0)
     assert not pull.handle_manifest(coarse, 0.0)
     assert len(pull.had) == 6
-    other = Pull(ref_of(payload), 2 * CHUNK, 0.0)
+    other = Download(ref_of(payload), 2 * CHUNK, 0.0)
     other.handle_manifest(coarse, 0.0)
     other.handle_reconnect(CHUNK, 1.0)
-    assert other.next_requests(1.0) == [wire.Get(sha256=ref_of(payload).sha256, chunk=CHUNK)]
+    assert other.next_requests(1.0) == [wire.ChunkRequest(sha256=ref_of(payload).sha256, chunk=CHUNK)]
 
 
 def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken() -> None:
     """Wrong name, size, chunk, or number of digests."""
-    pull = Pull(ref_of(BLOB), CHUNK, 0.0)
+    pull = Download(ref_of(BLOB), CHUNK, 0.0)
     good = {"sha256": MANIFEST.sha256, "size": MANIFEST.size, "chunk": CHUNK, "digests": MANIFEST.digests}
     for change in ({"sha256": "0" * 64}, {"size": 7}, {"chunk": 4 * KIB}, {"digests": ""}):
-        assert not pull.handle_manifest(wire.Manifest(**(good | change)), 0.0)  # type: ignore[arg-type]
+        assert not pull.handle_manifest(wire.BlobManifest(**(good | change)), 0.0)  # type: ignore[arg-type]
     assert pull.bad == 4
     assert pull.handle_manifest(MANIFEST, 0.0)
 
@@ -261,7 +261,7 @@ def test_a_pull_goes_on_from_what_is_on_disk() -> None:
 
 def test_missing_is_believed_when_it_is_said_again() -> None:
     """The first may be a late answer to a request of an earlier round."""
-    pull = Pull(ref_of(BLOB), CHUNK, 0.0)
+    pull = Download(ref_of(BLOB), CHUNK, 0.0)
     pull.next_requests(0.0)
     pull.handle_missing("not offered", 0.1)
     pull.handle_missing("not offered", 0.2)
@@ -286,12 +286,12 @@ def test_missing_is_believed_when_it_is_said_again() -> None:
 )
 def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events: list[tuple]) -> None:
     """Arbitrary manifests (one in a while the right one), chunks, refusals, reconnections."""
-    pull, now_s = Pull(ref_of(BLOB), CHUNK, 0.0, patience_s=50.0), 0.0
+    pull, now_s = Download(ref_of(BLOB), CHUNK, 0.0, patience_s=50.0), 0.0
     for event in events:
         now_s += 0.7
         match event:
             case ("manifest", size, chunk, digests):
-                odd = wire.Manifest(sha256=MANIFEST.sha256, size=size, chunk=chunk, digests="0" * 64 * digests)
+                odd = wire.BlobManifest(sha256=MANIFEST.sha256, size=size, chunk=chunk, digests="0" * 64 * digests)
                 pull.handle_manifest(MANIFEST if digests > 20 else odd, now_s)
             case ("chunk", index, how):
                 payload = {"good": chunk_of(min(max(index, 0), 19)), "short": b"", "noise": b"x" * CHUNK}[how]
@@ -322,12 +322,14 @@ def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
     """For each smaller cut all that is here is hashed, and a manifest costs its sender nothing."""
     size = 1_000_000
     ref = BlobRef(sha256="a" * 64, size=size)
-    pull = Pull(ref, 200_000, 0.0)
+    pull = Download(ref, 200_000, 0.0)
     taken = 0
     for chunk in range(200_000, 100_000, -1000):
         pull.next_requests(0.0)
         digests = "0" * 64 * -(-size // chunk)
-        taken += pull.handle_manifest(wire.Manifest(sha256=ref.sha256, size=size, chunk=chunk, digests=digests), 0.0)
+        taken += pull.handle_manifest(
+            wire.BlobManifest(sha256=ref.sha256, size=size, chunk=chunk, digests=digests), 0.0
+        )
     assert taken == 8
     assert pull.failed is not None
     assert "cut it anew more than 8 times" in pull.failed
@@ -336,8 +338,8 @@ def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
 def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
     """Its digest is the chunk's: one request, one answer."""
     payload = BLOB[:CHUNK]
-    pull = Pull(ref_of(payload), CHUNK, 0.0)
-    assert pull.next_requests(0.0) == [wire.Get(sha256=ref_of(payload).sha256, chunk=CHUNK, indices=(0,))]
+    pull = Download(ref_of(payload), CHUNK, 0.0)
+    assert pull.next_requests(0.0) == [wire.ChunkRequest(sha256=ref_of(payload).sha256, chunk=CHUNK, indices=(0,))]
     assert not pull.handle_chunk(0, b"x" * CHUNK, 0.1)
     assert pull.handle_chunk(0, payload, 0.2)
     assert pull.is_complete
@@ -346,7 +348,7 @@ def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
 def test_a_blob_of_one_chunk_for_this_side_may_be_several_for_the_other() -> None:
     """A broker's smaller packets: the other side answers with its manifest, and chunks are asked for by that."""
     payload = BLOB[:CHUNK]
-    pull = Pull(ref_of(payload), CHUNK, 0.0)
+    pull = Download(ref_of(payload), CHUNK, 0.0)
     pull.next_requests(0.0)
     assert pull.handle_manifest(cut(payload, KIB), 0.1)
     assert indices(pull.next_requests(0.1)) == [0, 1]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from fedquilt.blobs import freeing
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs.storage import background_deletion
+from fedquilt.blobs.storage.store import BlobStore
 
 
 class Held:
@@ -31,7 +31,7 @@ class Held:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     made = Held()
-    monkeypatch.setattr(freeing, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(background_deletion, "LARGE_BYTES", 1000)
     monkeypatch.setattr(os, "close", made)
     yield made
     made.may.set()  # a thread that waits would keep the process from ending
@@ -39,7 +39,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path: Path, held: Held) -> None:
     """The caller does not wait; what is stored meanwhile under the same name stays."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     ref = depot.store_bytes(bytes(1000))
     depot.remove_blob(ref.sha256)
     assert not depot.has_blob(ref)
@@ -55,8 +55,8 @@ def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Descriptors do not run out, however many are dropped together."""
-    monkeypatch.setattr(freeing, "OPEN_MOST", 2)
-    depot = Depot(tmp_path)
+    monkeypatch.setattr(background_deletion, "OPEN_MOST", 2)
+    depot = BlobStore(tmp_path)
     refs = [depot.store_bytes(bytes([number]) * size) for number, size in enumerate((999, 1000, 1000, 1000))]
     for ref in refs:
         depot.remove_blob(ref.sha256)
@@ -69,7 +69,7 @@ def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
 
 def test_leftovers_are_freed_there_too(tmp_path: Path, held: Held) -> None:
     """A sweep of the depot after a crash finds large blobs of no use."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     ref = depot.store_bytes(bytes(1000))
     depot.remove_all_but(set())
     assert not depot.has_blob(ref)

@@ -8,20 +8,19 @@ import pytest
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.pack import Pack, read_foreign_blob
-from fedquilt.blobs.shared_store import Lodger, Shared
-from fedquilt.blobs.store import SMALL_BYTES, Depot
+from fedquilt.blobs.storage.pack_file import PackFile, read_foreign_blob
+from fedquilt.blobs.storage.shared_store import SharedBlobStore, SharedBlobView
+from fedquilt.blobs.storage.store import SMALL_BYTES, BlobStore
 from fedquilt.core import BlobRef
-from fedquilt.disk import REAL, Disk
-from fedquilt.open_file import OpenFile, Place
+from fedquilt.host.disk import REAL, Disk, OpenFile, Place
 
 
 def sha256(payload: bytes) -> str:
     return hashlib.sha256(payload).hexdigest()
 
 
-def filled(path: Path, *payloads: bytes) -> Pack:
-    pack = Pack(str(path), REAL)
+def filled(path: Path, *payloads: bytes) -> PackFile:
+    pack = PackFile(str(path), REAL)
     for payload in payloads:
         pack.name_blob(sha256(payload), pack.write_blob(sha256(payload), payload), len(payload))
     return pack
@@ -44,11 +43,11 @@ def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Pa
     filled(tmp_path / "pack", b"one", b"torn", b"three")
     content = (tmp_path / "pack").read_bytes()
     (tmp_path / "pack").write_bytes(content.replace(b"torn", b"to\0\0")[:-2])  # the last was cut off
-    pack = Pack(str(tmp_path / "pack"), REAL)
+    pack = PackFile(str(tmp_path / "pack"), REAL)
     assert pack.blob_names() == [sha256(b"one")]
     place = pack.write_blob(sha256(b"four"), b"four")
     pack.name_blob(sha256(b"four"), place, 4)
-    again = Pack(str(tmp_path / "pack"), REAL)
+    again = PackFile(str(tmp_path / "pack"), REAL)
     assert sorted(again.blob_names()) == sorted([sha256(b"one"), sha256(b"four")])
     assert again.read_range(sha256(b"four")) == b"four"
 
@@ -64,12 +63,12 @@ def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path: Pat
         damaged = bytearray(written)
         damaged[head + byte] ^= 1 << bit
         (tmp_path / "pack").write_bytes(damaged)
-        pack = Pack(str(tmp_path / "pack"), REAL)
+        pack = PackFile(str(tmp_path / "pack"), REAL)
         assert pack.blob_names() == [sha256(each) for each in blobs if each != b"second"]
         pack.remove_blob(sha256(b"third"))
         for each in (b"newer", b"later", b"second"):
             pack.name_blob(sha256(each), pack.write_blob(sha256(each), each), len(each))
-        again = Pack(str(tmp_path / "pack"), REAL)
+        again = PackFile(str(tmp_path / "pack"), REAL)
         kept = (b"first", b"fourth", b"newer", b"later", b"second")
         assert {name: again.read_range(name) for name in again.blob_names()} == {sha256(each): each for each in kept}
 
@@ -82,7 +81,7 @@ def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path: Path) -> None
     damaged = bytearray((tmp_path / "pack").read_bytes())
     damaged[0] ^= 1
     (tmp_path / "pack").write_bytes(damaged)
-    pack = Pack(str(tmp_path / "pack"), REAL)
+    pack = PackFile(str(tmp_path / "pack"), REAL)
     pack.name_blob(sha256(b"y" * 200), pack.write_blob(sha256(b"y" * 200), b"y" * 200), 200)
     kept = (b"the next one", b"last" * 100, b"y" * 200)
     assert {name: pack.read_range(name) for name in pack.blob_names()} == {sha256(each): each for each in kept}
@@ -97,23 +96,23 @@ def test_a_pack_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path, torn: 
     file.write_bytes(written.replace(b"torn", b"to\0\0") if torn else written)
     whole = [each for each in blobs if not torn or each != b"torn"]
     assert all(read_foreign_blob(str(file), REAL, sha256(each)) == each for each in whole)
-    pack = Pack(str(file), REAL)
+    pack = PackFile(str(file), REAL)
     assert {name: pack.read_range(name) for name in pack.blob_names()} == {sha256(each): each for each in whole}
     pack.remove_blob(sha256(b"third"))
     pack.name_blob(sha256(b"newer"), pack.write_blob(sha256(b"newer"), b"newer"), 5)
-    again = Pack(str(file), REAL)
+    again = PackFile(str(file), REAL)
     assert again.read_range(sha256(b"newer")) == b"newer"
     assert again.read_range(sha256(b"first")) == b"first"
 
 
 def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked_for(tmp_path: Path) -> None:
-    depot = Depot(tmp_path, durable=False)
+    depot = BlobStore(tmp_path, durable=False)
     ref = depot.store_small(b"small")
     assert depot.has_blob(ref)
     assert depot.load(ref.sha256) == b"small"
     assert depot.read_range(ref.sha256, 1, 3) == b"mal"
     assert not (tmp_path / ref.sha256).exists()
-    path = Depot(tmp_path, durable=False).blob_path(ref.sha256)
+    path = BlobStore(tmp_path, durable=False).blob_path(ref.sha256)
     assert path is not None
     assert path.read_bytes() == b"small"
     depot.remove_blob(ref.sha256)
@@ -124,7 +123,7 @@ def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked
 def test_what_is_put_stays_when_the_same_content_was_stowed_and_is_collected_when_nobody_needs_it(
     tmp_path: Path,
 ) -> None:
-    depot = Depot(tmp_path, durable=False)
+    depot = BlobStore(tmp_path, durable=False)
     ref = depot.store_small(b"same")
     depot.store_bytes(b"same")
     assert (tmp_path / ref.sha256).read_bytes() == b"same"
@@ -136,14 +135,14 @@ def test_what_is_put_stays_when_the_same_content_was_stowed_and_is_collected_whe
 
 @pytest.mark.parametrize("size", [0, 1, 128 * 1024 + 1])
 def test_blobs_of_any_size_can_be_stowed(tmp_path: Path, size: int) -> None:
-    depot = Depot(tmp_path, durable=False)
+    depot = BlobStore(tmp_path, durable=False)
     payload = bytes(size)
     assert depot.store_small(payload) == BlobRef(sha256=sha256(payload), size=size)
     assert depot.load(sha256(payload)) == payload
 
 
 def test_a_durable_depot_has_a_file_for_each(tmp_path: Path) -> None:
-    ref = Depot(tmp_path).store_small(b"small")
+    ref = BlobStore(tmp_path).store_small(b"small")
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
 
 
@@ -151,8 +150,8 @@ def test_a_durable_depot_has_a_file_for_each(tmp_path: Path) -> None:
 
 
 def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp_path: Path) -> None:
-    shared = Shared(tmp_path / "shared")
-    one, two = (Lodger(tmp_path / name / "blobs", shared) for name in ("one", "two"))
+    shared = SharedBlobStore(tmp_path / "shared")
+    one, two = (SharedBlobView(tmp_path / name / "blobs", shared) for name in ("one", "two"))
     ref = one.store_bytes(b"model")
     assert one.has_blob(ref)
     assert not two.has_blob(ref)
@@ -169,11 +168,11 @@ def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp
 
 
 def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path: Path) -> None:
-    shared, payload = Shared(tmp_path / "shared"), bytes(range(256)) * 16
+    shared, payload = SharedBlobStore(tmp_path / "shared"), bytes(range(256)) * 16
     ref = BlobRef(sha256=sha256(payload), size=len(payload))
     cut = chunks.build_manifest(ref, 1024, lambda offset, size: payload[offset : offset + size])
     for name in ("one", "two"):
-        lodger = Lodger(tmp_path / name, shared)
+        lodger = SharedBlobView(tmp_path / name, shared)
         assert lodger.open_part(cut) == bytes(4)
         for index in range(4):
             lodger.write_part(ref.sha256, *(index * 1024, payload[index * 1024 : (index + 1) * 1024]))
@@ -183,7 +182,7 @@ def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path: Path) -> None:
 
 
 def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path: Path) -> None:
-    lodger = Lodger(tmp_path / "one", Shared(tmp_path / "shared"))
+    lodger = SharedBlobView(tmp_path / "one", SharedBlobStore(tmp_path / "shared"))
     wanted = BlobRef(sha256=sha256(b"right"), size=5)
     with pytest.raises(DamagedBlobError):
         lodger.store_small(b"wrong", wanted)
@@ -192,8 +191,8 @@ def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path: Path) -> N
 
 def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path: Path) -> None:
     """An ONNX graph names the blobs of its weights, which are looked for beside it."""
-    shared = Shared(tmp_path / "shared")
-    lodger = Lodger(tmp_path / "one", shared)
+    shared = SharedBlobStore(tmp_path / "shared")
+    lodger = SharedBlobView(tmp_path / "one", shared)
     large = lodger.store_bytes(bytes(SMALL_BYTES + 1))
     small, other = lodger.store_bytes(b"small"), lodger.store_bytes(b"other")
     lodger.record_use(small.sha256)
@@ -204,12 +203,12 @@ def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path:
     ]
     lodger.remove_all_but({small.sha256})
     assert [lodger.has_blob(each) for each in (large, other, small)] == [False, False, True]
-    assert Lodger(tmp_path / "one", Shared(tmp_path / "shared")).files_by_last_use() == []
+    assert SharedBlobView(tmp_path / "one", SharedBlobStore(tmp_path / "shared")).files_by_last_use() == []
 
 
 def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_it(tmp_path: Path) -> None:
     """Nothing but the pack is written; a copy that a backup asks for is a file."""
-    alone, other = Depot(tmp_path), Depot(tmp_path)
+    alone, other = BlobStore(tmp_path), BlobStore(tmp_path)
     alone.open_as_owner()
     ref = alone.store_small(b"update")
     alone.sync_small_blobs()
@@ -224,7 +223,7 @@ def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_i
 
 
 def test_a_damaged_blob_of_a_shared_file_counts_as_absent(tmp_path: Path) -> None:
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     depot.open_as_owner()
     ref = depot.store_small(b"update")
     pack = bytearray((tmp_path / "small.pack").read_bytes())
@@ -249,7 +248,7 @@ def test_stowed_blobs_are_on_the_disk_after_one_wait_for_all(tmp_path: Path) -> 
         def sync(self, path: Place) -> None:
             synced.append(str(path))
 
-    depot = Depot(tmp_path / "blobs", disk=Counting())
+    depot = BlobStore(tmp_path / "blobs", disk=Counting())
     depot.open_as_owner()
     synced.clear()
     for number in range(100):

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from two_sides import Side, noise, play, ref_of
 
-from fedquilt.blobs.queueing import Queue
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.blobs.transfer.upload_queue import UploadQueue
+from fedquilt.transport.memory_link import MemoryBroker
 
 SIZE = 300_000
 
 
-def queue(most_bytes: float = 0.0, *devices: str, size: int = 10) -> Queue:
-    made = Queue()
+def queue(most_bytes: float = 0.0, *devices: str, size: int = 10) -> UploadQueue:
+    made = UploadQueue()
     made.set_unprocessed(0, 0, most_bytes)
     for device in devices:
         made.add_blob(device, f"{device}'s", size)

@@ -9,13 +9,13 @@ from depot_blobs import BLOB, KIB, REF, cut, names, ref_of
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.core import StoreError
 
 DAY_S = 24 * 3600.0
 
 
-def write_chunk(depot: Depot, manifest: wire.Manifest, index: int) -> None:
+def write_chunk(depot: BlobStore, manifest: wire.BlobManifest, index: int) -> None:
     offset, size = chunks.chunk_extent(manifest, index)
     depot.write_part(manifest.sha256, offset, BLOB[offset : offset + size])
 
@@ -25,7 +25,7 @@ def write_chunk(depot: Depot, manifest: wire.Manifest, index: int) -> None:
 
 def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path: Path) -> None:
     """One flat file of that name, and nothing else."""
-    depot = Depot(tmp_path / "blobs")
+    depot = BlobStore(tmp_path / "blobs")
     assert depot.store_bytes(BLOB) == REF
     assert depot.has_blob(REF)
     assert depot.ref(REF.sha256) == REF
@@ -36,7 +36,7 @@ def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path: Path) -> None:
 
 def test_storing_the_same_bytes_again_writes_nothing(tmp_path: Path) -> None:
     """The file stays the same one."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     depot.store_bytes(BLOB)
     before = (tmp_path / REF.sha256).stat().st_ino
     depot.store_bytes(BLOB)
@@ -45,7 +45,7 @@ def test_storing_the_same_bytes_again_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_file_cut_short_is_not_taken_for_the_blob(tmp_path: Path) -> None:
     """Its size tells; storing again mends it."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     (tmp_path / REF.sha256).write_bytes(BLOB[:-1])
     assert not depot.has_blob(REF)
     depot.store_bytes(BLOB)
@@ -54,7 +54,7 @@ def test_a_file_cut_short_is_not_taken_for_the_blob(tmp_path: Path) -> None:
 
 def test_a_blob_is_read_piece_by_piece(tmp_path: Path) -> None:
     """Fewer bytes at the end."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     depot.store_bytes(b"hello")
     assert depot.read_range(ref_of(b"hello").sha256, 1, 3) == b"ell"
     assert depot.read_range(ref_of(b"hello").sha256, 3, 10) == b"lo"
@@ -62,7 +62,7 @@ def test_a_blob_is_read_piece_by_piece(tmp_path: Path) -> None:
 
 def test_what_is_not_here_is_said_so(tmp_path: Path) -> None:
     """None or an error, never an empty blob."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     assert depot.blob_path(REF.sha256) is None
     assert depot.ref(REF.sha256) is None
     assert not depot.has_blob(REF)
@@ -74,14 +74,14 @@ def test_what_is_not_here_is_said_so(tmp_path: Path) -> None:
 def test_only_a_sha256_names_a_blob(tmp_path: Path, name: str) -> None:
     """Nothing outside the folder can be named."""
     with pytest.raises(StoreError, match="names no blob"):
-        Depot(tmp_path).blob_path(name)
+        BlobStore(tmp_path).blob_path(name)
 
 
 def test_a_file_is_linked_where_the_file_system_can(tmp_path: Path) -> None:
     """A donor of 100 MB takes its place once."""
     source = tmp_path / "donor"
     source.write_bytes(BLOB)
-    depot = Depot(tmp_path / "blobs")
+    depot = BlobStore(tmp_path / "blobs")
     assert depot.store_file(source) == REF
     assert (tmp_path / "blobs" / REF.sha256).samefile(source)
     assert depot.store_file(source, REF) == REF
@@ -92,7 +92,7 @@ def test_a_link_is_followed_to_its_file(tmp_path: Path) -> None:
     """The depot holds bytes, not a path that may go away."""
     (tmp_path / "donor").write_bytes(BLOB)
     (tmp_path / "alias").symlink_to(tmp_path / "donor")
-    depot = Depot(tmp_path / "blobs")
+    depot = BlobStore(tmp_path / "blobs")
     depot.store_file(tmp_path / "alias")
     assert not (tmp_path / "blobs" / REF.sha256).is_symlink()
 
@@ -103,7 +103,7 @@ def test_a_file_on_another_file_system_is_copied(tmp_path: Path) -> None:
     source = Path("/dev/shm") / f"fedquilt-test-{os.getpid()}"
     try:
         source.write_bytes(BLOB)
-        assert Depot(tmp_path / "blobs").store_file(source) == REF
+        assert BlobStore(tmp_path / "blobs").store_file(source) == REF
     finally:
         source.unlink()
     assert (tmp_path / "blobs" / REF.sha256).read_bytes() == BLOB
@@ -113,7 +113,7 @@ def test_a_file_that_is_not_what_was_expected_is_refused(tmp_path: Path) -> None
     """And leaves nothing behind."""
     source = tmp_path / "donor"
     source.write_bytes(BLOB[:-1])
-    depot = Depot(tmp_path / "blobs")
+    depot = BlobStore(tmp_path / "blobs")
     with pytest.raises(StoreError, match=r"donor is not what it should be .* make it anew"):
         depot.store_file(source, REF)
     assert names(tmp_path / "blobs") == set()
@@ -123,7 +123,7 @@ def test_a_file_that_is_not_what_was_expected_is_refused(tmp_path: Path) -> None
 
 def test_dropping_forgets_a_blob_whole_or_in_part(tmp_path: Path) -> None:
     """Dropping what is not there is fine."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     depot.store_bytes(b"whole")
     depot.open_part(cut())
     depot.remove_blob(ref_of(b"whole").sha256)
@@ -134,7 +134,7 @@ def test_dropping_forgets_a_blob_whole_or_in_part(tmp_path: Path) -> None:
 
 def test_garbage_is_what_nobody_names(tmp_path: Path) -> None:
     """Other files in the folder are not ours to remove."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     kept, lost = depot.store_bytes(b"kept"), depot.store_bytes(b"lost")
     (tmp_path / "README").write_text("mine")
     depot.remove_all_but({kept.sha256})
@@ -145,13 +145,13 @@ def test_garbage_is_what_nobody_names(tmp_path: Path) -> None:
 
 def test_parts_are_kept_for_a_day_and_no_longer(tmp_path: Path) -> None:
     """A transfer that a restart interrupted goes on; one that nobody continues is garbage."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     depot.open_part(cut())
     (tmp_path / "0123.tmp").write_bytes(b"left by a crash")
     written_s = (tmp_path / f"{REF.sha256}.part").stat().st_mtime
-    Depot(tmp_path, wall_clock=lambda: written_s + DAY_S - 60).remove_all_but(set())
+    BlobStore(tmp_path, wall_clock=lambda: written_s + DAY_S - 60).remove_all_but(set())
     assert names(tmp_path) == {f"{REF.sha256}.part", "0123.tmp"}
-    Depot(tmp_path, wall_clock=lambda: written_s + DAY_S + 60).remove_all_but(set())
+    BlobStore(tmp_path, wall_clock=lambda: written_s + DAY_S + 60).remove_all_but(set())
     assert names(tmp_path) == set()
 
 
@@ -159,14 +159,14 @@ def test_a_file_that_a_killed_owner_was_writing_goes_at_the_next_start_and_anoth
     tmp_path: Path,
 ) -> None:
     """A large state that was half written would fill the disk for a day, life after life."""
-    owner, other = Depot(tmp_path), Depot(tmp_path)
+    owner, other = BlobStore(tmp_path), BlobStore(tmp_path)
     owner.open_as_owner()
     for depot in (owner, other):
         with depot._temporary_path() as path:
             Path(path).write_bytes(b"half")
             os.link(path, f"{path[:-8]}{path[-4:]}")  # as it stays where the process is killed
     assert sorted(name[-4:] for name in names(tmp_path)) == [".own", ".tmp"]
-    again = Depot(tmp_path)
+    again = BlobStore(tmp_path)
     again.open_as_owner()
     again.open_as_owner()
     assert [name[-4:] for name in names(tmp_path)] == [".tmp"]
@@ -179,7 +179,7 @@ def test_a_file_that_a_killed_owner_was_writing_goes_at_the_next_start_and_anoth
 
 def test_what_a_work_item_has_stored_or_found_is_not_removed_before_its_result_is_used(tmp_path: Path) -> None:
     """Neither by name nor with all that nobody names; what others store meanwhile is."""
-    depot, seen = Depot(tmp_path), list[set[str]]()
+    depot, seen = BlobStore(tmp_path), list[set[str]]()
     found, other = depot.store_bytes(b"found"), depot.store_bytes(b"other")
     item, then = depot.pin_during(
         lambda: (depot.load(found.sha256), depot.store_bytes(b"stored")),
@@ -199,7 +199,7 @@ def test_what_a_work_item_has_stored_or_found_is_not_removed_before_its_result_i
 
 def test_a_part_of_what_is_here_whole_is_garbage(tmp_path: Path) -> None:
     """It came another way meanwhile."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     depot.open_part(cut())
     depot.store_bytes(BLOB)
     depot.remove_all_but({REF.sha256})
@@ -211,7 +211,7 @@ def test_a_part_of_what_is_here_whole_is_garbage(tmp_path: Path) -> None:
 
 def test_a_complete_part_becomes_the_blob(tmp_path: Path) -> None:
     """Chunks in any order; the part is gone."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     manifest = cut()
     assert bytes(depot.open_part(manifest)) == bytes(5)
     for index in (4, 0, 2, 1, 3):
@@ -223,7 +223,7 @@ def test_a_complete_part_becomes_the_blob(tmp_path: Path) -> None:
 
 def test_a_part_is_not_the_blob_before_it_is_finished(tmp_path: Path) -> None:
     """Even with all its chunks."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     depot.open_part(cut())
     for index in range(5):
         write_chunk(depot, cut(), index)
@@ -233,32 +233,32 @@ def test_a_part_is_not_the_blob_before_it_is_finished(tmp_path: Path) -> None:
 
 def test_a_part_goes_on_from_the_chunks_that_are_right(tmp_path: Path) -> None:
     """After a restart; a chunk that a power cut left half written counts as absent."""
-    Depot(tmp_path).open_part(cut())
+    BlobStore(tmp_path).open_part(cut())
     for index in (0, 3, 4):
-        write_chunk(Depot(tmp_path), cut(), index)
+        write_chunk(BlobStore(tmp_path), cut(), index)
     with open(tmp_path / f"{REF.sha256}.part", "r+b") as file:
         file.seek(3 * 8 * KIB + 4 * KIB)
         file.write(bytes(4 * KIB))
-    assert list(Depot(tmp_path).open_part(cut())) == [1, 0, 0, 0, 1]
+    assert list(BlobStore(tmp_path).open_part(cut())) == [1, 0, 0, 0, 1]
 
 
 def test_a_part_goes_on_though_it_is_cut_otherwise_now(tmp_path: Path) -> None:
     """Through a broker with smaller packets: chunks 0 and 3 of 8 KiB are chunks 0, 1, 6 and 7 of 4 KiB."""
-    Depot(tmp_path).open_part(cut())
+    BlobStore(tmp_path).open_part(cut())
     for index in (0, 3):
-        write_chunk(Depot(tmp_path), cut(), index)
-    assert list(Depot(tmp_path).open_part(cut(4 * KIB))) == [1, 1, 0, 0, 0, 0, 1, 1, 0, 0]
+        write_chunk(BlobStore(tmp_path), cut(), index)
+    assert list(BlobStore(tmp_path).open_part(cut(4 * KIB))) == [1, 1, 0, 0, 0, 0, 1, 1, 0, 0]
 
 
 def test_a_part_whose_size_was_lost_starts_again(tmp_path: Path) -> None:
     """The power failed just after the file was made."""
     (tmp_path / f"{REF.sha256}.part").write_bytes(b"")
-    assert list(Depot(tmp_path).open_part(cut())) == [0] * 5
+    assert list(BlobStore(tmp_path).open_part(cut())) == [0] * 5
 
 
 def test_a_part_with_other_content_than_its_name_is_thrown_away(tmp_path: Path) -> None:
     """A manifest may lie about the chunks; the whole's sha256 decides."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     depot.open_part(cut())
     with pytest.raises(DamagedBlobError, match="arrived with other content"):
         depot.finish_part(REF)
@@ -267,8 +267,8 @@ def test_a_part_with_other_content_than_its_name_is_thrown_away(tmp_path: Path) 
 
 def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
     """Of size 0."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     ref = ref_of(b"")
-    assert list(depot.open_part(wire.Manifest(sha256=ref.sha256, size=0, chunk=KIB, digests=""))) == []
+    assert list(depot.open_part(wire.BlobManifest(sha256=ref.sha256, size=0, chunk=KIB, digests=""))) == []
     depot.finish_part(ref)
     assert depot.has_blob(ref)

@@ -16,20 +16,20 @@ import pytest
 from depot_blobs import BLOB, REF, cut, names
 from forks import CONTEXT
 
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.core import BlobRef, StoreError
-from fedquilt.disk import Disk, Place
+from fedquilt.host.disk import Disk, Place
 from fedquilt.testing.faults.disk import SimDisk
 from fedquilt.testing.faults.durable import DurableDisk, lost_blobs
-from fedquilt.testing.faults.platter import Platter
+from fedquilt.testing.faults.platter import SimulatedFileSystem
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     """A file stands where the folder should be; a folder has gone."""
     (tmp_path / "taken").write_text("")
     with pytest.raises(StoreError, match=r"cannot make the folder in .*taken"):
-        Depot(tmp_path / "taken")
-    depot = Depot(tmp_path / "gone")
+        BlobStore(tmp_path / "taken")
+    depot = BlobStore(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(StoreError, match=r"cannot store blob .* in .*gone"):
         depot.store_bytes(b"x")
@@ -38,7 +38,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def _store_on_a_disk_of(limit_bytes: int, folder: Path, results: SimpleQueue[str]) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-    depot = Depot(folder)
+    depot = BlobStore(folder)
     for attempt in (lambda: depot.store_bytes(BLOB), lambda: depot.open_part(cut())):
         try:
             attempt()
@@ -55,12 +55,12 @@ def test_a_write_that_fails_half_way_leaves_no_half_blob(tmp_path: Path) -> None
     child.join()
     assert "cannot store blob" in results.get()
     assert "cannot receive blob" in results.get()
-    assert not Depot(tmp_path).has_blob(REF)
+    assert not BlobStore(tmp_path).has_blob(REF)
     assert not any(name.endswith(".tmp") for name in names(tmp_path))
 
 
 def _store_for_ever(folder: Path, ready: SimpleQueue[int]) -> None:
-    depot = Depot(folder)
+    depot = BlobStore(folder)
     for number in range(1 << 30):
         depot.store_bytes(number.to_bytes(4, "big") * 50_000)
         if number == 3:
@@ -92,25 +92,25 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
         lambda depot, ref: depot.path(ref.sha256),
         lambda depot, ref: depot.has(ref) or None,
     ):
-        ref = Depot(tmp_path).store_bytes(payload)
+        ref = BlobStore(tmp_path).store_bytes(payload)
         (tmp_path / ref.sha256).write_bytes(payload[:-1] + b"\1")
-        depot = Depot(tmp_path)
+        depot = BlobStore(tmp_path)
         assert ask(depot, ref) is None
         assert (tmp_path / f"{ref.sha256}.damaged").is_file()
         assert depot.store_bytes(payload) == ref
         assert ask(depot, ref) is not None
     assert caplog.text.count("is damaged: its bytes are not those it was stored with") == 3
-    Depot(tmp_path, lambda: time.time() + 2 * 86400).remove_all_but({ref.sha256})
+    BlobStore(tmp_path, lambda: time.time() + 2 * 86400).remove_all_but({ref.sha256})
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
 
 
 def test_a_blob_is_stored_over_a_damaged_one(tmp_path: Path) -> None:
     """Whoever has its bytes mends it."""
     payload = b"x" * 100
-    ref = Depot(tmp_path).store_bytes(payload)
+    ref = BlobStore(tmp_path).store_bytes(payload)
     (tmp_path / ref.sha256).write_bytes(b"y" * 100)
-    assert Depot(tmp_path).store_bytes(payload) == ref
-    assert Depot(tmp_path).load(ref.sha256) == payload
+    assert BlobStore(tmp_path).store_bytes(payload) == ref
+    assert BlobStore(tmp_path).load(ref.sha256) == payload
 
 
 def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
@@ -120,8 +120,8 @@ def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
     hashed: list[str] = []
     digest = Disk.hash_file
     monkeypatch.setattr(Disk, "hash_file", lambda disk, path: (hashed.append(str(path)), digest(disk, path))[1])
-    ref = Depot(tmp_path).store_bytes(b"x" * 100)
-    depot = Depot(tmp_path)
+    ref = BlobStore(tmp_path).store_bytes(b"x" * 100)
+    depot = BlobStore(tmp_path)
     for _ in range(3):
         assert depot.has_blob(ref)
         depot.record_use(ref.sha256)
@@ -136,12 +136,12 @@ def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
     assert len(hashed) == 4
 
 
-@pytest.mark.parametrize("opens", [Depot.load, Depot.verified_path, Depot.blob_path])
+@pytest.mark.parametrize("opens", [BlobStore.load, BlobStore.verified_path, BlobStore.blob_path])
 def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again(
-    tmp_path: Path, opens: Callable[[Depot, str], object]
+    tmp_path: Path, opens: Callable[[BlobStore, str], object]
 ) -> None:
     """By the same process, though the file has kept its time, its size and its inode."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     ref = depot.store_bytes(b"x" * 100)
     assert opens(depot, ref.sha256) is not None
     before = (tmp_path / ref.sha256).stat()
@@ -154,12 +154,12 @@ def test_a_bit_that_flips_after_a_blob_was_read_is_found_when_it_is_opened_again
     assert opens(depot, ref.sha256) is not None
 
 
-@pytest.mark.parametrize("opens", [Depot.load, Depot.verified_path, Depot.blob_path])
+@pytest.mark.parametrize("opens", [BlobStore.load, BlobStore.verified_path, BlobStore.blob_path])
 def test_a_blob_that_the_disk_does_not_read_is_named_and_one_that_is_gone_meanwhile_is_not_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: Callable[[Depot, str], object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: Callable[[BlobStore, str], object]
 ) -> None:
     """The file is there when it is looked at, and cannot be read a moment later."""
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     ref = depot.store_bytes(b"x" * 100)
     with monkeypatch.context() as patch:
         for name in ("read", "read_pieces"):
@@ -186,8 +186,8 @@ def test_a_blob_counts_as_stored_only_once_its_name_is_synced(tmp_path: Path) ->
     def gate(what: str, where: Place) -> OSError | None:
         return OSError(errno.EIO, "Input/output error") if failing[0] and where == Path("/home/blobs") else None
 
-    platter = Platter("/home", tmp_path)
-    depot = Depot(Path("/home/blobs"), disk=SimDisk(platter, gate))
+    platter = SimulatedFileSystem("/home", tmp_path)
+    depot = BlobStore(Path("/home/blobs"), disk=SimDisk(platter, gate))
     failing[0] = True
     with pytest.raises(StoreError, match="Input/output error"):
         depot.store_bytes(b"tensors")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from two_sides import KIB, TOPICS, Side, noise, play, ref_of
 
 from fedquilt import wire
-from fedquilt.blobs.store import Depot
-from fedquilt.blobs.transfer import Transfers
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.core import WireError
-from fedquilt.transport.link import MemoryBroker
+from fedquilt.transport.memory_link import MemoryBroker
 
 
 # -- one blob --
@@ -249,7 +249,7 @@ def test_arbitrary_and_mutated_blob_messages_give_only_the_named_error(
 ) -> None:
     """To a side that both pulls and serves; afterwards it still steps."""
     payload = noise(10_000)
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     here = depot.store_bytes(payload)
     coming = ref_of(noise(10_000, 1))
     broker = MemoryBroker(max_payload=5 * KIB)
@@ -257,13 +257,13 @@ def test_arbitrary_and_mutated_blob_messages_give_only_the_named_error(
     transfers.request_blob("tx2", coming)
     digests = "".join(hashlib.sha256(noise(10_000, 1)[at : at + 4096]).hexdigest() for at in range(0, 10_000, 4096))
     valid: list[tuple[str, bytes]] = [
-        ("blob/get", wire.encode(wire.Get(sha256=here.sha256, chunk=4096))),
-        ("blob/get", wire.encode(wire.Get(sha256=here.sha256, chunk=4096, indices=(0, 2, 2**53)))),
+        ("blob/get", wire.encode(wire.ChunkRequest(sha256=here.sha256, chunk=4096))),
+        ("blob/get", wire.encode(wire.ChunkRequest(sha256=here.sha256, chunk=4096, indices=(0, 2, 2**53)))),
         (
             f"blob/{coming.sha256}/manifest",
-            wire.encode(wire.Manifest(sha256=coming.sha256, size=10_000, chunk=4096, digests=digests)),
+            wire.encode(wire.BlobManifest(sha256=coming.sha256, size=10_000, chunk=4096, digests=digests)),
         ),
-        (f"blob/{coming.sha256}/missing", wire.encode(wire.Missing(sha256=coming.sha256))),
+        (f"blob/{coming.sha256}/missing", wire.encode(wire.MissingBlob(sha256=coming.sha256))),
         (f"blob/{coming.sha256}/0", noise(10_000, 1)[:4096]),
         (f"blob/{coming.sha256}/7", b""),
     ]

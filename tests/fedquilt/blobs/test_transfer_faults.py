@@ -11,17 +11,17 @@ import pytest
 from two_sides import KIB, Side, noise, play
 
 from fedquilt import wire
-from fedquilt.blobs.store import Depot
-from fedquilt.transport.link import Faults, MemoryBroker
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.transport.memory_link import LinkFaults, MemoryBroker
 
-ROUGH = Faults(drop=0.1, duplicate=0.1, corrupt=0.1, delay_s=0.5)
+ROUGH = LinkFaults(drop=0.1, duplicate=0.1, corrupt=0.1, delay_s=0.5)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path: Path, seed: int) -> None:
     """Both ways at once, three devices, blobs of 0 to 40 chunks; a failing seed is in the test's name."""
     roll = random.Random(seed)
-    faults = Faults(
+    faults = LinkFaults(
         drop=roll.choice([0.0, 0.05, 0.3]),
         duplicate=roll.choice([0.0, 0.3]),
         corrupt=roll.choice([0.0, 0.02, 0.2]),
@@ -42,7 +42,7 @@ def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path: P
     for agent, name, mine in wanted:
         assert agent.errors == {(name, shared.sha256): None}
         assert coordinator.errors[name, mine.sha256] is None
-        assert Depot(tmp_path / name).read_range(shared.sha256, 0, 1 << 20) == coordinator.depot.read_range(
+        assert BlobStore(tmp_path / name).read_range(shared.sha256, 0, 1 << 20) == coordinator.depot.read_range(
             shared.sha256, 0, 1 << 20
         )
         assert hashlib.sha256(coordinator.depot.read_range(mine.sha256, 0, 1 << 20)).hexdigest() == mine.sha256

@@ -8,9 +8,9 @@ from pathlib import Path
 from two_sides import KIB, TOPICS, Side, noise, play, ref_of
 
 from fedquilt import wire
-from fedquilt.blobs.store import Depot
-from fedquilt.blobs.transfer import Transfers
-from fedquilt.transport.link import MemoryBroker, MemoryLink
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 
 
 def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_the_send_budget_is_kept_and_used(tmp_path: Path) -> None:
     """Ten devices ask for 20 chunks of 15 KiB; never more than 64 KiB, four chunks, are queued."""
     broker = MemoryBroker(max_payload=16 * KIB)
     link = SlowLink(broker, None)
-    depot = Depot(tmp_path)
+    depot = BlobStore(tmp_path)
     ref = depot.store_bytes(noise(20 * 15 * KIB))
     transfers = Transfers(link, depot, TOPICS, "dn", lambda device, sha256: True, budget_bytes=64 * KIB)
-    get = wire.encode(wire.Get(sha256=ref.sha256, chunk=15 * KIB, indices=tuple(range(20))))
+    get = wire.encode(wire.ChunkRequest(sha256=ref.sha256, chunk=15 * KIB, indices=tuple(range(20))))
     for number in range(10):
         transfers.handle_message(wire.parse_topic(TOPICS.device_topic(f"d{number}", "up", "blob/get")), get, 0.0)
     steps, now_s = 0, 0.0

@@ -15,12 +15,13 @@ import msgspec
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.coordinator import housekeeping, settings
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Started
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.jobs import retention
+from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, JobStarted, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef, Update, Usage
 from fedquilt.tools.experiments import run_cache
-from fedquilt.tools.experiments.single_run import Run
+from fedquilt.tools.experiments.single_run import SeedRun
 
 
 def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> str:
@@ -31,10 +32,15 @@ def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> st
         update = Update(
             job=run, round=0, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
         )
-        for fact in (Started(ref), Asked(0, 0, ("a",)), Answered(0, update), Committed(0, ref, True, {})):
+        for fact in (
+            JobStarted(ref),
+            CohortSelected(0, 0, ("a",)),
+            UpdateAccepted(0, update),
+            RoundCommitted(0, ref, True, {}),
+        ):
             store.append_event(run, fact)
-        if status in housekeeping.ENDED:
-            store.append_event(run, Ended(status, ""))
+        if status in retention.ENDED:
+            store.append_event(run, JobEnded(status, ""))
         store.set_status(run, status)
     agent = home / "agents" / run / "a"
     agent.mkdir(parents=True)
@@ -148,12 +154,14 @@ def test_old_runs_are_those_that_both_options_name(tmp_path: Path, monkeypatch: 
             monkeypatch.setattr(time, "time", lambda began=began: now - began * day)
             id = store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), tmp_path)
             monkeypatch.setattr(time, "time", lambda over=over: now - over * day)
-            store.append_event(id, Started(BlobRef(sha256="a" * 64, size=1)) if name == "waits" else Ended("done"))
+            store.append_event(
+                id, JobStarted(BlobRef(sha256="a" * 64, size=1)) if name == "waits" else JobEnded("done")
+            )
             store.set_status(id, "running" if name == "waits" else "done")
             runs[id] = name
 
         def old(keep: int | None, older_s: float | None) -> list[str]:
-            return [runs[id] for id in housekeeping.select_expired_runs(store, now, keep, older_s)]
+            return [runs[id] for id in retention.select_expired_runs(store, now, keep, older_s)]
 
         assert old(1, None) == ["4", "3", "2"]
         assert old(None, 2.5 * day) == ["4", "3"]
@@ -189,8 +197,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import shutil
-from fedquilt.coordinator import housekeeping
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.jobs import retention
+from fedquilt.coordinator.storage.store import Store
 
 calls = 0
 
@@ -217,7 +225,7 @@ class Dying:
         return real.execute(*words)
 
 store._db = store._rows._db = Dying()
-housekeeping.remove_runs(store, [sys.argv[2]])
+retention.remove_runs(store, [sys.argv[2]])
 print("whole")
 """
 
@@ -251,8 +259,8 @@ def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(t
 
 
 def keep(out: Path, key: str, method: str, seed: int, age_s: float = 0.0) -> None:
-    run = Run(method=method, seed=seed, params={}, devices=4, tested=10, marks=())
-    run_cache.Kept(out, Run).store(key, run)
+    run = SeedRun(method=method, seed=seed, params={}, devices=4, tested=10, marks=())
+    run_cache.RunCache(out, SeedRun).store(key, run)
     at = time.time() - age_s
     os.utime(out / "runs" / f"{key}.json", (at, at))
 
@@ -267,35 +275,35 @@ def test_kept_runs_are_listed_and_dropped(tmp_path: Path, capsys: pytest.Capture
         json.dumps([{"condition": "alpha 0.5", "seed": 2, "part": "search", "name": "x", "accuracy": 1.0}])
     )
     out = ["--out", str(tmp_path)]
-    assert main(["kept", "list", *out]) == 0
+    assert main(["cache", "list", *out]) == 0
     shown = capsys.readouterr().out
     first = shown.splitlines()[0].split()
     assert (first[0], first[1:3]) == ("aa11", ["3", "d"])
     assert "fedavg, seed 0, 4 devices" in shown
     assert "seed 2, alpha 0.5, search" in shown
     assert shown.splitlines()[-1].startswith("5 kept runs, ")
-    assert main(["kept", "list", *out, "--format", "json"]) == 0
-    told = msgspec.json.decode(capsys.readouterr().out, type=list[run_cache.Entry])
+    assert main(["cache", "list", *out, "--format", "json"]) == 0
+    told = msgspec.json.decode(capsys.readouterr().out, type=list[run_cache.CachedRun])
     assert {each.key for each in told} == {"aa11", "ab22", "cc33", "dd44", "ee55"}
 
     def left() -> list[str]:
         return sorted(path.stem for path in (tmp_path / "runs").glob("*.json"))
 
     for words in ([], ["a"], ["zz"]):
-        assert main(["kept", "drop", *words, "--yes", *out]) == 2
-    assert main(["kept", "drop", "aa", *out]) == 2  # nobody to ask
+        assert main(["cache", "drop", *words, "--yes", *out]) == 2
+    assert main(["cache", "drop", "aa", *out]) == 2  # nobody to ask
     assert len(left()) == 5
-    assert main(["kept", "drop", "--method", "fedavg", "--older-than", "1d", "--yes", *out]) == 0
+    assert main(["cache", "drop", "--method", "fedavg", "--older-than", "1d", "--yes", *out]) == 0
     assert left() == ["ab22", "cc33", "dd44", "ee55"]
-    assert main(["kept", "drop", "ab", "cc33", "--yes", *out]) == 0
+    assert main(["cache", "drop", "ab", "cc33", "--yes", *out]) == 0
     assert left() == ["dd44", "ee55"]
-    assert main(["kept", "drop", "--all", "--yes", *out]) == 0
+    assert main(["cache", "drop", "--all", "--yes", *out]) == 0
     assert not left()
 
 
 def test_a_folder_with_nothing_kept_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also one that is not there."""
-    assert main(["kept", "list", "--out", str(tmp_path / "none")]) == 6
+    assert main(["cache", "list", "--out", str(tmp_path / "none")]) == 6
     assert "no kept runs in" in capsys.readouterr().err
 
 

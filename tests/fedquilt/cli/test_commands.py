@@ -15,10 +15,11 @@ from waiting import until
 
 import fedquilt.cli
 from command_lines import parsed
-from fedquilt import cli, progress
+from fedquilt import cli
 from fedquilt.cli import commands, main, options
+from fedquilt.console import progress
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 HELPERS = {"__init__", "__main__", "commands", "entry", "homes", "options", "phased", "reference"}
@@ -132,7 +133,7 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_light_stays_light(words: list[str], forbidden: set[str], tmp_path: Path) -> None:
     """`--help` reads every verb's file, the agent of a board stays up for months, and scripts call `ls` all day."""
     with Store(tmp_path / options.HOME) as store:
-        store.add_job(settings.Job("small", "fedavg", rounds=1), Path("b.bundle"))
+        store.add_job(settings.JobSettings("small", "fedavg", rounds=1), Path("b.bundle"))
     code = f"""
 import sys
 from fedquilt.cli import main
@@ -162,13 +163,13 @@ sys.exit(main(["demo"]))"""
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("words", [["methods"], ["reproduce"], ["ls"], ["partition"], ["kept", "list"]])
+@pytest.mark.parametrize("words", [["methods"], ["reproduce"], ["ls"], ["partition"], ["cache", "list"]])
 def test_tables_fit_80_columns(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the output is no terminal, whatever the names in them."""
     import numpy as np
 
     from fedquilt.coordinator import settings
-    from fedquilt.coordinator.store import Store
+    from fedquilt.coordinator.storage.store import Store
 
     given: list[str] = []
     if words == ["ls"]:
@@ -181,7 +182,7 @@ def test_tables_fit_80_columns(words: list[str], tmp_path: Path, capsys: pytest.
         job = tmp_path / "job.toml"
         job.write_text('name = "j"\nmethod = "fedavg"\n[data]\npath = "x.npz"\npartition = "iid"\n')
         given = [str(job)]
-    elif words == ["kept", "list"]:
+    elif words == ["cache", "list"]:
         (tmp_path / "runs").mkdir()
         text = '[{"condition": "alpha 0.1 and a long story", "seed": 2, "part": "without the second half of it"}]'
         (tmp_path / "runs" / f"{'a' * 24}.json").write_text(text)
@@ -206,7 +207,7 @@ def test_a_shell_completes_verbs_options_methods_boards_and_runs(
 ) -> None:
     """And says nothing where a home cannot be read."""
     from fedquilt.coordinator import settings
-    from fedquilt.coordinator.store import Store
+    from fedquilt.coordinator.storage.store import Store
 
     def ask(line: str) -> list[str]:
         return completed(line, monkeypatch, capsys)
@@ -239,8 +240,8 @@ def test_each_shell_gets_its_script(
 @pytest.mark.parametrize(
     ("module", "function", "words"),
     [
-        ("coordinator.backup", "save", ("backup", "runs", "runs.tar")),
-        ("coordinator.backup", "restore", ("restore", "runs.tar", "new")),
+        ("coordinator.storage.backup", "save", ("backup", "runs", "runs.tar")),
+        ("coordinator.storage.backup", "restore", ("restore", "runs.tar", "new")),
         ("tools.experiments.energy_front", "main", ("front", "job.toml")),
         ("tools.report.partition", "main", ("partition", "job.toml")),
     ],

@@ -13,16 +13,27 @@ import made_graphs
 import pytest
 from msgspec.structs import replace
 
-from fedquilt import bundle, graph_check, methods, onnx_fill, personal, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.blobs import chunks
-from fedquilt.cli import main, phased
-from fedquilt.coordinator import preflight, settings
-from fedquilt.coordinator.boards import Board
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.facts import Started
-from fedquilt.coordinator.rollouts import Begun, Heard, Offered, Plan, apply_rollout_event, release_for_device
-from fedquilt.coordinator.store import Store
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.cli import main, rollout_options
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.fleet.device_status import DeviceStatus
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.rounds.events import JobStarted
+from fedquilt.coordinator.rounds.rollout import (
+    ReleaseOffered,
+    RolloutPlan,
+    RolloutStarted,
+    StatusReported,
+    apply_rollout_event,
+    release_for_device,
+)
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import job_validation
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, personal_models
+from fedquilt.onnx import graph_check, weights
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
 
@@ -39,13 +50,13 @@ def graph(operator: str = "Relu") -> bytes:
 def ran(home: Path, method: str = "fedavg", status: str = "done", seed: int = 0) -> str:
     """Begin a run that has its first state; returns its id."""
     folder = home.with_name(f"{home.name}.bundle")
-    first = numpy_engine.init_tensors(NETWORK, seed=0)
-    bundle.write_bundle(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode_tensors(first)})
+    first = engine.init_tensors(NETWORK, seed=0)
+    job_bundle.write_bundle(folder, {"network": NETWORK, "flops": 96}, {"model": tensors.encode_tensors(first)})
     job = settings.parse_job({"name": "digits", "method": method, "seed": seed})
     with Store(home) as store:
         id = store.add_job(job, folder)
-        state = preflight.create_initial_state(job, bundle.load_bundle(folder))
-        store.append_event(id, Started(store.depot.store_bytes(tensors.pack_state(state))))
+        state = job_validation.create_initial_state(job, job_bundle.load_bundle(folder))
+        store.append_event(id, JobStarted(store.depot.store_bytes(tensors.pack_state(state))))
         store.set_status(id, status)
     return id
 
@@ -130,14 +141,14 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(
         plan = store.rollouts.find_rollout(run).state.plan
         path = store.depot.blob_path(plan.blob.sha256)  # type: ignore[union-attr]
     assert path is not None
-    task, parts = personal.read_task(path), personal.read_personal(path)
+    task, parts = personal_models.read_task(path), personal_models.read_personal(path)
     assert task is not None
     assert (task.job, task.method, task.params["network"]["name"]) == (run, method, "mlp")
     assert (task.actions, task.seed) == (("check",), 7)
     assert task.bundles == {
         name: chunks.ref_from_bytes(tensors.encode_tensors(held)) for name, held in parts.bundles.items()
     }
-    assert onnx_fill.missing_tensors(parts.graph.data).keys() == numpy_engine.init_tensors(NETWORK, seed=0).keys()
+    assert weights.missing_tensors(parts.graph.data).keys() == engine.init_tensors(NETWORK, seed=0).keys()
 
 
 def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_refused_by_name(
@@ -192,7 +203,7 @@ def test_the_shape_of_an_example_goes_with_the_release(home: Path, tmp_path: Pat
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
         assert release_for_device(
-            apply_rollout_event(apply_rollout_event(kept.state, Begun(1)), Offered(0, ("d",))), "d"
+            apply_rollout_event(apply_rollout_event(kept.state, RolloutStarted(1)), ReleaseOffered(0, ("d",))), "d"
         ).input_shape == (3, 48, 192)
 
 
@@ -265,9 +276,9 @@ def test_a_number_that_is_none_is_named(
 
 def test_shares_points_and_sizes_are_read() -> None:
     """Signs and units are those that --help shows; sizes are written as in agent.toml."""
-    assert [phased.parse_size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
-    assert [phased.parse_share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
-    assert [phased.parse_points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
+    assert [rollout_options.parse_size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
+    assert [rollout_options.parse_share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
+    assert [rollout_options.parse_points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
 
 
 def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,12 +286,12 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
     assert main(["rollouts", "--home", str(home)]) == 0
     assert f"no rollouts in {home}: `fedquilt deploy RUN --home {home}` begins one" in capsys.readouterr().out
     with Store(home) as store:
-        id = store.rollouts.add_rollout(Plan("model", "digits-20261123-041500-1a2b3c", select=("site=lab",)))
+        id = store.rollouts.add_rollout(RolloutPlan("model", "digits-20261123-041500-1a2b3c", select=("site=lab",)))
         facts = [
-            Begun(7),
-            Offered(0, ("a", "b", "c")),
-            Heard("a", 7, "committed"),
-            Heard("b", 7, "waiting", "a task runs"),
+            RolloutStarted(7),
+            ReleaseOffered(0, ("a", "b", "c")),
+            StatusReported("a", 7, "committed"),
+            StatusReported("b", 7, "waiting", "a task runs"),
         ]
         store.rollouts.append_events([(id, fact) for fact in facts])
     assert main(["rollouts", "--home", str(home)]) == 0
@@ -303,7 +314,7 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
 def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rollout is named by its id or by what it brings; without a name the latest is meant."""
     with Store(home) as store:
-        id = store.rollouts.add_rollout(Plan("model", "digits"))
+        id = store.rollouts.add_rollout(RolloutPlan("model", "digits"))
     assert main(["deploy", "--abort", "--home", str(home)]) == 0
     assert f"{id} of digits is ended as soon as a coordinator serves {home}" in capsys.readouterr().out
     with Store(home) as store:
@@ -316,7 +327,9 @@ def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureF
 def test_a_wish_without_a_name_is_for_the_latest_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Later rollouts of agents or settings are left alone, unless they are named."""
     with Store(home) as store:
-        model, agent, budget = (store.rollouts.add_rollout(Plan(kind, kind)) for kind in ("model", "agent", "settings"))
+        model, agent, budget = (
+            store.rollouts.add_rollout(RolloutPlan(kind, kind)) for kind in ("model", "agent", "settings")
+        )
     assert f"{model} is queued" in refused(capsys, "deploy", "--rollback", "--home", str(home))
     assert main(["deploy", "--abort", "--home", str(home)]) == 0
     with Store(home) as store:
@@ -330,9 +343,9 @@ def test_a_wish_without_a_name_is_for_the_latest_model(home: Path, capsys: pytes
         assert store.rollouts.find_rollout(agent).wish == "abort"
 
 
-def known(home: Path, **boards: Board) -> None:
+def known(home: Path, **boards: DeviceStatus) -> None:
     """Boards as a coordinator has noted them."""
-    with BoardStore(home, writes=True) as store:
+    with TelemetryStore(home, writes=True) as store:
         store.write_telemetry([replace(board, device=name) for name, board in boards.items()], [])
 
 
@@ -353,9 +366,9 @@ def waits(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_rollouts_say_for_whom_they_wait(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From a home without a coordinator to a canary of which one has answered, and those that are away."""
-    there, lab = Board("", online=True), Board("", online=True, labels=("site=lab",))
+    there, lab = DeviceStatus("", online=True), DeviceStatus("", online=True, labels=("site=lab",))
     with Store(home) as store:
-        id = store.rollouts.add_rollout(Plan("model", "digits", select=("site=lab",), canary=0.5, phases=(1.0,)))
+        id = store.rollouts.add_rollout(RolloutPlan("model", "digits", select=("site=lab",), canary=0.5, phases=(1.0,)))
 
     def told(*facts: Any) -> None:
         with Store(home) as store:
@@ -372,14 +385,18 @@ def test_rollouts_say_for_whom_they_wait(home: Path, capsys: pytest.CaptureFixtu
         assert waits(home, capsys) == "a board to come online: 2 are selected, and none is"
         known(home, **dict.fromkeys("cdefghij", lab))
         assert waits(home, capsys) == ""
-        told(Begun(7), Offered(0, tuple("cdefghi")))
+        told(RolloutStarted(7), ReleaseOffered(0, tuple("cdefghi")))
         assert waits(home, capsys) == "c (silent), d (silent), e (silent), f (silent), g (silent) and 2 more"
         known(home, c=replace(lab, online=False, since=time.time()))
-        told(Heard("d", 7, "committed"), Heard("e", 7, "checking"), *(Heard(name, 7, "committed") for name in "fghi"))
+        told(
+            StatusReported("d", 7, "committed"),
+            StatusReported("e", 7, "checking"),
+            *(StatusReported(name, 7, "committed") for name in "fghi"),
+        )
         assert waits(home, capsys) == "c (offline), e (checking)"
         known(home, c=replace(lab, online=False, since=time.time() - 86400))
         assert waits(home, capsys) == "c (offline), e (checking)", "it was offered it a moment ago"
-        told(Heard("e", 7, "committed"), Heard("c", 7, "refused", "too slow"))
+        told(StatusReported("e", 7, "committed"), StatusReported("c", 7, "refused", "too slow"))
         assert waits(home, capsys) == ""
 
 
@@ -387,7 +404,7 @@ def test_deploy_says_that_its_selection_names_no_board(home: Path, capsys: pytes
     """It is queued all the same: one with that label may come."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
-    known(home, a=Board("", online=True, labels=("site=hall",)))
+    known(home, a=DeviceStatus("", online=True, labels=("site=hall",)))
     assert main(["deploy", "--model", str(file), "--to", "site=lab", "--home", str(home)]) == 0
     out = capsys.readouterr().out
     assert "it waits for a board: the only board is not selected by site=lab; `fedquilt devices" in out
@@ -400,6 +417,6 @@ def test_deploy_to_a_board_that_is_known_waits_for_none(home: Path, capsys: pyte
     """Nothing is said of boards."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
-    known(home, a=Board("", online=True, labels=("site=lab",)))
+    known(home, a=DeviceStatus("", online=True, labels=("site=lab",)))
     assert main(["deploy", "--model", str(file), "--to", "site=lab", "--home", str(home)]) == 0
     assert "waits for" not in capsys.readouterr().out

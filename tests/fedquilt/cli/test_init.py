@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt import bundle, config, methods, torchvision_compat
+from fedquilt import methods
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.core import ModelError
 from fedquilt.edge_agent import settings as agents
+from fedquilt.formats import job_bundle, toml
+from fedquilt.host import torchvision_compat
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +68,7 @@ def test_a_job_with_donors_is_prepared(method: str, here: Path, monkeypatch: pyt
         torch.save(models.get_model(architecture).state_dict(), kept / file)
     assert main(["init", "--method", method, "--out", "jobs/one.toml"]) == 0
     assert main(["prepare", "jobs/one.toml"]) == 0
-    job, made = settings.load_job(Path("jobs/one.toml")), bundle.load_bundle(Path("jobs/one.bundle"))
+    job, made = settings.load_job(Path("jobs/one.toml")), job_bundle.load_bundle(Path("jobs/one.bundle"))
     assert (job.rounds, len(job.labels), job.model) == (200, 10, {})
     assert list(made.meta["donors"]) == ["mobilenet", "squeezenet"]
     assert made.meta["blocks"]["mobilenet.0"]["in_shape"] == [3, 64, 64]
@@ -78,7 +80,7 @@ def test_what_it_writes_runs_on_a_fleet(capsys: pytest.CaptureFixture[str]) -> N
     np.savez("mine.npz", x_train=rng.random((60, 5), np.float32), y_train=np.arange(60) % 3)
     words = ["--data", "mine.npz", "--devices", "3", "--rounds", "2", "--method", "fedprox"]
     assert main(["init", *words, "--out", "jobs/My Job.toml"]) == 0
-    table = config.read_toml(Path("jobs/My Job.toml"))
+    table = toml.read_toml(Path("jobs/My Job.toml"))
     assert (table["name"], table["data"]["path"]) == ("my-job", "../mine.npz")
     assert (table["model"]["inputs"], table["model"]["classes"], table["fleet"]["devices"]) == (5, 3, 3)
     assert main(["prepare", "jobs/My Job.toml"]) == 0

@@ -12,12 +12,20 @@ import numpy as np
 import pytest
 from opened import opened
 
-from fedquilt import bundle, config, tensors
+from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Started, Surveyed
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    EligibilityRecorded,
+    JobEnded,
+    JobStarted,
+    RoundCommitted,
+    UpdateAccepted,
+)
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef, JobError, Update, Usage
+from fedquilt.formats import job_bundle, toml
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
 
@@ -31,7 +39,7 @@ def job(tmp_path: Path) -> Path:
     path.write_text(JOB)
     model = tensors.encode_tensors({"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)})
     network = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
-    bundle.write_bundle(tmp_path / "job.bundle", {"network": network, "flops": 1}, {"model": model})
+    job_bundle.write_bundle(tmp_path / "job.bundle", {"network": network, "flops": 1}, {"model": model})
     return path
 
 
@@ -141,9 +149,9 @@ def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (
-            Started(BLOB),
-            Asked(0, 0, ("dev-1",)),
-            Ended("failed", "nobody came"),
+            JobStarted(BLOB),
+            CohortSelected(0, 0, ("dev-1",)),
+            JobEnded("failed", "nobody came"),
         ):
             store.append_event(run, fact)
         store.set_status(run, "failed")
@@ -155,7 +163,7 @@ def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys
     assert "failed: nobody came" in capsys.readouterr().out
     assert main(["logs", "digits", "--home", str(tmp_path), "--format", "json", "--follow"]) == 0
     kinds = [json.loads(line)["fact"]["type"] for line in capsys.readouterr().out.splitlines()]
-    assert kinds == ["Started", "Asked", "Ended"]
+    assert kinds == ["JobStarted", "CohortSelected", "JobEnded"]
 
 
 def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
@@ -164,7 +172,7 @@ def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
     """And an unknown device is an error that names those there are."""
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
-        for fact in (Started(BLOB), Surveyed(0, ("a",), {"hot": ("b",)}), Asked(0, 0, ("a",))):
+        for fact in (JobStarted(BLOB), EligibilityRecorded(0, ("a",), {"hot": ("b",)}), CohortSelected(0, 0, ("a",))):
             store.append_event(run, fact)
     home = ["--home", str(tmp_path)]
     assert main(["why", run, *home]) == 0
@@ -183,7 +191,7 @@ def test_energy_is_told_with_what_is_above_idle_and_its_error(
     update = Update(job="j", round=0, attempt=0, device="a", weight=4.0, bundles={}, metrics={}, usage=usage)
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
-        for fact in (Started(BLOB), Asked(0, 0, ("a",)), Answered(0, update)):
+        for fact in (JobStarted(BLOB), CohortSelected(0, 0, ("a",)), UpdateAccepted(0, update)):
             store.append_event(run, fact)
         store.set_status(run, "done")
     assert main(["logs", run, "--home", str(tmp_path)]) == 0
@@ -228,8 +236,8 @@ def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) 
 
 def test_a_bundle_of_another_model_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An edited job file with an old bundle would train the old network."""
-    from fedquilt import bundle as bundles
-    from fedquilt.coordinator.preflight import require_matching_bundle
+    from fedquilt.coordinator.updates.job_validation import require_matching_bundle
+    from fedquilt.formats import job_bundle as bundles
 
     table = {"name": "digits", "method": "fedavg", "model": {"name": "mlp", "inputs": 2, "hidden": [4], "classes": 2}}
     with pytest.raises(JobError, match="prepared from another job"):
@@ -266,7 +274,7 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
         run = store.add_job(settings.load_job(job), job.with_name("job.bundle"))
         state = opened(store, run).rounds.state
         assert state is not None
-        store.append_event(run, Committed(0, state, False, {}))
+        store.append_event(run, RoundCommitted(0, state, False, {}))
         store.set_status(run, "stopped")
         assert main(["export", run, *words]) == 0
         assert capsys.readouterr().out.endswith(f"; no final result: {run} is stopped, after 1 of at most 10 rounds\n")
@@ -301,14 +309,16 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a version before wrote it, with a metric that was no number; whoever asks for it is told why."""
-    null = '{"type":"Committed","round":0,"state":{"sha256":"%s","size":1},"finished":false,"metrics":{"loss":null}}'
+    null = (
+        '{"type":"RoundCommitted","round":0,"state":{"sha256":"%s","size":1},"finished":false,"metrics":{"loss":null}}'
+    )
     with Store(tmp_path) as store:
         odd, fine = (
             store.add_job(settings.parse_job({"name": name, "method": "fedavg"}), tmp_path) for name in ("odd", "fine")
         )
         with store._write_transaction():
             store._rows.append_events([(odd, 0.0, null % ("a" * 64))])
-        for fact in (Started(BLOB), Asked(0, 0, ("dev-1",)), Ended("failed", "nobody came")):
+        for fact in (JobStarted(BLOB), CohortSelected(0, 0, ("dev-1",)), JobEnded("failed", "nobody came")):
             store.append_event(fine, fact)
         store.set_status(fine, "failed")
     home = ["--home", str(tmp_path)]
@@ -357,7 +367,7 @@ def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(
     def fail(path: Path) -> None:
         raise raised
 
-    monkeypatch.setattr(config, "read_toml", fail)
+    monkeypatch.setattr(toml, "read_toml", fail)
     ended, told = failed(capsys, "prepare", "x.toml")
     assert ended == code
     assert told.startswith(f"fedquilt: {said}")
@@ -368,7 +378,7 @@ def test_a_letter_that_the_output_lacks_is_replaced(tmp_path: Path) -> None:
     """A terminal of ASCII alone, and a reason in the words of another system."""
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
-        for fact in (Started(BLOB), Ended("failed", "Größe")):
+        for fact in (JobStarted(BLOB), JobEnded("failed", "Größe")):
             store.append_event(run, fact)
     words = [sys.executable, "-m", "fedquilt.cli", "logs", "digits", "--home", str(tmp_path)]
     done = subprocess.run(words, env=os.environ | {"PYTHONIOENCODING": "ascii:strict"}, capture_output=True, text=True)

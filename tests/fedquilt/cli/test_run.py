@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.cli import homes, main, options
+from fedquilt.cli import home_access, main, options
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.limits import Limits
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.limits import CoordinatorLimits
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import terminal
-from fedquilt.coordinator.views.terminal import UnservedError
+from fedquilt.coordinator.views.terminal import InactiveRunError
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.transport.link import Link
 
@@ -53,9 +53,9 @@ def test_limits_of_the_home_hold_for_a_run_without_a_server_too(
     tmp_path: Path, run: str, embedded_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Above all how much of large updates lies on the disk; a file with an error is named before the run goes on."""
-    found: list[Limits] = []
+    found: list[CoordinatorLimits] = []
 
-    def coordinate(store: Store, link: Link, *given: object, limits: Limits, **more: object) -> None:
+    def coordinate(store: Store, link: Link, *given: object, limits: CoordinatorLimits, **more: object) -> None:
         found.append(limits)
         link.close()
 
@@ -67,7 +67,7 @@ def test_limits_of_the_home_hold_for_a_run_without_a_server_too(
         assert store.stored_status(run) == "stopped"
     (tmp_path / "limits.toml").write_text("waiting_mb = 7\n")
     main(words)
-    assert found == [Limits(waiting_mb=7)]
+    assert found == [CoordinatorLimits(waiting_mb=7)]
 
 
 def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: Path, run: str) -> None:
@@ -90,7 +90,7 @@ def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: 
 
 def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_submitted_it(tmp_path: Path) -> None:
     """The job would go to the default broker, which nobody named, and without certificates."""
-    nowhere = options.Broker("mqtt://127.0.0.1:1", None, None, None, None, "fleet")
+    nowhere = options.BrokerOptions("mqtt://127.0.0.1:1", None, None, None, None, "fleet")
     with Store(tmp_path) as serving, Store(tmp_path) as store:
         assert serving.acquire_lock()
 
@@ -99,8 +99,8 @@ def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_
             serving.close()
             return id
 
-        with pytest.raises(UnservedError, match="no coordinator serves"):
-            homes.run_to_end(tmp_path, nowhere, options.Blobs(None, None, None), store, submit)
+        with pytest.raises(InactiveRunError, match="no coordinator serves"):
+            home_access.run_to_end(tmp_path, nowhere, options.BlobOptions(None, None, None), store, submit)
 
 
 def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(
@@ -134,7 +134,7 @@ def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(
             assert serving[0].lock()
 
     monkeypatch.setattr(terminal.time, "sleep", turn)
-    with Store(tmp_path) as store, pytest.raises(UnservedError, match="no coordinator serves"):
+    with Store(tmp_path) as store, pytest.raises(InactiveRunError, match="no coordinator serves"):
         terminal.print_log(store, run, follow=True)
     assert 18 + terminal.AWAY_S <= clock[0] <= 20 + terminal.AWAY_S
     assert capsys.readouterr().err.count("another one is waited for 20 s") == 2

@@ -8,8 +8,8 @@ import pytest
 import upgrades
 
 from fedquilt import cli
-from fedquilt.coordinator.rollouts import Plan
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.rollout import RolloutPlan
+from fedquilt.coordinator.storage.store import Store
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def queued(home: Path) -> Plan:
+def queued(home: Path) -> RolloutPlan:
     """The latest rollout's plan."""
     with Store(home) as store:
         return store.rollouts.find_rollout().state.plan

@@ -9,10 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import compression, tensors
-from fedquilt.compression import lossy
-from fedquilt.core import CODECS, Answer, Encoding, ModelError, Tensors, UpdateError
-from fedquilt.tensor_register import Kind, register_of_kinds
+from fedquilt import compression
+from fedquilt.arrays import tensors
+from fedquilt.compression import lossy_codecs
+from fedquilt.core import CODECS, ClientResult, Encoding, ModelError, Tensors, UpdateError
+from fedquilt.formats.tensor_register import Kind, register_of_kinds
 
 FP16, INT8 = Encoding(codec="fp16"), Encoding(codec="int8")
 LOSSY = [FP16, INT8, Encoding(codec="topk", keep=0.1)]
@@ -57,7 +58,7 @@ def test_raw_is_the_answer_itself() -> None:
     def never(*given: Any) -> Any:
         raise AssertionError
 
-    answer = Answer({"model": model(0)}, 1.0)
+    answer = ClientResult({"model": model(0)}, 1.0)
     assert compression.encode_update(Encoding(), answer, never, never) is answer
     assert compression.decode_update(Encoding(), answer.bundles, never) is answer.bundles
 
@@ -273,7 +274,7 @@ def test_nothing_that_is_given_changes(wire: Encoding) -> None:
 
 def test_what_is_left_out_goes_with_the_private_state_and_is_not_the_methods() -> None:
     """By bundle and tensor; the method sees its own alone, and nothing of it is in what is sent."""
-    base, answer = {"model": model(0)}, Answer({"model": model(1)}, 1.0, local={"scores": np.ones(3)})
+    base, answer = {"model": model(0)}, ClientResult({"model": model(1)}, 1.0, local={"scores": np.ones(3)})
     told = compression.encode_update(INT8, answer, base.get, dict)
     assert set(told.local) == {"scores", *(f"unsent/model/{name}" for name in model(0))}
     assert compression.method_state(told.local).keys() == {"scores"}
@@ -285,7 +286,7 @@ def test_of_what_is_not_sent_this_time_nothing_is_forgotten() -> None:
     """A layer that is left out of an answer, and a bundle that is: what they have not told waits."""
     before = {"unsent/model/w": np.ones(2, np.float32), "unsent/gene/w": np.ones(3, np.float32)}
     told = compression.encode_update(
-        INT8, Answer({"model": {"v": np.ones(2, np.float32)}}, 1.0), {}.get, lambda: before
+        INT8, ClientResult({"model": {"v": np.ones(2, np.float32)}}, 1.0), {}.get, lambda: before
     )
     assert {name: array.tolist() for name, array in told.local.items()} == {
         "unsent/model/w": [1, 1],
@@ -307,7 +308,7 @@ def test_what_is_left_of_another_shape_counts_for_nothing() -> None:
 def test_a_value_that_is_not_finite_is_never_encoded(wire: Encoding, value: float) -> None:
     """int8 would make it a number like any other."""
     with pytest.raises(UpdateError, match="'w' holds 1 values that are not finite"):
-        compression.encode_update(wire, Answer({"model": row(1, value)}, 1.0), {}.get, dict)
+        compression.encode_update(wire, ClientResult({"model": row(1, value)}, 1.0), {}.get, dict)
 
 
 def test_what_16_bits_cannot_hold_is_refused_with_the_mend() -> None:
@@ -368,7 +369,7 @@ def test_bytes_that_no_codec_makes_are_refused_by_the_tensors_name(
 
 def test_every_codec_that_is_named_is_there() -> None:
     """What devices say that they know is what there is."""
-    assert ("raw", *lossy.CODERS) == CODECS
+    assert ("raw", *lossy_codecs.CODERS) == CODECS
 
 
 def test_a_tensor_without_a_start_is_decoded_in_the_memory_of_one() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError
-from fedquilt.data import readers, spectrogram
-from fedquilt.data.readers import audio
+from fedquilt.data import readers
+from fedquilt.data.readers import audio, spectrogram
 from fedquilt.data.spec import Audio, DataSpec
 from fedquilt.data.tokens import Tokenizer
 

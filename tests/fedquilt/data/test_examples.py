@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from example_files import needs_torchvision, rows_of
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import DataError, JobError
 from fedquilt.data import examples as data
 from fedquilt.data import partition, readers
@@ -187,7 +187,7 @@ def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(
     spec = DataSpec(str(small(tmp_path / "a.npz", np.savez)), partition="iid", shares=25)
     opened, open_ = [], data.open_split
     monkeypatch.setattr(data, "open_split", lambda spec: opened.append(spec) or open_(spec))
-    together, empty = data.Together(), []
+    together, empty = data.SharedLoader(), []
     for share in range(25):
         try:
             train, held = together.load_share(with_options(spec, share=share))
@@ -215,7 +215,7 @@ def test_a_share_is_read_without_the_rest(tmp_path: Path):
     np.savez_compressed(path, x=np.zeros((2000, 100_000), np.uint8), y=np.arange(2000) % 10)
     check = """
 import sys
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.data import examples as data
 from fedquilt.data import partition, readers
 from fedquilt.data.spec import DataSpec

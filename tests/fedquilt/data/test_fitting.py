@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import bundle, config, tensors
+from fedquilt.arrays import tensors
 from fedquilt.cli import main
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import DataError
-from fedquilt.data import fitting
-from fedquilt.data.readers import Reader
+from fedquilt.data import compatibility
+from fedquilt.data.readers import ExampleReader
 from fedquilt.data.readers.base import describe_class_problem
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, toml
 
 MLP = {"name": "mlp", "inputs": 16, "hidden": [4], "classes": 3}
 PICTURES = {"name": "plain", "channels": 1, "classes": 3, "input": {"channels": 1, "size": 8}}
@@ -61,10 +62,10 @@ def test_what_headers_and_labels_tell_is_told(
     """With the file, what it holds and what is taken; a network of a user's own may take anything."""
     spec = stored(tmp_path / "own.npz", *shape, most=most)
     if not said:
-        fitting.open_compatible_data(meta, spec)
+        compatibility.open_compatible_data(meta, spec)
         return
     with pytest.raises(DataError, match=f"own.npz: .*{said}"):
-        fitting.open_compatible_data(meta, spec)
+        compatibility.open_compatible_data(meta, spec)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +82,8 @@ def test_one_label_for_all_training_examples_is_refused(tmp_path: Path, task: st
     table = {"path": str(tmp_path / "own.npz"), "task": task}
     meta = {"network": {**MLP, "task": task, "classes": y.shape[1] if y.ndim > 1 else 3 if task == "classes" else 1}}
     with pytest.raises(DataError, match=rf"own.npz: {said}: there is nothing to learn"):
-        fitting.open_compatible_data(meta, DataSpec.parse(table))
-    fitting.open_compatible_data(meta, DataSpec.parse({**table, "split": "test"}))
+        compatibility.open_compatible_data(meta, DataSpec.parse(table))
+    compatibility.open_compatible_data(meta, DataSpec.parse({**table, "split": "test"}))
 
 
 @pytest.mark.parametrize("words", [["fleet"], ["fleet", "--link", "memory"], ["compare", "--seeds", "0"]])
@@ -90,11 +91,11 @@ def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
     """Once, in a line."""
-    first = tensors.encode_tensors(numpy_engine.init_tensors(MLP, seed=0))
-    bundle.write_bundle(tmp_path / "job.bundle", {"network": MLP, "flops": 100}, {"model": first})
+    first = tensors.encode_tensors(engine.init_tensors(MLP, seed=0))
+    job_bundle.write_bundle(tmp_path / "job.bundle", {"network": MLP, "flops": 100}, {"model": first})
     stored(tmp_path / "own.npz", 4, 5)
     table = {"name": "a", "method": "fedavg", "engine": "numpy", "data": {"path": "own.npz", "partition": "iid"}}
-    (tmp_path / "job.toml").write_text(config.format_toml(table))
+    (tmp_path / "job.toml").write_text(toml.format_toml(table))
     home = ["--out" if words[0] == "compare" else "--home", str(tmp_path / "out")]
     assert main([words[0], str(tmp_path / "job.toml"), *words[1:], *home]) == DataError.exit_code
     told = capsys.readouterr()
@@ -110,7 +111,7 @@ def test_prepare_says_it_where_the_data_are_here(tmp_path: Path, capsys: pytest.
     pytest.importorskip("torch", reason="preparing builds the network")
     stored(tmp_path / "own.npz", 4, 5)
     table = {"name": "a", "method": "fedavg", "model": MLP, "data": {"path": "own.npz"}}
-    (tmp_path / "job.toml").write_text(config.format_toml(table))
+    (tmp_path / "job.toml").write_text(toml.format_toml(table))
     assert main(["prepare", str(tmp_path / "job.toml")]) == DataError.exit_code
     assert "hold 20 values each" in capsys.readouterr().err
     (tmp_path / "own.npz").unlink()
@@ -147,32 +148,32 @@ def test_labels_of_a_table_work_once_the_job_names_them_as_the_error_says(tmp_pa
             {"network": {"name": "mlp", "inputs": 1, "classes": classes}},
         )
         with pytest.raises(DataError) as raised:
-            fitting.open_compatible_data(meta, spec)
+            compatibility.open_compatible_data(meta, spec)
         given = str(raised.value).split("set [data] labels = ")[1].split("]")[0] + "]"
         named = DataSpec(path=spec.path, labels=tuple(json.loads(given)))
-        assert set(fitting.open_compatible_data(meta, named).y) == set(range(classes))
+        assert set(compatibility.open_compatible_data(meta, named).y) == set(range(classes))
 
 
-def scaled(path: Path, factor: float) -> tuple[Reader, DataSpec]:
+def scaled(path: Path, factor: float) -> tuple[ExampleReader, DataSpec]:
     x = np.random.default_rng(0).normal(size=(60, 3)) * [1.0, factor, 0.0]
     np.savez(path, x=x, y=np.arange(60) % 3)
     spec = DataSpec(path=str(path))
-    return fitting.open_compatible_data({"network": {**MLP, "inputs": 3}}, spec), spec
+    return compatibility.open_compatible_data({"network": {**MLP, "inputs": 3}}, spec), spec
 
 
 def test_features_of_unequal_scales_are_warned_of_unless_the_network_standardises(tmp_path: Path) -> None:
     """Above a factor of 100; a feature that never varies has no scale."""
     large, small = scaled(tmp_path / "large.npz", 500.0), scaled(tmp_path / "small.npz", 50.0)
-    (said,) = fitting.data_warnings({"network": MLP}, *large)
+    (said,) = compatibility.data_warnings({"network": MLP}, *large)
     assert "features differ in scale by a factor of 374 (number 1 by 410, number 0 by 1.1)" in said
     assert said.endswith(": set [input] standardise = true, and prepare anew")
-    assert fitting.data_warnings({"network": MLP}, *small) == []
-    assert fitting.data_warnings({"network": {**MLP, "input": {"mean": [0.0], "std": [1.0]}}}, *large) == []
+    assert compatibility.data_warnings({"network": MLP}, *small) == []
+    assert compatibility.data_warnings({"network": {**MLP, "input": {"mean": [0.0], "std": [1.0]}}}, *large) == []
 
 
 def test_a_class_0_that_never_occurs_is_warned_of(tmp_path: Path) -> None:
     """Four classes for labels 1 to 3 fit, and are probably a mistake."""
     np.savez(tmp_path / "one.npz", x=np.zeros((12, 3)), y=1 + np.arange(12) % 3)
     spec, meta = DataSpec(path=str(tmp_path / "one.npz")), {"network": {**MLP, "inputs": 3, "classes": 4}}
-    (said,) = fitting.data_warnings(meta, fitting.open_compatible_data(meta, spec), spec)
+    (said,) = compatibility.data_warnings(meta, compatibility.open_compatible_data(meta, spec), spec)
     assert said.endswith("no example has class 0; the labels are counted from 1: subtract 1 from each label")

@@ -5,7 +5,7 @@ import pytest
 
 from fedquilt.core import DataError
 from fedquilt.data import images
-from fedquilt.data.images import Input
+from fedquilt.data.images import ImageInput
 
 
 @pytest.mark.parametrize(("size", "wanted"), [(8, 8), (8, 3), (3, 8), (7, 28), (28, 7), (1, 5), (5, 1), (224, 32)])
@@ -52,7 +52,7 @@ def test_height_and_width_are_resized_each_for_itself() -> None:
 def test_grey_becomes_colour_by_repetition() -> None:
     """uint8 255 is 1.0, then each channel has its own mean and deviation."""
     x = np.full((1, 2, 2), 255, np.uint8)
-    out = images.prepare_images(x, Input(channels=3, size=2, mean=(0.0, 0.5, 1.0), std=(1.0, 0.5, 2.0)))
+    out = images.prepare_images(x, ImageInput(channels=3, size=2, mean=(0.0, 0.5, 1.0), std=(1.0, 0.5, 2.0)))
     assert out.shape == (1, 3, 2, 2)
     assert out.dtype == np.float32
     assert out[0, :, 0, 0].tolist() == [1.0, 1.0, 0.0]
@@ -63,7 +63,7 @@ def test_colour_becomes_grey_by_luma() -> None:
     x = np.zeros((3, 1, 1, 3), np.uint8)
     for channel in range(3):
         x[channel, 0, 0, channel] = 255
-    out = images.prepare_images(x, Input(channels=1, size=1))
+    out = images.prepare_images(x, ImageInput(channels=1, size=1))
     assert out.shape == (3, 1, 1, 1)
     assert out.ravel().tolist() == pytest.approx([0.299, 0.587, 0.114])
 
@@ -71,15 +71,15 @@ def test_colour_becomes_grey_by_luma() -> None:
 def test_floating_images_are_taken_as_they_are() -> None:
     """0..1 already; a single channel axis may be there or not."""
     x = np.array([[[0.0, 0.25], [0.5, 1.0]]])
-    assert images.prepare_images(x, Input(channels=1, size=2))[0, 0].tolist() == [[0.0, 0.25], [0.5, 1.0]]
+    assert images.prepare_images(x, ImageInput(channels=1, size=2))[0, 0].tolist() == [[0.0, 0.25], [0.5, 1.0]]
     assert np.array_equal(
-        images.prepare_images(x[..., None], {"channels": 1, "size": 2}), images.prepare_images(x, Input(1, 2))
+        images.prepare_images(x[..., None], {"channels": 1, "size": 2}), images.prepare_images(x, ImageInput(1, 2))
     )
 
 
 def test_deeper_integers_are_scaled_by_their_own_range() -> None:
     """A 16-bit camera's white is white."""
-    assert images.prepare_images(np.full((1, 1, 1), 65535, np.uint16), Input(1, 1)).item() == 1.0
+    assert images.prepare_images(np.full((1, 1, 1), 65535, np.uint16), ImageInput(1, 1)).item() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_deeper_integers_are_scaled_by_their_own_range() -> None:
 def test_what_is_no_image_is_refused_with_its_shape_or_type(x: np.ndarray, message: str) -> None:
     """Says what was expected."""
     with pytest.raises(DataError, match=message):
-        images.prepare_images(x, Input(channels=1, size=2))
+        images.prepare_images(x, ImageInput(channels=1, size=2))

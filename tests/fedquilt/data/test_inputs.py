@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.preflight import require_matching_bundle
+from fedquilt.coordinator.updates.job_validation import require_matching_bundle
 from fedquilt.core import DataError, JobError
-from fedquilt.data import fitting, inputs
+from fedquilt.data import compatibility, inputs
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import prepare
 
@@ -46,7 +46,7 @@ def test_a_bad_table_of_inputs_says_what_is_wanted(table: dict[str, Any], said: 
         inputs.parse_input_table(table)
 
 
-def made(folder: Path, **tables: Any) -> tuple[settings.Job, Any]:
+def made(folder: Path, **tables: Any) -> tuple[settings.JobSettings, Any]:
     pytest.importorskip("torch")
     job = settings.parse_job({"name": "j", "method": "fedavg", **tables})
     import msgspec
@@ -102,7 +102,7 @@ def test_data_that_do_not_fit_a_network_are_told_with_both_sides(
     (tmp_path / "a.csv").write_text(text)
     job, bundle = made(tmp_path, model=model, data={"path": str(tmp_path / "a.csv"), **data})
     with pytest.raises(DataError, match=said):
-        fitting.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
+        compatibility.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
 
 
 def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path: Path) -> None:
@@ -113,9 +113,11 @@ def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path: Path) -
     model = {"name": "transformer", "vocabulary": 3, "length": 4, "classes": 2, "width": 4}
     job, bundle = made(tmp_path, model=model, data={"path": str(tmp_path / "a.csv"), "text": text})
     with pytest.raises(DataError, match="the vocabulary has 4 tokens, network 'transformer' knows 3"):
-        fitting.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
+        compatibility.open_compatible_data(bundle.meta, DataSpec.parse(job.data))
     longer = {**job.data, "text": {**text, "length": 5}}
     with pytest.raises(DataError, match=r"examples of shape \(5,\), network 'transformer' takes 4 tokens"):
-        fitting.open_compatible_data(bundle.meta, DataSpec.parse(longer))
+        compatibility.open_compatible_data(bundle.meta, DataSpec.parse(longer))
     with pytest.raises(DataError, match="task is 'labels', and network 'transformer' was prepared for 'classes'"):
-        fitting.open_compatible_data(bundle.meta, DataSpec.parse({**job.data, "task": "labels", "labels": ["0", "1"]}))
+        compatibility.open_compatible_data(
+            bundle.meta, DataSpec.parse({**job.data, "task": "labels", "labels": ["0", "1"]})
+        )

@@ -11,7 +11,7 @@ import pytest
 
 from fedquilt.core import DataError
 from fedquilt.data import examples
-from fedquilt.data.spec import DataSpec, Source
+from fedquilt.data.spec import DataSpec, ExampleSource
 
 REAL = Path(os.environ.get("FEDQUILT_TEST_DATA") or Path(__file__).parents[3] / "../shared/data")
 
@@ -24,7 +24,7 @@ def saved(path: Path, value: float, shape: tuple[int, ...], kinds: int = 2, coun
 
 
 def mixed(*sources: tuple[str, int], **options) -> DataSpec:
-    return DataSpec(sources=tuple(Source(path, first) for path, first in sources), **options)
+    return DataSpec(sources=tuple(ExampleSource(path, first) for path, first in sources), **options)
 
 
 def test_two_sources_are_one_set_of_classes_side_by_side(tmp_path: Path):

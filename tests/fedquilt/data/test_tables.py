@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import fedquilt as fq
-from fedquilt import config
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.views import scores
@@ -17,7 +16,8 @@ from fedquilt.core import DataError, JobError
 from fedquilt.data import examples, measured_settings, readers
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import settings as agent
-from fedquilt.tools.simulation.agents import Plan
+from fedquilt.formats import toml
+from fedquilt.tools.simulation.agents import FleetPlan
 
 PUMPS = """age,material,user,failed
 1.5,steel,a,0
@@ -298,7 +298,7 @@ def test_words_that_are_left_to_the_data_are_those_of_the_training_split(tmp_pat
     """In the job once it is read: every device and the test set have them all in one order, whichever they hold."""
     job = settings.load_job(left_to_the_data(tmp_path))
     assert job.data["categories"] == {"material": ["bronze", "iron", "steel"]}
-    tables = Plan(job, tmp_path / "bundle", tmp_path / "runs").make_agent_tables()
+    tables = FleetPlan(job, tmp_path / "bundle", tmp_path / "runs").make_agent_tables()
     assert [table["data"]["categories"] for table in tables] == [job.data["categories"]] * 4
     devices = [examples.load_share(DataSpec.parse(table["data"])) for table in tables]
     assert {train.x.shape[1] + held.x.shape[1] for train, held in devices} == {8}
@@ -327,7 +327,7 @@ def test_the_line_for_agent_toml_quotes_columns_and_words_as_toml_does() -> None
     """Spaces, marks and letters beyond ASCII stand in heads of tables."""
     categories = {"Größe": ["S", 'the "L"'], "a.b; c": ["1\n2"], "plain-1": ["ä"]}
     (line,) = measured_settings.agent_lines({"categories": categories})
-    assert config.parse_toml(line, "agent.toml") == {"categories": categories}
+    assert toml.parse_toml(line, "agent.toml") == {"categories": categories}
 
 
 def test_a_board_has_to_list_its_words() -> None:

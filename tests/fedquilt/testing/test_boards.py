@@ -11,9 +11,9 @@ import pytest
 from fedquilt.core import JobError
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.profiles.layouts import BOARDS
+from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
-from fedquilt.tools.bench import sensors
+from fedquilt.tools.lab.bench import sensors
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 

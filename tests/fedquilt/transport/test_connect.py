@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.connect import dial
-from fedquilt.transport.mqtt_errors import DialError
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.connection import dial
+from fedquilt.transport.mqtt.errors import ConnectionFailedError
 
 if TYPE_CHECKING:
     from tests.conftest import Authority
@@ -112,7 +112,7 @@ def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_calle
         while waiting.events == select.POLLOUT:  # TCP
             waiting = next(dialling)
         assert waiting.events == select.POLLIN  # for the handshake
-        with pytest.raises(DialError, match=r"no answer from mqtts://127\.0\.0\.1"):
+        with pytest.raises(ConnectionFailedError, match=r"no answer from mqtts://127\.0\.0\.1"):
             dialling.throw(TimeoutError())
         assert waiting.socket.fileno() == -1, "its socket is closed"
 

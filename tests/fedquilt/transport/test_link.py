@@ -8,17 +8,8 @@ from types import FrameType
 
 import pytest
 
-from fedquilt.transport.link import (
-    Endpoint,
-    Faults,
-    Link,
-    MemoryBroker,
-    MemoryLink,
-    Message,
-    filter_matches,
-    run_endpoint,
-    run_on_virtual_time,
-)
+from fedquilt.transport.link import Endpoint, Link, Message, filter_matches, run_endpoint
+from fedquilt.transport.memory_link import LinkFaults, MemoryBroker, MemoryLink, run_on_virtual_time
 
 
 def arrived(broker: MemoryBroker, link: MemoryLink) -> list[Message]:
@@ -103,7 +94,7 @@ def test_a_lost_client_neither_sends_nor_receives() -> None:
     assert b.receive() == [Message("t", b"x")]
 
 
-def play(seed: int, faults: Faults, count: int = 300) -> list[bytes]:
+def play(seed: int, faults: LinkFaults, count: int = 300) -> list[bytes]:
     """What comes through of `count` numbered messages."""
     broker = MemoryBroker(seed, faults)
     reader = broker.connect()
@@ -116,33 +107,33 @@ def play(seed: int, faults: Faults, count: int = 300) -> list[bytes]:
 
 def test_faults_are_drawn_from_the_seed() -> None:
     """The same seed plays the same; another seed does not."""
-    faults = Faults(drop=0.2, duplicate=0.2, corrupt=0.2, delay_s=1.0)
+    faults = LinkFaults(drop=0.2, duplicate=0.2, corrupt=0.2, delay_s=1.0)
     assert play(5, faults) == play(5, faults)
     assert play(5, faults) != play(6, faults)
 
 
 def test_without_faults_everything_comes_once_and_in_order() -> None:
     """The undisturbed run."""
-    assert play(0, Faults()) == [number.to_bytes(2, "big") for number in range(300)]
+    assert play(0, LinkFaults()) == [number.to_bytes(2, "big") for number in range(300)]
 
 
 def test_each_fault_does_what_it_says() -> None:
     """One at a time. A message passes two hops, so of 300 about 0.8 * 0.8 * 300 = 192 survive a drop of 0.2."""
     sent = [number.to_bytes(2, "big") for number in range(300)]
-    dropped = play(1, Faults(drop=0.2))
+    dropped = play(1, LinkFaults(drop=0.2))
     assert 150 < len(dropped) < 230
     assert set(dropped) < set(sent)
-    doubled = play(1, Faults(duplicate=0.2))
+    doubled = play(1, LinkFaults(duplicate=0.2))
     assert 380 < len(doubled) < 480
     assert set(doubled) == set(sent)
-    late = play(1, Faults(delay_s=1.0))
+    late = play(1, LinkFaults(delay_s=1.0))
     assert late != sent
     assert sorted(late) == sent
 
 
 def test_a_corrupted_message_differs_in_one_bit_a_hop() -> None:
     """Two hops, so one or two bits."""
-    broker = MemoryBroker(3, Faults(corrupt=1.0))
+    broker = MemoryBroker(3, LinkFaults(corrupt=1.0))
     reader = broker.connect()
     reader.subscribe(["t"])
     author = broker.connect()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from fedquilt.core import WireError
-from fedquilt.transport.malformed import EVERY_S, FIRST, MOST_BRANCHES, OTHERS, Garbage
+from fedquilt.transport.malformed_messages import EVERY_S, FIRST, MOST_BRANCHES, OTHERS, MalformedMessages
 
 ERROR = WireError("not a fedquilt message")
 
 
 def test_the_first_are_told_and_the_rest_is_a_number() -> None:
     """Each branch of the tree by itself; the summary comes once in a while, and names the last."""
-    found = Garbage()
+    found = MalformedMessages()
     told = [found.count_message(f"fq/1/f/dev/a/up/{n}", ERROR, False, 0.0) for n in range(100)]
     assert [line is not None for line in told] == [n < FIRST for n in range(100)]
     assert str(told[0]) == "dropped a message on fq/1/f/dev/a/up/0: not a fedquilt message"
@@ -26,7 +26,7 @@ def test_the_first_are_told_and_the_rest_is_a_number() -> None:
 
 def test_a_branch_that_has_been_quiet_is_told_anew() -> None:
     """A fault of another day is another fault."""
-    found = Garbage()
+    found = MalformedMessages()
     for _ in range(FIRST + 1):
         found.count_message("fq/1/f/dev/a/up/x", ERROR, False, 0.0)
     assert len(found.due_lines(EVERY_S)) == 1
@@ -38,13 +38,13 @@ def test_a_branch_that_has_been_quiet_is_told_anew() -> None:
 
 def test_what_the_broker_keeps_is_told_with_the_command_that_clears_it() -> None:
     """It would come back at every start."""
-    said = Garbage().count_message("fq/1/f/coord/state", ERROR, True, 0.0)
+    said = MalformedMessages().count_message("fq/1/f/coord/state", ERROR, True, 0.0)
     assert str(said).endswith("the broker keeps it until it is cleared: mosquitto_pub -r -n -t 'fq/1/f/coord/state'")
 
 
 def test_names_that_somebody_invents_fill_neither_log_nor_memory() -> None:
     """Beyond some branches all others are one."""
-    found = Garbage()
+    found = MalformedMessages()
     told = [found.count_message(f"fq/1/f/dev/d{n}/up/x", ERROR, False, 0.0) for n in range(10_000)]
     assert sum(line is not None for line in told) == MOST_BRANCHES + FIRST
     assert OTHERS in found.due_lines(EVERY_S)[0]

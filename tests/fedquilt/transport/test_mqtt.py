@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fedquilt import wire
-from fedquilt.blobs.store import Depot
-from fedquilt.blobs.transfer import Transfers
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.core import LinkError
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.connect import Retry, backoff_s
 from fedquilt.transport.link import Link, Message
-from fedquilt.transport.mqtt import MqttLink
-from fedquilt.transport.mqtt_client import payload_limit
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.client import payload_limit
+from fedquilt.transport.mqtt.connection import RetryDelay, backoff_s
+from fedquilt.transport.mqtt.link import MqttLink
 
 if TYPE_CHECKING:
     from fedquilt.tools.broker import EmbeddedBroker
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 KIB = 1024
 DIES = """
 import sys
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 link = MqttLink(Broker.from_url(sys.argv[1]), "doomed", ("presence/doomed", b"lost"))
 link.wait_until_connected(10)
 link.publish("presence/doomed", b"here", retain=True)
@@ -311,7 +311,7 @@ def test_backoff_grows_from_a_tenth_of_a_second_to_thirty_and_jitter_shortens_it
 def test_a_client_is_back_before_the_broker_was_away_twice_as_long(quick: int, away_s: float) -> None:
     """Attempts are refused until `away_s`. The worst draws: some as short as can be, and then as long."""
     tries = iter(range(1000))
-    retry, now_s = Retry(lambda: 0.999 if next(tries) < quick else 0.0), 0.0
+    retry, now_s = RetryDelay(lambda: 0.999 if next(tries) < quick else 0.0), 0.0
     retry.record_connection(-60.0)
     now_s += retry.record_failure(True, now_s)
     while now_s < away_s:
@@ -353,7 +353,7 @@ def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restar
     topics = wire.Topics("f")
     down, up = (random.Random(seed).randbytes(20_000_000) for seed in (1, 2))
     sides: dict[str, Transfers] = {}
-    depots = {name: Depot(tmp_path / name) for name in ("coordinator", "dev-a")}
+    depots = {name: BlobStore(tmp_path / name) for name in ("coordinator", "dev-a")}
     refs = {"dev-a": depots["coordinator"].store_bytes(down), "coordinator": depots["dev-a"].store_bytes(up)}
     filters = {"coordinator": topics.coordinator_filters(), "dev-a": topics.device_filters("dev-a")}
     for name, direction in (("coordinator", "dn"), ("dev-a", "up")):

@@ -11,10 +11,10 @@ import paho.mqtt
 import paho.mqtt.client as paho
 import pytest
 
-from fedquilt.transport import mqtt_client, packets
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
-from fedquilt.transport.mqtt_client import Client
+from fedquilt.transport.mqtt import client, packets
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.client import MqttClient
+from fedquilt.transport.mqtt.link import MqttLink
 
 REPLACED = ("_create_socket", "_packet_queue", "loop_read", "loop_write", "want_write")
 CLOCKS = {"_last_bytes_received", "_last_msg_in"}  # one of both, by version
@@ -22,7 +22,7 @@ CLOCKS = {"_last_bytes_received", "_last_msg_in"}  # one of both, by version
 
 def private_names() -> set[str]:
     """Names of itself that the client uses, and has from paho."""
-    tree = ast.parse(inspect.getsource(mqtt_client))
+    tree = ast.parse(inspect.getsource(client))
     found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Client")
     begin = next(node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     methods = {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
@@ -51,7 +51,7 @@ def test_a_busy_connection_is_alive_without_a_ping(way: str) -> None:
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
-        client = Client(here, 4, "busy")
+        client = MqttClient(here, 4, "busy")
         client._sock, client._last_msg_out, client._last_msg_in = here, 0.0, 0.0
         if way == "out":
             client.queue_message("t", b"payload", 0, False)
@@ -69,7 +69,7 @@ def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive() -> None:
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
-        client = Client(here, 4, "stuck")
+        client = MqttClient(here, 4, "stuck")
         client._sock = here
         client.queue_message("t", bytes(8 << 20), 0, False)
         assert client.loop_write() == 0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt_errors import (
-    DialError,
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.errors import (
+    ConnectionFailedError,
     connection_lost_error,
     no_answer_error,
     not_mqtt_error,
@@ -82,7 +82,7 @@ def out_of_date(code: int, message: str) -> ssl.SSLCertVerificationError:
     ],
 )
 def test_a_failure_is_one_sentence_and_final_if_waiting_cannot_mend_it(
-    error: DialError, says: str, final: bool
+    error: ConnectionFailedError, says: str, final: bool
 ) -> None:
     """A daemon tries again in any case; a command gives up at once when it is final."""
     assert says in str(error)

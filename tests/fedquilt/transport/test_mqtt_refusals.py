@@ -13,8 +13,8 @@ import pytest
 from waiting import LIMIT_S, until
 
 from fedquilt.core import LinkError
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 if TYPE_CHECKING:
     from tests.conftest import Authority, Mosquitto, Stage

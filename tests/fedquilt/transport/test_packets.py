@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedquilt.transport import packets
-from fedquilt.transport.packets import MalformedPacketError
+from fedquilt.transport.mqtt import packets
+from fedquilt.transport.mqtt.packets import MalformedPacketError
 
 FUZZ = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 

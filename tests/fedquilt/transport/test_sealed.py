@@ -9,7 +9,7 @@ import pytest
 from sealed_fleets import CLAIM, TOPICS, Fleet, down, up
 
 from fedquilt import wire
-from fedquilt.transport import envelope, sealed
+from fedquilt.security import authenticated_link, message_signature
 from fedquilt.transport.link import Message
 
 
@@ -23,8 +23,8 @@ def test_what_is_said_arrives_as_it_was_said(fleet: Fleet) -> None:
     assert fleet.heard["coordinator"] == [Message(up("a"), CLAIM)]
     assert fleet.payloads("a") == [CLAIM, b""]
     assert fleet.heard["b"] == []
-    assert [envelope.payload_without_check(payload) for payload in fleet.broker.of(up("a"))] == [CLAIM]
-    assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + envelope.ENVELOPE_BYTES
+    assert [message_signature.payload_without_check(payload) for payload in fleet.broker.of(up("a"))] == [CLAIM]
+    assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + message_signature.ENVELOPE_BYTES
 
 
 def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet: Fleet) -> None:
@@ -230,7 +230,7 @@ def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet
         fleet.mallory.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=99 + epoch)))
         fleet.mallory.publish(down("a", "hello"), wire.encode(wire.Hello()))
         fleet.run(0.05)
-    assert len(fleet.broker.of(up("a", "hello"))) - before <= 2 * (10.0 / sealed.HINT_S + 1)
+    assert len(fleet.broker.of(up("a", "hello"))) - before <= 2 * (10.0 / authenticated_link.HINT_S + 1)
 
 
 def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet: Fleet) -> None:

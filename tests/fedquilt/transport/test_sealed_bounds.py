@@ -6,9 +6,9 @@ import pytest
 from sealed_fleets import CLAIM, Fleet, down, up
 
 from fedquilt import wire
-from fedquilt.transport import envelope, sealed, sealed_fleet
-from fedquilt.transport.handshake import Session
-from fedquilt.transport.sealed_fleet import BURST
+from fedquilt.security import authenticated_link, message_signature
+from fedquilt.security.authenticated_link import BURST
+from fedquilt.security.handshake import Session
 
 
 def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(
@@ -42,7 +42,7 @@ def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(
     fleet.mallory.publish(down("a", "hello"), wire.encode(wire.Hello()))  # it asks for another session
     fleet.run(6.0)
     assert told(down("a"), sent) == told(up("a"), own) == "INFO"
-    fleet.run(sealed.LATE_S)
+    fleet.run(authenticated_link.LATE_S)
     assert told(down("a"), sent) == told(up("a"), own) == "WARNING"
     assert fleet.payloads("coordinator")[1:] == []
 
@@ -121,7 +121,7 @@ def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet: Fleet) -> None:
 
 def test_the_envelope_takes_its_part_of_the_largest_payload(fleet: Fleet) -> None:
     """What is as large as a link says goes through."""
-    assert fleet.link.max_payload == fleet.raw.max_payload - envelope.ENVELOPE_BYTES
+    assert fleet.link.max_payload == fleet.raw.max_payload - message_signature.ENVELOPE_BYTES
 
 
 def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet: Fleet) -> None:
@@ -146,9 +146,9 @@ def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(
 
 def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest one goes; of a device only the latest is kept; a board that answers in time gets its session."""
-    monkeypatch.setattr(sealed_fleet, "ATTEMPTS_MOST", 3)
+    monkeypatch.setattr(authenticated_link, "ATTEMPTS_MOST", 3)
     for number in range(10):
-        begun = sealed.handshake_probe(fleet.identities["a"])
+        begun = authenticated_link.handshake_probe(fleet.identities["a"])
         fleet.mallory.publish(up(f"x{number}", "hello"), wire.encode(begun))
     fleet.run()
     assert list(fleet.link._attempts) == ["x7", "x8", "x9"]
@@ -159,9 +159,9 @@ def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet: Fleet, monkeyp
 
 def test_names_that_a_broker_makes_up_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is remembered of when something was last done is bounded, and begins anew."""
-    monkeypatch.setattr(sealed_fleet, "DEVICES_MOST", 3)
+    monkeypatch.setattr(authenticated_link, "DEVICES_MOST", 3)
     last_s: dict[str, float] = {}
     for number in range(10):
-        assert sealed_fleet._admit_device(last_s, f"d{number}", 0.0, 5.0)
-        assert not sealed_fleet._admit_device(last_s, f"d{number}", 4.9, 5.0)
+        assert authenticated_link._admit_device(last_s, f"d{number}", 0.0, 5.0)
+        assert not authenticated_link._admit_device(last_s, f"d{number}", 4.9, 5.0)
     assert len(last_s) <= 3

@@ -11,27 +11,28 @@ from certified import Certified
 from sealed_fleets import CLAIM, Fleet, Tampered, up
 
 from fedquilt.core import JobError, SiteRight, WireError
-from fedquilt.transport import handshake, sealed
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.handshake import Identity
-from fedquilt.transport.link import MemoryBroker, Message
-from fedquilt.transport.sealed_fleet import FleetLink
+from fedquilt.security import authenticated_link, handshake
+from fedquilt.security.authenticated_link import FleetLink
+from fedquilt.security.handshake import LinkIdentity
+from fedquilt.transport.link import Message
+from fedquilt.transport.memory_link import MemoryBroker
+from fedquilt.transport.mqtt.broker import Broker
 
 
 def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(
     fleet: Fleet, site: Certified, stranger: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another board's, an observer's, an expired one, a stranger's."""
-    cases: dict[str, tuple[Identity, str]] = {
-        "c1": (Identity(site.broker("other")), "the certificate is of 'other'"),
-        "c2": (Identity(site.broker("c2", "observer")), "the certificate is of 'an observer'"),
-        "c3": (Identity(site.broker("c3", days_ago=400)), "expired"),
-        "c4": (Identity(site.broker("c4", "server")), "unsuitable certificate purpose"),
+    cases: dict[str, tuple[LinkIdentity, str]] = {
+        "c1": (LinkIdentity(site.broker("other")), "the certificate is of 'other'"),
+        "c2": (LinkIdentity(site.broker("c2", "observer")), "the certificate is of 'an observer'"),
+        "c3": (LinkIdentity(site.broker("c3", days_ago=400)), "expired"),
+        "c4": (LinkIdentity(site.broker("c4", "server")), "unsuitable certificate purpose"),
     }
     cert, key = stranger.issue("c5")
     strange = site.broker("c5")
     strange = type(strange).from_url("mqtts://localhost", ca=site.ca, cert=cert, key=key)
-    cases["c5"] = (Identity(strange), "unable to get local issuer certificate")
+    cases["c5"] = (LinkIdentity(strange), "unable to get local issuer certificate")
     for name, (identity, _) in cases.items():
         fleet.join(name, identity)
     fleet.run()
@@ -43,7 +44,7 @@ def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(
 def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog: pytest.LogCaptureFixture) -> None:
     """Not another board, and not the broker, whose certificate is a server's."""
     for name, kind, said in (("a", "device", "unsuitable certificate purpose"), ("hub", "server", "'hub' poses as")):
-        posing = Identity(site.broker(name, kind))
+        posing = LinkIdentity(site.broker(name, kind))
         with pytest.raises(JobError, match="ca issue coordinator"):
             FleetLink(MemoryBroker().connect(), posing, "f")
         posing.require_coordinator_certificate = lambda: math.inf  # type: ignore[method-assign]
@@ -60,7 +61,7 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
 
 def test_a_coordinators_certificate_of_an_earlier_version_says_how_to_renew_it(site: Certified) -> None:
     """It was a client's alone; boards' certificates stay as they are."""
-    earlier = Identity(site.broker("coordinator", "device"))
+    earlier = LinkIdentity(site.broker("coordinator", "device"))
     with pytest.raises(JobError, match=r"unsuitable certificate purpose.*`fedquilt ca issue coordinator` makes one"):
         earlier.require_coordinator_certificate()
 
@@ -69,21 +70,23 @@ def test_without_an_authority_there_is_no_signing_and_no_silence(site: Certified
     """A certificate without ca could prove who we are, but not check who others are."""
     files = site.files("d")
     with pytest.raises(JobError, match="give the certificate of the fleet's authority as ca"):
-        sealed.load_identity(type(site.broker("d")).from_url("mqtts://host", cert=files["cert"], key=files["key"]))
-    assert sealed.load_identity(type(site.broker("d")).from_url("mqtt://host")) is None
+        authenticated_link.load_identity(
+            type(site.broker("d")).from_url("mqtts://host", cert=files["cert"], key=files["key"])
+        )
+    assert authenticated_link.load_identity(type(site.broker("d")).from_url("mqtt://host")) is None
 
 
 def test_certificates_are_checked_anew_every_day(fleet: Fleet, site: Certified) -> None:
     """A board asks for another session in time; without a good certificate it is shut out after two days."""
     first = fleet.boards["a"].session
     site.files("b", days_ago=400)
-    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
     fleet.run()
     assert fleet.boards["a"].session == first + 1
     fleet.boards["b"].publish(up("b"), b"1")
     fleet.run()
     assert fleet.payloads("coordinator") == [b"1"]
-    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
     fleet.run()
     for name in ("a", "b"):
         fleet.boards[name].publish(up(name), b"2")
@@ -109,13 +112,13 @@ def test_a_coordinator_says_in_time_that_its_certificate_ends(
     fleet = Fleet(site)
     assert "no board takes" not in caplog.text
     site.files("coordinator", "coordinator", days_ago=705)
-    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
     fleet.run()
     said = [line for line in caplog.messages if "no board takes this coordinator's certificate after 20" in line]
     assert len(said) == 1
     assert "`fedquilt ca issue coordinator`" in said[0]
     site.files("coordinator", "coordinator", days_ago=735)
-    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
     fleet.run()
     assert "certificate has expired by the clock here, which says 20" in caplog.messages[-1]
 
@@ -125,12 +128,12 @@ def test_a_site_has_the_right_of_its_certificate_and_loses_it_with_another_certi
 ) -> None:
     """The name stays; a session by a certificate without the right ends the right."""
     right = SiteRight(("cam-*", "door-7"), 40)
-    fleet.join("plant", Identity(Broker.from_url("mqtts://localhost", **site.files("plant", "site", right=right))))
+    fleet.join("plant", LinkIdentity(Broker.from_url("mqtts://localhost", **site.files("plant", "site", right=right))))
     fleet.join("other")
     fleet.run()
     assert fleet.link.site_right("plant") == right
     assert fleet.link.site_right("other") is None
-    fleet.identities["plant"] = Identity(site.broker("plant"))
+    fleet.identities["plant"] = LinkIdentity(site.broker("plant"))
     fleet.join("plant")
     fleet.run()
     assert fleet.boards["plant"].connected

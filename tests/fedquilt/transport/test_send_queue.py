@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from fedquilt.transport.send_queue import (
+from fedquilt.transport.mqtt.send_queue import (
     OFFLINE_BYTES,
     OFFLINE_MESSAGES,
     UNDER_WAY_BYTES,
     UNDER_WAY_MESSAGES,
-    Sending,
+    QueuedMessage,
     SendQueue,
 )
 
 
-def reliable(name: str, size: int = 10) -> Sending:
+def reliable(name: str, size: int = 10) -> QueuedMessage:
     """A QoS-1 message."""
-    return Sending(name, bytes(size), retain=False, reliable=True)
+    return QueuedMessage(name, bytes(size), retain=False, reliable=True)
 
 
-def queue(*messages: Sending) -> SendQueue:
+def queue(*messages: QueuedMessage) -> SendQueue:
     """A queue of these."""
     made = SendQueue()
     for message in messages:
@@ -52,15 +52,15 @@ def test_a_window_of_reliable_messages_and_a_mebibyte_are_under_way_at_once() ->
     assert take_all(made, window=2) == ["c"]
     large = queue(reliable("x", UNDER_WAY_BYTES * 2), reliable("y"))
     assert take_all(large) == ["x"]
-    tiny = queue(*(Sending(str(n), b"", False, reliable=False) for n in range(UNDER_WAY_MESSAGES + 1)))
+    tiny = queue(*(QueuedMessage(str(n), b"", False, reliable=False) for n in range(UNDER_WAY_MESSAGES + 1)))
     assert len(take_all(tiny)) == UNDER_WAY_MESSAGES
 
 
 def test_when_a_connection_breaks_reliable_messages_are_sent_again_first_and_one_by_one() -> None:
     """What is unreliable is lost, under way or not; what never was under way follows as usual."""
-    made = queue(reliable("a"), reliable("b"), Sending("lost", bytes(10), False, reliable=False))
+    made = queue(reliable("a"), reliable("b"), QueuedMessage("lost", bytes(10), False, reliable=False))
     assert take_all(made) == ["a", "b", "lost"]
-    made.add(Sending("lost too", bytes(10), False, reliable=False))
+    made.add(QueuedMessage("lost too", bytes(10), False, reliable=False))
     made.add(reliable("c"))
     made.add(reliable("d"))
     assert made.handle_disconnect() is None

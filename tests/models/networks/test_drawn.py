@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import footprint
 from fedquilt.core import ModelError
-from fedquilt.models.networks import drawn, registry
+from fedquilt.costs import peak_memory
+from fedquilt.models.networks import numpy_init, registry
 from fedquilt.tools.artefacts import prepare
 
 NETWORKS: list[dict[str, Any]] = [
@@ -33,7 +33,7 @@ def test_first_weights_are_torchs(network: dict[str, Any], seed: int) -> None:
     """Names, shapes, order and every bit."""
     pytest.importorskip("torch")
     theirs = {name: value.numpy() for name, value in registry.load_network(network, seed=seed).state_dict().items()}
-    ours = drawn.initial_weights(network, seed)
+    ours = numpy_init.initial_weights(network, seed)
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, strict=True)
@@ -43,16 +43,16 @@ def test_first_weights_are_torchs(network: dict[str, Any], seed: int) -> None:
 def test_facts_are_what_torch_measures(network: dict[str, Any]) -> None:
     """FLOPs, memory, the order of modules and the plan of masks."""
     torch = pytest.importorskip("torch")
-    from fedquilt.models.networks import tensor_register
-    from fedquilt.models.partial import masks, trace
+    from fedquilt.models.networks import register_trace
+    from fedquilt.models.partial import dependency_trace, masks
 
     model, shape = registry.load_network(network), registry.input_shape(network)
-    assert drawn.forward_flops(network) == registry.measure_cost(model, shape).flops
-    assert drawn.mlp_register(network) == tensor_register.trace_register(model, shape)
-    assert msgspec.json.encode(masks.plan_from_layers(drawn.layer_sizes(network))) == msgspec.json.encode(
-        trace.trace_plan(model)
+    assert numpy_init.forward_flops(network) == registry.measure_cost(model, shape).flops
+    assert numpy_init.mlp_register(network) == register_trace.trace_register(model, shape)
+    assert msgspec.json.encode(masks.plan_from_layers(numpy_init.layer_sizes(network))) == msgspec.json.encode(
+        dependency_trace.trace_plan(model)
     )
-    assert drawn.training_memory(network) == footprint.measure_training(model, torch.zeros(2, *shape))[0]
+    assert numpy_init.training_memory(network) == peak_memory.measure_training(model, torch.zeros(2, *shape))[0]
 
 
 @pytest.mark.parametrize("more", [{}, {"input": {"channels": 1, "size": 8, "mean": [0.1], "std": [0.3]}}])
@@ -61,7 +61,7 @@ def test_the_bundle_is_the_same_with_torch_and_without(tmp_path: Path, more: dic
     pytest.importorskip("torch")
     job = {"name": "j", "method": "fedavg", "model": {**NETWORKS[0], "seed": 3}, **more}
     prepare.prepare_bundle(job, tmp_path / "ours")
-    with mock.patch.object(drawn, "can_initialise", return_value=False):
+    with mock.patch.object(numpy_init, "can_initialise", return_value=False):
         prepare.prepare_bundle(job, tmp_path / "theirs")
     ours, theirs = (
         sorted(str(path.relative_to(tmp_path / each)) for path in (tmp_path / each).rglob("*") if path.is_file())
@@ -98,4 +98,4 @@ except ImportError:
 def test_a_setting_that_cannot_be_is_an_error_of_the_network(change: dict[str, Any]) -> None:
     """As it is with torch."""
     with pytest.raises(ModelError, match="mlp"):
-        drawn.initial_weights({**NETWORKS[0], **change}, 0)
+        numpy_init.initial_weights({**NETWORKS[0], **change}, 0)

@@ -11,7 +11,7 @@ from fedquilt.core import ModelError
 
 torch = pytest.importorskip("torch", reason="the zoo builds torch networks")
 
-from fedquilt import tensors  # noqa: E402
+from fedquilt.arrays import tensors  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
 
 MLP = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}

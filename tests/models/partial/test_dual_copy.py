@@ -15,9 +15,9 @@ from fedquilt.core import ModelError, StoreError
 torch = pytest.importorskip("torch", reason="the copies are torch networks")
 
 from fedquilt.models.networks import registry  # noqa: E402
-from fedquilt.models.partial import gate_cache  # noqa: E402
+from fedquilt.models.partial import output_cache  # noqa: E402
 from fedquilt.models.partial.dual_copy import DualCopy  # noqa: E402
-from fedquilt.models.partial.gate_cache import Layout, NoRoomError, Rows, Seen, Writer  # noqa: E402
+from fedquilt.models.partial.output_cache import BatchOutputs, CachedRows, NoRoomError, RowLayout, RowWriter  # noqa: E402
 
 nn = torch.nn
 
@@ -60,8 +60,8 @@ def filled(module: Any, model: Any) -> Any:
     return module.eval()
 
 
-def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> Seen:
-    caught: list[Seen] = []
+def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> BatchOutputs:
+    caught: list[BatchOutputs] = []
     filled(dual.build_observer(registry.build(network), caught.append), model)(x)
     return caught[0]
 
@@ -89,8 +89,8 @@ def test_rows_that_were_kept_give_what_the_two_copies_give(
     model, x = built(network, size)
     dual = DualCopy(network, trained, pool=pool)
     seen = seen_by(dual, network, model, x)
-    layout = gate_cache.row_layout(seen, half=False)
-    rows = torch.from_numpy(gate_cache.pack_rows(seen, layout))
+    layout = output_cache.row_layout(seen, half=False)
+    rows = torch.from_numpy(output_cache.pack_rows(seen, layout))
     pair = filled(dual.build_pair(registry.build(network)), model)
     tail = filled(dual.build_tail(registry.build(network), layout), model)
     draw = torch.Generator().manual_seed(1)
@@ -203,9 +203,9 @@ def test_a_schedule_that_trains_nothing_is_refused() -> None:
 # -- rows -----------------------------------------------------------------------------------------
 
 
-def seen() -> Seen:
+def seen() -> BatchOutputs:
     draw = torch.Generator().manual_seed(0)
-    return Seen(
+    return BatchOutputs(
         [torch.randn(3, 2, 5, generator=draw)],
         [torch.randint(0, 99, (3, 1, 2, 2), generator=draw)],
         [torch.rand(3, 11, generator=draw) > 0.5, torch.rand(3, 2, 3, generator=draw) > 0.5],
@@ -216,10 +216,10 @@ def seen() -> Seen:
 def test_rows_hold_what_was_seen(half: bool) -> None:
     """10 values, 4 indices, 11 and 6 bits: 40 + 16 + 2 + 1 bytes filled up to 60; with 16-bit values 20 less."""
     wanted = seen()
-    layout = gate_cache.row_layout(wanted, half=half)
-    rows = gate_cache.pack_rows(wanted, layout)
+    layout = output_cache.row_layout(wanted, half=half)
+    rows = output_cache.pack_rows(wanted, layout)
     assert rows.shape == (3, 60 - 20 * half)
-    value, index, *masks = gate_cache.unpack_rows(torch.from_numpy(rows), layout)
+    value, index, *masks = output_cache.unpack_rows(torch.from_numpy(rows), layout)
     kept = wanted.values[0].half().float() if half else wanted.values[0]
     assert torch.equal(value, kept)
     assert torch.equal(index, wanted.indices[0].int())
@@ -230,52 +230,52 @@ def test_values_too_large_for_16_bits_are_refused() -> None:
     """Infinity would be kept otherwise."""
     large = seen()._replace(values=[torch.full((3, 1), 1e6)])
     with pytest.raises(ModelError, match="do not fit 16 bits"):
-        gate_cache.pack_rows(large, gate_cache.row_layout(large, half=True))
+        output_cache.pack_rows(large, output_cache.row_layout(large, half=True))
 
 
 def test_what_is_no_batch_cannot_be_kept() -> None:
     """A number that goes from the frozen part into the trained one."""
     with pytest.raises(ModelError, match='set cache = "off"'):
-        gate_cache.row_layout(seen()._replace(values=[torch.zeros(2, 1)]), half=False)
+        output_cache.row_layout(seen()._replace(values=[torch.zeros(2, 1)]), half=False)
 
 
 def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path: Path) -> None:
     """Two batches of three; another key, another count, a cut file or a damaged note are not it."""
-    writer = Writer(tmp_path / "cache", "train", 6, half=False, most_bytes=360)
+    writer = RowWriter(tmp_path / "cache", "train", 6, half=False, most_bytes=360)
     writer.write_batch(seen())
     writer.write_batch(seen())
     kept = writer.finish("k")
     folder = tmp_path / "cache"
-    assert gate_cache.find_rows(folder, "train", "k", 6) == kept
-    assert gate_cache.find_rows(folder, "train", "other", 6) is None
-    assert gate_cache.find_rows(folder, "train", "k", 5) is None
-    assert gate_cache.find_rows(folder, "held", "k", 6) is None
-    rows = Rows(folder / "train.rows", kept)
-    wanted = gate_cache.pack_rows(seen(), kept.layout)
+    assert output_cache.find_rows(folder, "train", "k", 6) == kept
+    assert output_cache.find_rows(folder, "train", "other", 6) is None
+    assert output_cache.find_rows(folder, "train", "k", 5) is None
+    assert output_cache.find_rows(folder, "held", "k", 6) is None
+    rows = CachedRows(folder / "train.rows", kept)
+    wanted = output_cache.pack_rows(seen(), kept.layout)
     np.testing.assert_array_equal(rows[np.array([4, 0])], wanted[[1, 0]])
     whole = (folder / "train.rows").read_bytes()
     (folder / "train.rows").write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     np.testing.assert_array_equal(rows[np.array([4])], wanted[[1]])
     with pytest.raises(StoreError, match=r"is damaged: the next task makes it anew"):
         rows[np.array([0])]
-    assert gate_cache.find_rows(folder, "train", "k", 6) is None
+    assert output_cache.find_rows(folder, "train", "k", 6) is None
     with (folder / "train.rows").open("ab") as file:
         file.truncate(100)
-    assert gate_cache.find_rows(folder, "train", "k", 6) is None
+    assert output_cache.find_rows(folder, "train", "k", 6) is None
     with pytest.raises(StoreError, match="cut short"):
         rows[np.array([4])]
     (folder / "train.rows").unlink()
     with pytest.raises(StoreError, match="cannot read"):
         rows[np.array([0])]
     (folder / "train.json").write_bytes(b'{"key": 1')
-    assert gate_cache.find_rows(folder, "train", "k", 6) is None
+    assert output_cache.find_rows(folder, "train", "k", 6) is None
 
 
 def test_a_file_is_not_begun_where_it_would_be_too_large(tmp_path: Path) -> None:
     """6 rows of 60 bytes do not go into 359; what was there of an older key is gone."""
     (tmp_path / "train.rows").write_bytes(b"old")
     with pytest.raises(NoRoomError, match="360 bytes"):
-        Writer(tmp_path, "train", 6, half=False, most_bytes=359).write_batch(seen())
+        RowWriter(tmp_path, "train", 6, half=False, most_bytes=359).write_batch(seen())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,10 +283,10 @@ def test_a_cache_that_cannot_be_written_is_no_room(tmp_path: Path) -> None:
     """A file lies where the folder should be."""
     (tmp_path / "cache").write_text("")
     with pytest.raises(NoRoomError):
-        Writer(tmp_path / "cache", "train", 6, half=False, most_bytes=10**6).write_batch(seen())
+        RowWriter(tmp_path / "cache", "train", 6, half=False, most_bytes=10**6).write_batch(seen())
 
 
 def test_a_layout_survives_json() -> None:
     """As it is kept beside the rows."""
-    layout = gate_cache.row_layout(seen(), half=True)
-    assert msgspec.json.decode(msgspec.json.encode(layout), type=Layout) == layout
+    layout = output_cache.row_layout(seen(), half=True)
+    assert msgspec.json.decode(msgspec.json.encode(layout), type=RowLayout) == layout

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import ModelError
 from fedquilt.models.partial import lora
 
@@ -16,10 +16,10 @@ torch = pytest.importorskip("torch", reason="adapters are tried in torch network
 
 from torch import nn  # noqa: E402
 
-from fedquilt.models.networks import registry, tensor_register  # noqa: E402
+from fedquilt.host.torchvision_compat import import_torchvision  # noqa: E402
+from fedquilt.models.networks import register_trace, registry  # noqa: E402
 from fedquilt.models.networks.vit import Attention  # noqa: E402
-from fedquilt.models.partial import lora_torch  # noqa: E402
-from fedquilt.torchvision_compat import import_torchvision  # noqa: E402
+from fedquilt.models.partial import adapter_layers  # noqa: E402
 
 VIT = {"name": "vit", "channels": 1, "size": 8, "patch": 4, "width": 8, "depth": 2, "heads": 2, "classes": 3}
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
@@ -30,7 +30,7 @@ def held(module: Any) -> dict[str, np.ndarray]:
 
 
 def spots_of(module: Any, shape: tuple[int, ...]) -> Any:
-    return lora.find_adapted_layers(tensor_register.trace_register(module, tuple(shape)))
+    return lora.find_adapted_layers(register_trace.trace_register(module, tuple(shape)))
 
 
 def filled(module: Any, values: dict[str, np.ndarray]) -> Any:
@@ -69,7 +69,7 @@ def adapted(name: str, *, own: bool = False, trained: bool = False) -> tuple[Any
     if trained:
         draws = tensors.seeded_rng("c")
         values.update({k: draws.normal(size=v.shape).astype(np.float32) for k, v in values.items() if k not in model})
-    copy = filled(lora_torch.insert_adapters(copy, spots, 2, 8.0, own=own), values)
+    copy = filled(adapter_layers.insert_adapters(copy, spots, 2, 8.0, own=own), values)
     return plain, copy, values, torch.tensor(tensors.seeded_rng("x").normal(size=shape).astype(np.float32))
 
 
@@ -100,7 +100,7 @@ def test_a_shut_gate_leaves_the_shared_branch_alone(name: str) -> None:
     make, shape = NETWORKS[name]
     spots = spots_of(make(), shape[1:])
     alone = {key: value for key, value in values.items() if key.rpartition(".")[2] not in (*lora.OWN, lora.GATE)}
-    shared = filled(lora_torch.insert_adapters(make(), spots, 2, 8.0), alone)
+    shared = filled(adapter_layers.insert_adapters(make(), spots, 2, 8.0), alone)
     for logit, same in ((-100.0, True), (0.0, False)):
         gates = {f"{spot.block}.gate": np.array(logit, np.float32) for spot in spots}
         found = filled(copy, {**values, **gates})(x)
@@ -111,7 +111,7 @@ def test_both_branches_add_up_as_eq_4_on_outputs() -> None:
     """x = [1, 2], W = 0, A_g = A_p = [[1], [1]], B_g = [[1]], B_p = [[10]], s = 2: 2*3 + 0.5*2*30 = 36."""
     layer = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(layer.weight)
-    network = lora_torch.insert_adapters(nn.Sequential(layer), [lora.Spot("0", ("0",))], 1, 2.0, own=True)
+    network = adapter_layers.insert_adapters(nn.Sequential(layer), [lora.AdapterSite("0", ("0",))], 1, 2.0, own=True)
     one = {"0.lora_a": [[1.0], [1.0]], "0.lora_b": [[1.0]], "0.own_a": [[1.0], [1.0]], "0.own_b": [[10.0]]}
     values = {"0.weight": [[0.0, 0.0]], "0.gate": 0.0, **one}
     filled(network, {name: np.array(value, np.float32) for name, value in values.items()})
@@ -130,16 +130,16 @@ def test_every_gate_has_a_gradient_from_the_first_step() -> None:
 def test_a_transformers_attention_and_feed_forward_outputs_are_adapted() -> None:
     """In ours and in torchvision's, in the order of the blocks ("10" after "2")."""
     spots = spots_of(registry.load_network({**VIT, "depth": 11}), (1, 8, 8))
-    assert spots[10] == lora.Spot("blocks.10", ("blocks.10.attention.out_proj", "blocks.10.mlp.2"))
+    assert spots[10] == lora.AdapterSite("blocks.10", ("blocks.10.attention.out_proj", "blocks.10.mlp.2"))
     last = "encoder.layers.encoder_layer_1"
-    assert spots_of(torchvision_vit(), (3, 8, 8))[1] == lora.Spot(
+    assert spots_of(torchvision_vit(), (3, 8, 8))[1] == lora.AdapterSite(
         last, (f"{last}.self_attention.out_proj", f"{last}.mlp.3")
     )
 
 
 def test_without_attention_every_linear_layer_but_the_head_is_a_block() -> None:
     """6 -> 5 -> 4 -> 3: the layers "1" and "3", not the head "5"."""
-    assert spots_of(registry.load_network(MLP), (6,)) == (lora.Spot("1", ("1",)), lora.Spot("3", ("3",)))
+    assert spots_of(registry.load_network(MLP), (6,)) == (lora.AdapterSite("1", ("1",)), lora.AdapterSite("3", ("3",)))
 
 
 def test_a_network_without_linear_layers_before_its_head_is_refused() -> None:
@@ -152,7 +152,7 @@ def test_a_network_without_linear_layers_before_its_head_is_refused() -> None:
 def test_a_place_that_is_no_linear_layer_is_refused_by_name(layer: str) -> None:
     """Absent, or of another kind."""
     with pytest.raises(ModelError, match=f"'{layer}' is no linear layer"):
-        lora_torch.insert_adapters(registry.load_network(VIT), [lora.Spot("blocks.0", (layer,))], 2, 1.0)
+        adapter_layers.insert_adapters(registry.load_network(VIT), [lora.AdapterSite("blocks.0", (layer,))], 2, 1.0)
 
 
 def test_sizes_of_the_shared_part_are_the_papers() -> None:
@@ -184,7 +184,7 @@ def test_torchs_own_encoder_is_adapted_and_calls_its_adapters_also_when_it_evalu
     x, layers = torch.randn(3, 5, 8), ("layers.0.self_attn.out_proj", "layers.0.linear1")
     with torch.no_grad():
         before = network(x)
-        lora_torch.insert_adapters(network, [lora.Spot("layers.0", layers)], 2, 1.0)
+        adapter_layers.insert_adapters(network, [lora.AdapterSite("layers.0", layers)], 2, 1.0)
         torch.testing.assert_close(network(x), before)
         for name, value in network.named_parameters():
             if "lora" in name:
@@ -207,7 +207,7 @@ def test_attention_of_another_kind_is_refused() -> None:
     """With keys of another width than queries there is no single input projection."""
     network = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, kdim=4, batch_first=True)})
     with pytest.raises(ModelError, match="attention: only self-attention"):
-        lora_torch.insert_adapters(network, [], 2, 1.0)
+        adapter_layers.insert_adapters(network, [], 2, 1.0)
 
 
 @pytest.mark.parametrize("odd", [{"patch": 3}, {"heads": 3}])

@@ -10,18 +10,18 @@ import pytest
 
 from fedquilt.core import ModelError, UpdateError
 from fedquilt.models.partial import masks
-from fedquilt.models.partial.masks import Follow, Plan
-from fedquilt.testing.toys import MLP, MLP_MASKS
+from fedquilt.models.partial.masks import MaskPlan, TensorGroups
+from fedquilt.testing.toy_networks import MLP, MLP_MASKS
 
 # 3 inputs, 4 neurons, a flattening to 2 entries each, 2 neurons, 2 scores
-PLAN = Plan(
+PLAN = MaskPlan(
     {"a": 4, "b": 2},
     {},
     {
-        "a.weight": Follow((4, 3), ("a",)),
-        "a.bias": Follow((4,), ("a",)),
-        "b.weight": Follow((2, 8), ("b",), ("a",), 2),
-        "c.weight": Follow((2, 2), (), ("b",)),
+        "a.weight": TensorGroups((4, 3), ("a",)),
+        "a.bias": TensorGroups((4,), ("a",)),
+        "b.weight": TensorGroups((2, 8), ("b",), ("a",), 2),
+        "c.weight": TensorGroups((2, 2), (), ("b",)),
     },
 )
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -118,7 +118,7 @@ def test_a_plan_of_another_network_is_refused() -> None:
     for odd in ({**model, "a.bias": np.zeros(5)}, {k: v for k, v in model.items() if k != "a.bias"}):
         with pytest.raises(ModelError, match=r"another network's: its tensor 'a\.bias'"):
             masks.validate_plan(PLAN, odd)
-    for follow in (Follow((4,), ("b",)), Follow((4,), ("z",)), Follow((4,), ("a",), ("b",))):
+    for follow in (TensorGroups((4,), ("b",)), TensorGroups((4,), ("z",)), TensorGroups((4,), ("a",), ("b",))):
         with pytest.raises(ModelError, match=r"damaged at 'a\.bias'"):
             masks.validate_plan(replace(PLAN, follows={**PLAN.follows, "a.bias": follow}), model)
 
@@ -126,18 +126,18 @@ def test_a_plan_of_another_network_is_refused() -> None:
 # -- of real networks -----------------------------------------------------------------------------
 
 
-def network(name: str) -> tuple[Any, Any, Plan]:
+def network(name: str) -> tuple[Any, Any, MaskPlan]:
     """torch, a network of the zoo in which every tensor is away from its beginnings, and its plan."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
     module = registry.load_network(table(name), seed=1)
     with torch.no_grad():
         for value in module.state_dict().values():
             if value.is_floating_point() and value.ndim == 1:
                 value.add_(0.1 + 0.3 * torch.rand(value.shape, generator=torch.Generator().manual_seed(len(value))))
-    plan = trace.trace_plan(module)
+    plan = dependency_trace.trace_plan(module)
     masks.validate_plan(plan, {key: value.numpy() for key, value in module.state_dict().items()})
     return torch, module, plan
 
@@ -147,7 +147,7 @@ def network(name: str) -> tuple[Any, Any, Plan]:
 def test_masking_activations_is_masking_weights(name: str, training: bool) -> None:
     """Gates before the layers that hear give what the network gives with uncovered entries at 0, in either mode."""
     torch, module, plan = network(name)
-    from fedquilt.models.partial.torch_masks import SCORES, Gates
+    from fedquilt.models.partial.torch_masks import SCORES, MaskHooks
 
     mask = np.random.default_rng(3).random(plan.neurons) < 0.6
     marks = masks.covered_entries(plan, mask)
@@ -162,7 +162,7 @@ def test_masking_activations_is_masking_weights(name: str, training: bool) -> No
     module.train(training)
     with torch.no_grad():
         wanted = torch.func.functional_call(module, {k: v.clone() for k, v in zeroed.items()}, (x,))
-        gates = Gates(plan, None, 0.0, 0.0)
+        gates = MaskHooks(plan, None, 0.0, 0.0)
         gates.prepare(module)
         getattr(module, SCORES).copy_(torch.from_numpy(np.where(mask, 100.0, -100.0)))
         gates.training_steps(1.0)[1].begin(module)
@@ -175,9 +175,9 @@ def test_the_toy_networks_plan_is_the_traced_one() -> None:
     """What the conformance tests of methods play with."""
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
-    assert trace.trace_plan(registry.build(MLP)) == MLP_MASKS
+    assert dependency_trace.trace_plan(registry.build(MLP)) == MLP_MASKS
 
 
 def test_channels_that_are_added_share_a_mask() -> None:
@@ -201,10 +201,10 @@ def test_the_papers_networks_have_the_neurons_it_counts() -> None:
     """Table 4: h = 32 + 64 + 128 + 32 = 256, a mask of 32 bytes, of 14,884 weights."""
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
     module = registry.build({"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4})
-    plan = trace.trace_plan(module)
+    plan = dependency_trace.trace_plan(module)
     assert plan.neurons == 256
     assert sum(value.numel() for value in module.parameters()) == 14_884
     assert masks.pack_mask(np.ones(256, bool)).nbytes == 32
@@ -221,7 +221,7 @@ def test_scores_are_never_masked() -> None:
 def test_a_network_that_cannot_be_traced_says_so() -> None:
     """Its way depends on values."""
     torch = pytest.importorskip("torch")
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
     class Odd(torch.nn.Module):  # type: ignore[misc,name-defined]
         def forward(self, x: Any) -> Any:
@@ -229,28 +229,30 @@ def test_a_network_that_cannot_be_traced_says_so() -> None:
 
     line = Odd.forward.__code__.co_firstlineno + 1
     with pytest.raises(ModelError, match=rf"network's own forward\(\) \(Odd, test_masks.py, line {line}\) stops"):
-        trace.trace_plan(Odd())
+        dependency_trace.trace_plan(Odd())
     inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU(), Odd()))
     with pytest.raises(
         ModelError, match=rf"module '1.1' \(Odd, test_masks.py, line {line}\) stops torch.fx: .*rewrite"
     ):
-        trace.trace_plan(inner)
+        dependency_trace.trace_plan(inner)
 
 
 def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole() -> None:
     """Nothing cuts those tensors, nor the bias beside them."""
     torch = pytest.importorskip("torch")
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
     made = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4))
-    plan = trace.trace_plan(torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), made, torch.nn.Linear(4, 3)))
+    plan = dependency_trace.trace_plan(
+        torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), made, torch.nn.Linear(4, 3))
+    )
     assert (plan.widths, plan.follows, plan.whole) == ({}, {}, {"0": "2"})
 
 
 # -- gates ----------------------------------------------------------------------------------------
 
 
-def one_neuron() -> tuple[Any, Any, Plan]:
+def one_neuron() -> tuple[Any, Any, MaskPlan]:
     """1 input, 1 hidden neuron, 2 scores; all weights 1, no biases' effect."""
     torch = pytest.importorskip("torch")
     module = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.ReLU(), torch.nn.Linear(1, 1, bias=False))
@@ -260,16 +262,18 @@ def one_neuron() -> tuple[Any, Any, Plan]:
     return (
         torch,
         module,
-        Plan({"0": 1}, {}, {"0.weight": Follow((1, 1), ("0",)), "2.weight": Follow((1, 1), (), ("0",))}),
+        MaskPlan(
+            {"0": 1}, {}, {"0.weight": TensorGroups((1, 1), ("0",)), "2.weight": TensorGroups((1, 1), (), ("0",))}
+        ),
     )
 
 
 def test_the_gradient_goes_through_the_draw_as_if_it_were_the_probability() -> None:
     """f = 3 * 3 * m * x at x = 2: df/dm = 18, and by s 18 theta (1 - theta), whether m is drawn 0 or 1."""
     torch, module, plan = one_neuron()
-    from fedquilt.models.partial.torch_masks import SCORES, Gates
+    from fedquilt.models.partial.torch_masks import SCORES, MaskHooks
 
-    gates = Gates(plan, None, 0.0, 0.0)
+    gates = MaskHooks(plan, None, 0.0, 0.0)
     gates.prepare(module)
     scores, x = getattr(module, SCORES), torch.full((1, 1), 2.0)
     with torch.no_grad():
@@ -289,23 +293,23 @@ def test_the_gradient_goes_through_the_draw_as_if_it_were_the_probability() -> N
 def test_being_unlike_the_others_is_worth_lambda() -> None:
     """theta = 1/2, others 0.2 and 0.9, lambda = 3: -3 (0.09 + 0.16)."""
     torch = pytest.importorskip("torch")
-    from fedquilt.models.partial.torch_masks import Gates
+    from fedquilt.models.partial.torch_masks import MaskHooks
 
-    plan = Plan({"0": 2}, {}, {})
-    gates = Gates(plan, torch.tensor([0.2, 0.9]), 3.0, 0.0)
+    plan = MaskPlan({"0": 2}, {}, {})
+    gates = MaskHooks(plan, torch.tensor([0.2, 0.9]), 3.0, 0.0)
     module = gates.prepare(torch.nn.Linear(1, 1))
     penalty = gates.training_steps(1.0)[0].penalty
     assert penalty is not None
     assert float(penalty(module, None, None, {}).detach()) == pytest.approx(-0.75)
-    assert Gates(plan, None, 3.0, 0.0).training_steps(1.0)[0].penalty is None
+    assert MaskHooks(plan, None, 3.0, 0.0).training_steps(1.0)[0].penalty is None
 
 
 def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
     """What it does to them is undone before the step on the weights."""
     torch, module, plan = network("plain")
-    from fedquilt.models.partial.torch_masks import Gates
+    from fedquilt.models.partial.torch_masks import MaskHooks
 
-    gates = Gates(plan, None, 0.0, 0.0)
+    gates = MaskHooks(plan, None, 0.0, 0.0)
     gates.prepare(module).train()
     x = torch.randn(4, 1, 8, 8)
     for turn in gates.training_steps(1.0):
@@ -317,9 +321,9 @@ def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
 def test_a_plan_that_names_a_layer_the_network_lacks_is_refused() -> None:
     """Where the device would otherwise mask nothing."""
     torch, module, plan = one_neuron()
-    from fedquilt.models.partial.torch_masks import Gates
+    from fedquilt.models.partial.torch_masks import MaskHooks
 
     odd = replace(plan, follows={"7.weight": plan.follows["2.weight"]})
     with pytest.raises(ModelError, match="no layer '7'"):
-        Gates(odd, None, 0.0, 0.0).prepare(module)
+        MaskHooks(odd, None, 0.0, 0.0).prepare(module)
     assert torch is not None

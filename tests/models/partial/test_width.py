@@ -9,17 +9,17 @@ import pytest
 from plain import budgeted
 
 from fedquilt.core import ModelError, UpdateError
+from fedquilt.formats.tensor_register import RegisterEntry, TensorRegister
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth, masks, width
-from fedquilt.tensor_register import Entry, Register
-from fedquilt.testing.toys import MLP_MASKS
+from fedquilt.testing.toy_networks import MLP_MASKS
 
-FLATTENED = masks.Plan(
+FLATTENED = masks.MaskPlan(
     {"0": 4},
     {"9": 2},
     {
-        "0.weight": masks.Follow((4, 1, 3, 3), ("0",)),
-        "2.weight": masks.Follow((3, 12), (), ("0", "9"), 2),
+        "0.weight": masks.TensorGroups((4, 1, 3, 3), ("0",)),
+        "2.weight": masks.TensorGroups((3, 12), (), ("0", "9"), 2),
     },
 )
 
@@ -152,13 +152,13 @@ RESIDUAL = {"name": "residual", "channels": 1, "classes": 3, "width": 2}
 VIT = {"name": "vit", "channels": 1, "size": 8, "classes": 3, "width": 8, "depth": 1, "heads": 2}
 
 
-def body_of(table: dict[str, Any], count: int) -> depth.Body:
+def body_of(table: dict[str, Any], count: int) -> depth.StagedNetwork:
     """A network's body, for examples of 8 x 8 pixels."""
-    from fedquilt.models.networks import registry, tensor_register
+    from fedquilt.models.networks import register_trace, registry
 
     channels = 3 if "cifar" in table["name"] else 1
     return depth.split_stages(
-        tensors_of(table), count, tensor_register.trace_register(registry.build(table), (channels, 8, 8))
+        tensors_of(table), count, register_trace.trace_register(registry.build(table), (channels, 8, 8))
     )
 
 
@@ -212,9 +212,9 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
 def test_a_network_of_one_layer_has_no_depth_to_cut() -> None:
     """Linear alone, and convolutions without a linear layer."""
     for kind, shape in (("Linear", (3, 4)), ("Conv2d", (3, 4, 1, 1))):
-        row = Entry("0.weight", "parameter", "0", "0", kind, normalises=False, trained=True)
+        row = RegisterEntry("0.weight", "parameter", "0", "0", kind, normalises=False, trained=True)
         with pytest.raises(ModelError, match="by depth"):
-            depth.split_stages({"0.weight": np.zeros(shape)}, 2, Register((row,)))
+            depth.split_stages({"0.weight": np.zeros(shape)}, 2, TensorRegister((row,)))
 
 
 @pytest.mark.parametrize("name", ["residual", "plain", "separable", "resnet20-cifar", "cnn"])
@@ -256,8 +256,10 @@ def test_an_order_of_calls_that_is_not_the_networks_is_found_out() -> None:
             return self.z(self.a(self.b(x)))
 
     model = {key: value.numpy() for key, value in Odd().state_dict().items()}
-    rows = [Entry(name, "parameter", name[0], name[0], "Linear", normalises=False, trained=True) for name in model]
-    body = depth.split_stages(model, 2, Register(tuple(rows), ("", "a", "b", "z")))
+    rows = [
+        RegisterEntry(name, "parameter", name[0], name[0], "Linear", normalises=False, trained=True) for name in model
+    ]
+    body = depth.split_stages(model, 2, TensorRegister(tuple(rows), ("", "a", "b", "z")))
     start = {name: model[name] for name in body.stages[0].names}
     part = stages.keep_first_stages(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
     with pytest.raises(ModelError, match="do not tell their order"):
@@ -272,14 +274,14 @@ def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_sile
     """Whole, with 0 in all entries of units that are left out: their biases and normalisations too."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
     channels = 3 if name == "resnet20-cifar" else 1
     table: dict[str, Any] = {"name": name, "classes": 3}
     table |= {} if name == "resnet20-cifar" else {"channels": 1, "width": 4}
     table |= {"size": 8} if name == "cnn" else {}
     whole = registry.build(table).eval()
-    plan = trace.trace_plan(whole)
+    plan = dependency_trace.trace_plan(whole)
     model = {key: value.numpy().copy() for key, value in whole.state_dict().items()}
     at = width.unit_places(plan, model, width.leading_units(plan, 0.5))
     part = width.cut_tensors(model, at)
@@ -306,11 +308,11 @@ def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much() -> N
     """Half of the neurons' outputs doubled; the layer that tells classes as it is."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
     table = {"name": "mlp", "inputs": 4, "hidden": [6], "classes": 3}
     whole = registry.build(table)
-    plan = trace.trace_plan(whole)
+    plan = dependency_trace.trace_plan(whole)
     model = {key: value.numpy() for key, value in whole.state_dict().items()}
     part = width.cut_tensors(model, width.unit_places(plan, model, width.leading_units(plan, 0.5)))
     outcomes = []
@@ -326,13 +328,13 @@ def test_a_normalisation_without_weights_is_narrowed_by_its_statistics() -> None
     torch = pytest.importorskip("torch")
     from torch import nn
 
-    from fedquilt.models.partial import trace
+    from fedquilt.models.partial import dependency_trace
 
     def network() -> Any:
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.ReLU(), nn.Linear(6, 3))
 
     whole = network()
-    plan, model = trace.trace_plan(whole), {key: value.numpy() for key, value in whole.state_dict().items()}
+    plan, model = dependency_trace.trace_plan(whole), {key: value.numpy() for key, value in whole.state_dict().items()}
     part = width.cut_tensors(model, width.unit_places(plan, model, width.leading_units(plan, 0.5)))
     narrow = width.shrink_module(network(), part, scaled=False)
     assert narrow[1].num_features == 3

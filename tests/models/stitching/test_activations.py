@@ -12,13 +12,20 @@ import numpy as np
 import pytest
 
 from fedquilt.core import StoreError
-from fedquilt.models.stitching.activations import InFile, InMemory, Mapped, Part, Shelf, Stack
+from fedquilt.models.stitching.device.activations import (
+    ActivationCache,
+    ActivationStack,
+    FileStack,
+    MappedSource,
+    MemoryStack,
+    SourceSlice,
+)
 
 X = np.random.default_rng(0).normal(size=(7, 2, 3, 3)).astype(np.float32)
 
 
-def stack(where: str, folder: Path) -> Stack:
-    made = InMemory(X.shape) if where == "memory" else InFile(X.shape, folder)
+def stack(where: str, folder: Path) -> ActivationStack:
+    made = MemoryStack(X.shape) if where == "memory" else FileStack(X.shape, folder)
     for part in (X[:3], X[3:4], X[4:]):
         made.append(part)
     return made
@@ -58,13 +65,13 @@ def test_a_saved_stack_is_found_again_and_only_in_its_shape(where: str, tmp_path
     del made
     gc.collect()
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-    found = InFile.open(tmp_path / "kept", X.shape)
+    found = FileStack.open(tmp_path / "kept", X.shape)
     assert found is not None
     assert np.array_equal(found.read_examples(0, 7), X)
-    assert InFile.open(tmp_path / "kept", (8, 2, 3, 3)) is None
-    assert InFile.open(tmp_path / "absent", X.shape) is None
+    assert FileStack.open(tmp_path / "kept", (8, 2, 3, 3)) is None
+    assert FileStack.open(tmp_path / "absent", X.shape) is None
     os.truncate(tmp_path / "kept", 100)
-    assert InFile.open(tmp_path / "kept", X.shape) is None
+    assert FileStack.open(tmp_path / "kept", X.shape) is None
     with pytest.raises(StoreError, match="cut short"):
         found.read_examples(0, 7)
 
@@ -94,7 +101,7 @@ def test_a_full_disk_is_told_with_a_mend(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*arguments: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    shelf = Shelf(tmp_path, 10**6, 10**6)
+    shelf = ActivationCache(tmp_path, 10**6, 10**6)
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(StoreError, match="No space left on device; free some space"):
         stack("file", tmp_path)
@@ -107,20 +114,20 @@ def test_a_full_disk_is_told_with_a_mend(tmp_path: Path, monkeypatch: pytest.Mon
 def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
     """Two fit; the third goes to a file until one of them is gone. What a killed task left is swept."""
     (tmp_path / "part-left").write_bytes(b"x")
-    shelf = Shelf(tmp_path, 2 * X.nbytes, 0)
+    shelf = ActivationCache(tmp_path, 2 * X.nbytes, 0)
     assert not list(tmp_path.iterdir())
     first, second, third = (shelf.make_stack(X.shape) for _ in range(3))
-    assert [type(each) for each in (first, second, third)] == [InMemory, InMemory, InFile]
+    assert [type(each) for each in (first, second, third)] == [MemoryStack, MemoryStack, FileStack]
     del first
     gc.collect()
-    assert isinstance(shelf.make_stack(X.shape), InMemory)
+    assert isinstance(shelf.make_stack(X.shape), MemoryStack)
 
 
 def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever wanted it computes it anew; it is named."""
-    shelf = Shelf(tmp_path, 10**6, 10**6)
+    shelf = ActivationCache(tmp_path, 10**6, 10**6)
     for at in (0, -1, -5):  # the first example, the checksum and the last example
-        shelf.store("target", InMemory.from_array(X), spare=False)
+        shelf.store("target", MemoryStack.from_array(X), spare=False)
         whole = bytearray((tmp_path / "target").read_bytes())
         whole[at] ^= 16
         (tmp_path / "target").write_bytes(whole)
@@ -131,26 +138,26 @@ def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytes
 
 def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp_path: Path) -> None:
     """Room for two: reading the older one saves it. What cannot be spared stays, whatever comes."""
-    shelf = Shelf(tmp_path, 10**6, 2 * X.nbytes)
-    shelf.store("target", InMemory.from_array(X), spare=False)
+    shelf = ActivationCache(tmp_path, 10**6, 2 * X.nbytes)
+    shelf.store("target", MemoryStack.from_array(X), spare=False)
     for name, age in (("a", 300), ("b", 200)):
-        shelf.store(name, InMemory.from_array(X), spare=True)
+        shelf.store(name, MemoryStack.from_array(X), spare=True)
         path = tmp_path / f"{name}.spare"
         os.utime(path, (path.stat().st_atime - age, path.stat().st_mtime - age))
     assert shelf.find("a", X.shape) is not None
-    shelf.store("c", InMemory.from_array(X), spare=True)
+    shelf.store("c", MemoryStack.from_array(X), spare=True)
     assert [shelf.find(name, X.shape) is not None for name in ("a", "b", "c", "target")] == [True, False, True, True]
     shelf.store(
-        "wide", InMemory.from_array(np.concatenate([X, X, X])), spare=True
+        "wide", MemoryStack.from_array(np.concatenate([X, X, X])), spare=True
     )  # would never fit: nothing goes for it
     assert [shelf.find(name, X.shape) is not None for name in ("a", "c", "target")] == [True, True, True]
 
 
 def test_views_change_values_or_places_and_nothing_else(tmp_path: Path) -> None:
     """Mapped through a function as asked for; Part counts from its first example."""
-    doubled = Mapped(stack("file", tmp_path), lambda x: 2 * x[:, :1], (1, 3, 3), 5)
+    doubled = MappedSource(stack("file", tmp_path), lambda x: 2 * x[:, :1], (1, 3, 3), 5)
     assert doubled.shape == (7, 1, 3, 3)
-    part = Part(doubled, 2, 6)
+    part = SourceSlice(doubled, 2, 6)
     assert part.shape == (4, 1, 3, 3)
     assert part.example_bytes == 5
     assert np.array_equal(part.read_examples(1, 3), 2 * X[3:5, :1])

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt import footprint, tensors
-from fedquilt.core import Examples, Site
+from fedquilt.arrays import tensors
+from fedquilt.core import ClientContext, Examples
+from fedquilt.costs import peak_memory
 from fedquilt.data import images, inputs
-from fedquilt.models.stitching import block_runner, stitched
-from fedquilt.models.stitching.activations import InFile, InMemory, Part, Stack
-from fedquilt.models.stitching.block_runner import Flow
-from fedquilt.models.stitching.stitched import Block
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.device import block_runner
+from fedquilt.models.stitching.device.activations import ActivationStack, FileStack, MemoryStack, SourceSlice
+from fedquilt.models.stitching.device.block_runner import BlockRunner
+from fedquilt.models.stitching.stitched_network import Block
 
 DRAWS = np.random.default_rng(0)
 OBJECTS_BYTES = 8192 + (32 << 10)  # Python's own objects, and numpy's buffer of a sum
@@ -58,13 +60,13 @@ TILED = block(0, ("pool",), ("tile0", "tile1", "tile2"))
 WHOLE = np.concatenate([X.reshape(10, 3, 3, 2, 3, 2).mean(axis=(3, 5)).reshape(10, -1) @ tile.T for tile in TILES], 1)
 
 
-def flowing(folder: Path, size: int = 4, room_bytes: int = 1 << 20) -> tuple[Flow, Runner, list[float]]:
+def flowing(folder: Path, size: int = 4, room_bytes: int = 1 << 20) -> tuple[BlockRunner, Runner, list[float]]:
     runner, seen = Runner(size, room_bytes), list[float]()
     nobody = Examples(X[:0], np.zeros(0, np.int64))
-    site = Site(
+    site = ClientContext(
         "d", 1 << 20, runner, tensors.seeded_rng(0), nobody, nobody, {}, lambda name: {}, Path, folder, seen.append
     )
-    return Flow(site, [TILED], 100.0), runner, seen
+    return BlockRunner(site, [TILED], 100.0), runner, seen
 
 
 @pytest.mark.parametrize("size", [1, 4, 64])
@@ -72,8 +74,8 @@ def flowing(folder: Path, size: int = 4, room_bytes: int = 1 << 20) -> tuple[Flo
 def test_tiles_and_micro_batches_change_no_value(size: int, room_bytes: int, tmp_path: Path) -> None:
     """A layer in three tiles, any number of examples at a time, in memory or in a file; no tile is loaded twice."""
     run, runner, seen = flowing(tmp_path, size, room_bytes)
-    made = run.run_block(TILED, InMemory.from_array(X))
-    assert isinstance(made, InMemory if room_bytes else InFile)
+    made = run.run_block(TILED, MemoryStack.from_array(X))
+    assert isinstance(made, MemoryStack if room_bytes else FileStack)
     np.testing.assert_allclose(made.read_examples(0, 10), WHOLE, atol=1e-5)
     order = [name for name, _ in runner.runs]
     assert order == sorted(order)  # pool, tile0, tile1, tile2
@@ -88,23 +90,25 @@ def test_what_goes_from_one_stage_to_the_next_lies_in_a_file_where_memory_is_sho
     run, _, _ = flowing(tmp_path, 4, 0)
     shapes, make = [], run.shelf.make_stack
 
-    def seen(shape: tuple[int, ...]) -> Stack:
+    def seen(shape: tuple[int, ...]) -> ActivationStack:
         found = make(shape)
         shapes.append((shape, type(found)))
         return found
 
     monkeypatch.setattr(run.shelf, "make_stack", seen)
-    run.run_block(TILED, InMemory.from_array(X))
-    assert sorted(shapes) == [((10, 12), InFile), ((10, 27), InFile)]
+    run.run_block(TILED, MemoryStack.from_array(X))
+    assert sorted(shapes) == [((10, 12), FileStack), ((10, 27), FileStack)]
 
 
-@pytest.mark.parametrize(("matrices_bytes", "kind"), [(0, InMemory), (1 << 20, InFile)])
+@pytest.mark.parametrize(("matrices_bytes", "kind"), [(0, MemoryStack), (1 << 20, FileStack)])
 def test_stacks_leave_room_for_the_matrices_of_their_task(matrices_bytes: int, kind: type, tmp_path: Path) -> None:
     """A megabyte of room beside a session: stacks get a sixth of it, or nothing where a task's matrices want it all."""
-    _, runner, _ = flowing(tmp_path, 4, footprint.SESSION_BYTES + (1 << 20))
+    _, runner, _ = flowing(tmp_path, 4, peak_memory.SESSION_BYTES + (1 << 20))
     nobody = Examples(X[:0], np.zeros(0, np.int64))
-    site = Site("d", 1 << 20, runner, tensors.seeded_rng(0), nobody, nobody, {}, lambda name: {}, Path, tmp_path)
-    run = Flow(site, [TILED], 1.0, matrices_bytes=matrices_bytes and matrices_bytes + footprint.SESSION_BYTES)
+    site = ClientContext(
+        "d", 1 << 20, runner, tensors.seeded_rng(0), nobody, nobody, {}, lambda name: {}, Path, tmp_path
+    )
+    run = BlockRunner(site, [TILED], 1.0, matrices_bytes=matrices_bytes and matrices_bytes + peak_memory.SESSION_BYTES)
     assert isinstance(run.shelf.make_stack((10, 12)), kind)
 
 
@@ -112,8 +116,8 @@ def test_a_block_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """First three examples, then the rest, into the same stack."""
     run, runner, _ = flowing(tmp_path)
     made = run.shelf.make_stack((10, 12))
-    run.run_block(TILED, InMemory.from_array(X), 0, 3, made)
-    run.run_block(TILED, InMemory.from_array(X), 3, 10, made)
+    run.run_block(TILED, MemoryStack.from_array(X), 0, 3, made)
+    run.run_block(TILED, MemoryStack.from_array(X), 3, 10, made)
     np.testing.assert_allclose(made.read_examples(0, 10), WHOLE, atol=1e-5)
     assert sum(n for name, n in runner.runs if name == "pool") == 10
 
@@ -124,12 +128,12 @@ def test_a_path_begins_where_it_is_known_and_is_kept_for_later(tmp_path: Path) -
     for length, ran in ((2, ["plus0", "plus1"]), (3, ["plus2"]), (3, [])):
         run, runner, _ = flowing(tmp_path, 64)
         found = run.run_path(
-            path[:length], [None] * length, InMemory.from_array(X), block_runner.Kept(run, rows, length)
+            path[:length], [None] * length, MemoryStack.from_array(X), block_runner.OutputCache(run, rows, length)
         )
         assert np.array_equal(found.read_examples(0, 10), X + 1 + 1 + (length == 3))
         assert [name for name, _ in runner.runs] == ran
     run, runner, _ = flowing(tmp_path, 64)
-    run.run_path(path, [None] * 3, InMemory.from_array(X), block_runner.Kept(run, rows[::-1].copy(), 3))
+    run.run_path(path, [None] * 3, MemoryStack.from_array(X), block_runner.OutputCache(run, rows[::-1].copy(), 3))
     assert len(runner.runs) == 3
 
 
@@ -141,13 +145,15 @@ def test_maps_are_joined_and_resized_as_they_are_asked_for(size: int) -> None:
         "weights": DRAWS.normal(size=(5, 3)).astype(np.float32),
         "bias": DRAWS.normal(size=5).astype(np.float32),
     }
-    source = block_runner.apply_junction(InMemory.from_array(X), junction, after)
+    source = block_runner.apply_junction(MemoryStack.from_array(X), junction, after)
     assert source.shape == (10, 5, size, size)
-    np.testing.assert_allclose(source.read_examples(2, 5), stitched.apply_junction(X, junction, after)[2:5], rtol=1e-6)
+    np.testing.assert_allclose(
+        source.read_examples(2, 5), stitched_network.apply_junction(X, junction, after)[2:5], rtol=1e-6
+    )
     explicit = np.einsum("kc,nchw->nkhw", junction["weights"], images.resize_maps(X, size, size))
     np.testing.assert_allclose(source.read_examples(0, 10), explicit + junction["bias"][:, None, None], atol=1e-5)
     assert np.array_equal(
-        block_runner.resize_maps(InMemory.from_array(X), size, size).read_examples(1, 3),
+        block_runner.resize_maps(MemoryStack.from_array(X), size, size).read_examples(1, 3),
         images.resize_maps(X[1:3], size, size),
     )
 
@@ -163,14 +169,14 @@ def test_positions_are_spread_over_all_images_and_taken_in_order(wanted: int, mo
     assert np.array_equal(found, block_runner.draw_positions(10, (9, 6, 6), wanted))
     monkeypatch.setattr(block_runner, "PIECE_BYTES", 3 * X[0].nbytes)
     rows = X.transpose(0, 2, 3, 1).reshape(360, 3)
-    assert np.array_equal(block_runner.sample_vectors(InMemory.from_array(X), found), rows[found])
+    assert np.array_equal(block_runner.sample_vectors(MemoryStack.from_array(X), found), rows[found])
 
 
 def test_stored_images_are_prepared_as_they_are_asked_for() -> None:
     """The same values as all at once."""
     stored = DRAWS.integers(0, 256, size=(5, 8, 8), dtype=np.uint8)
     wanted: inputs.Table = {"channels": 3, "size": 6, "mean": (0.5,), "std": (0.2,)}
-    source = block_runner.Prepared(stored, wanted)
+    source = block_runner.PreparedExamples(stored, wanted)
     assert source.shape == (5, 3, 6, 6)
     assert np.array_equal(source.read_examples(1, 4), images.prepare_images(stored, wanted)[1:4])
 
@@ -178,7 +184,7 @@ def test_stored_images_are_prepared_as_they_are_asked_for() -> None:
 @pytest.mark.parametrize("size", [8, 32, 64])
 def test_a_join_takes_no_more_memory_than_it_is_planned_with(tmp_path: Path, size: int) -> None:
     """Maps are resized one axis after the other: what lies between counts too."""
-    maps = InFile((1, 16, 32, 32), tmp_path)
+    maps = FileStack((1, 16, 32, 32), tmp_path)
     maps.append(DRAWS.normal(size=maps.shape))
     junction = {"weights": DRAWS.normal(size=(8, 16)).astype(np.float32), "bias": np.zeros(8, np.float32)}
     source = block_runner.apply_junction(maps, junction, replace(TILED, in_shape=(8, size, size)))
@@ -196,11 +202,11 @@ def test_large_maps_are_resized_a_few_channels_at_a_time(
 ) -> None:
     """Bit by bit what all channels at once give, also of a part of the examples; a whole map is never in memory."""
     values = DRAWS.normal(size=(3, 64, 32, 32)).astype(np.float32)
-    maps = InFile(values.shape, tmp_path)
+    maps = FileStack(values.shape, tmp_path)
     maps.append(values)
     monkeypatch.setattr(block_runner, "STRIPE_BYTES", 32 << 10)
-    for whole in (maps, InMemory.from_array(values)):
-        source = block_runner.resize_maps(Part(whole, 1, 3), size, size)
+    for whole in (maps, MemoryStack.from_array(values)):
+        source = block_runner.resize_maps(SourceSlice(whole, 1, 3), size, size)
         assert np.array_equal(source.read_examples(0, 2), images.resize_maps(values[1:3], size, size))
         assert np.array_equal(source.read_channels(slice(1, 2), slice(5, 50)), source.read_examples(1, 2)[:, 5:50])
     source = block_runner.resize_maps(maps, size, size)
@@ -216,9 +222,9 @@ def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row
     series = DRAWS.normal(size=(10, 3, 9)).astype(np.float32)
     chosen = block_runner.draw_positions(10, (3, 9), 40)
     assert np.array_equal(chosen, block_runner.draw_positions(10, (3, 1, 9), 40))
-    sampled = block_runner.sample_vectors(InMemory.from_array(series), chosen)
-    assert np.array_equal(sampled, block_runner.sample_vectors(InMemory.from_array(series[:, :, None]), chosen))
-    longer = block_runner.resize_maps(InMemory.from_array(series), 12)
+    sampled = block_runner.sample_vectors(MemoryStack.from_array(series), chosen)
+    assert np.array_equal(sampled, block_runner.sample_vectors(MemoryStack.from_array(series[:, :, None]), chosen))
+    longer = block_runner.resize_maps(MemoryStack.from_array(series), 12)
     assert longer.shape == (10, 3, 12)
     np.testing.assert_allclose(
         longer.read_examples(2, 5), images.resize_maps(series[2:5, :, None], 1, 12)[:, :, 0], atol=1e-6

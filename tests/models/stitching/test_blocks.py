@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from block_graphs import graphs_of, only, run, run_graph
 
-from fedquilt import graph_check
 from fedquilt.core import ModelError
+from fedquilt.onnx import graph_check
 
 torch = pytest.importorskip("torch", reason="blocks are cut from torch networks")
 onnx = pytest.importorskip("onnx")
@@ -19,9 +19,9 @@ ort = pytest.importorskip("onnxruntime")
 
 from torch import nn  # noqa: E402
 
+from fedquilt.host.torchvision_compat import import_torchvision  # noqa: E402
 from fedquilt.models.networks import onnx_file, registry  # noqa: E402
-from fedquilt.models.stitching import blocks  # noqa: E402
-from fedquilt.torchvision_compat import import_torchvision  # noqa: E402
+from fedquilt.models.stitching.onnx import blocks  # noqa: E402
 
 PAPER = {"alexnet": 6, "densenet121": 6, "mobilenet_v2": 20, "resnet50": 6, "vgg16": 14}
 
@@ -111,7 +111,7 @@ def test_a_vision_transformer_is_written_whole_too(tmp_path: Path) -> None:
     graph = onnx_file.trace_to_onnx(donor, (3, 32, 32), "vit", "").SerializeToString()
     assert torch.backends.mha.get_fastpath_enabled()
     assert graph_check.check_bytes(graph).nodes > 50
-    found = run_graph(blocks.Graph(graph, None, 0, 0), x.numpy(), tmp_path)
+    found = run_graph(blocks.BlockGraph(graph, None, 0, 0), x.numpy(), tmp_path)
     np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 

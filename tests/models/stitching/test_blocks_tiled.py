@@ -15,7 +15,7 @@ ort = pytest.importorskip("onnxruntime")
 from torch import nn  # noqa: E402
 
 from fedquilt.models.networks import registry  # noqa: E402
-from fedquilt.models.stitching import blocks  # noqa: E402
+from fedquilt.models.stitching.onnx import blocks  # noqa: E402
 
 
 class Product(nn.Module):
@@ -156,14 +156,14 @@ def test_alexnets_terminating_block_is_tiled_and_fits_where_its_layers_do_not() 
     assert max(graph.weight_bytes for graph in graphs_of([made])) <= blocks.TILE_BYTES
 
 
-def _end(*layers: nn.Module) -> blocks.Block:
+def _end(*layers: nn.Module) -> blocks.DonorBlock:
     """The terminating block of a donor: 3 maps of 2 x 2, flattened, then these layers."""
     torch.manual_seed(0)
     donor = nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten(), *layers)
     return blocks.split_donor(donor, "d", (1, 2, 2), cuts=["0"])[-1]
 
 
-def _facts(graph: blocks.Graph) -> tuple[list[int], list[int], int, int]:
+def _facts(graph: blocks.BlockGraph) -> tuple[list[int], list[int], int, int]:
     """Shapes of what comes in and goes out, and bytes of activations and of weights, as the graph says."""
     model = onnx.load_from_string(graph.graph)
     x, y = (value.type.tensor_type.shape.dim[1:] for value in (model.graph.input[0], model.graph.output[0]))

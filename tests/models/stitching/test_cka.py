@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedquilt.models.stitching import cka
+from fedquilt.models.stitching.algebra import cka
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 10))

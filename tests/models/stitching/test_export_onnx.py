@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import bundle
 from fedquilt.core import ModelError
 from fedquilt.data import images
-from fedquilt.models.stitching import stitched as stitch
+from fedquilt.formats import job_bundle
+from fedquilt.models.stitching import stitched_network as stitch
 
 PARTS = ("weights", "bias")
 onnx = pytest.importorskip("onnx")
@@ -22,12 +22,13 @@ ort = pytest.importorskip("onnxruntime")
 
 from onnx import helper, numpy_helper  # noqa: E402
 
-from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine  # noqa: E402
-from fedquilt.models.stitching import joint_head, onnx_memory  # noqa: E402
-from fedquilt.models.stitching.export_onnx import export_stitched  # noqa: E402
+from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine  # noqa: E402
+from fedquilt.models.stitching.algebra import joint_head  # noqa: E402
+from fedquilt.models.stitching.onnx import memory  # noqa: E402
+from fedquilt.models.stitching.onnx.export import export_stitched  # noqa: E402
 
-DEMO = Path(__file__).resolve().parents[3] / "tools" / "demo"
-BUNDLE = bundle.load_bundle(DEMO / "bundle")
+DEMO = Path(__file__).resolve().parents[3] / "tools" / "lab" / "demo"
+BUNDLE = job_bundle.load_bundle(DEMO / "bundle")
 STOCK = stitch.load_donor_pool(BUNDLE.meta)
 FILES = {name: DEMO / "bundle" / "blobs" / ref.sha256 for name, ref in BUNDLE.files.items()}
 
@@ -38,7 +39,7 @@ JOINED = [ACROSS, ACROSS[:2], [f"separable.{i}" for i in range(3)], ACROSS[:1], 
 
 
 def artefact(
-    taps: list[list[str]], align: Any, head: bool | str, stock: stitch.Stock = STOCK
+    taps: list[list[str]], align: Any, head: bool | str, stock: stitch.DonorPool = STOCK
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """An artefact as `fedquilt.methods.fedstitch.result` makes it, with random junctions and head."""
     draw = np.random.default_rng(0)
@@ -56,7 +57,7 @@ def artefact(
     weights = {"weights": draw.normal(size=(10, wide)), "bias": draw.normal(size=10)} if head else None
     if head == "drawn" and weights is not None:
         weights["hidden"] = draw.normal(size=(wide, width))
-    network = stitch.Network(tuple(map(tuple, taps)), junctions, weights, align)
+    network = stitch.StitchedNetwork(tuple(map(tuple, taps)), junctions, weights, align)
     return stitch.to_artefact(network, replace(stock, labels=stock.labels[: len(align) if align else 10]))
 
 
@@ -64,10 +65,10 @@ def by_the_agents(
     meta: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray],
     x: np.ndarray,
-    stock: stitch.Stock = STOCK,
+    stock: stitch.DonorPool = STOCK,
     files: Mapping[str, Path] = FILES,
 ) -> np.ndarray:
-    """`fedquilt.models.stitching.stitched.classify` of what the artefact holds, block by block."""
+    """`fedquilt.models.stitching.stitched_network.classify` of what the artefact holds, block by block."""
     engine = OnnxEngine(2**30)
 
     def run(block: stitch.Block, maps: np.ndarray) -> np.ndarray:
@@ -123,7 +124,7 @@ def test_the_file_gives_what_the_agents_compute(
 def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminating block whose layer 288 -> 50 is 4 tiles, behind another donor's block of larger maps."""
     pytest.importorskip("torch", reason="preparing cuts torch networks")
-    from fedquilt.models.stitching import blocks
+    from fedquilt.models.stitching.onnx import blocks
     from fedquilt.tools.artefacts.prepare import prepare_bundle
 
     (tmp_path / "net_with_wide_head.py").write_text(
@@ -225,7 +226,7 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, 
         stages, shapes = ((f"{name}.onnx",),), ((p, 28, 28), (q, 28, 28))
         kind = "start" if name.endswith("0") else "middle"
         blocks[name] = stitch.Block(donor, int(name[-1]), kind, stages, (), *shapes, 1, 4, 4, 4)  # type: ignore[arg-type]
-    stock = stitch.Stock(STOCK.input, STOCK.labels, {}, blocks)
+    stock = stitch.DonorPool(STOCK.input, STOCK.labels, {}, blocks)
     made = artefact([["many.0", "many.1"], ["few.0", "many.1"]][::order], None, True, stock)
     (tmp_path / "net.onnx").write_bytes(export_stitched(*made, blocks, files))
     model = onnx.load(tmp_path / "net.onnx")
@@ -264,7 +265,7 @@ def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_t
     nodes = {node.name: node for node in model.graph.node}
     model.graph.ClearField("node")
     model.graph.node.extend(nodes[name] for name in ran)
-    alive = onnx_memory.peak_buffer_bytes(model.graph, sizes)
+    alive = memory.peak_buffer_bytes(model.graph, sizes)
     facts = {prop.key: prop.value for prop in model.metadata_props}
     assert alive is not None
     assert max(STOCK.blocks[name].activation_bytes for name in ACROSS) <= alive <= int(facts["activation_bytes"])

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 from onnx import GraphProto, TensorProto, helper, numpy_helper
 
-from fedquilt.models.stitching import fold_junction
+from fedquilt.models.stitching.onnx import junction_folding
 
 DRAWS = np.random.default_rng(0)
 A, BIAS = DRAWS.normal(size=(5, 3)).astype(np.float32), DRAWS.normal(size=5).astype(np.float32)
@@ -47,7 +47,7 @@ def run(made: GraphProto, x: np.ndarray) -> np.ndarray:
 def test_folded_equals_explicit(changes: dict[str, Any]) -> None:
     """Without padding, at any stride and with any kernel, the borders included."""
     explicit = graph(**changes)
-    folded = fold_junction.fold_projection(explicit, A, BIAS)
+    folded = junction_folding.fold_projection(explicit, A, BIAS)
     assert folded is not None
     projected = np.einsum("qp,nphw->nqhw", A, X) + BIAS[:, None, None]
     np.testing.assert_allclose(run(folded, X), run(explicit, projected), atol=1e-5)
@@ -67,7 +67,7 @@ def test_folded_equals_explicit(changes: dict[str, Any]) -> None:
 )
 def test_what_cannot_be_folded_is_left_alone(changes: dict[str, Any]) -> None:
     """Padded, grouped, or with another taker."""
-    assert fold_junction.fold_projection(graph(**changes), A, BIAS) is None
+    assert junction_folding.fold_projection(graph(**changes), A, BIAS) is None
 
 
 def test_along_time_it_folds_as_well() -> None:
@@ -77,7 +77,7 @@ def test_along_time_it_folds_as_well() -> None:
     info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", c, None]) for name, c in (("x", 5), ("y", 4))]
     tensors = [numpy_helper.from_array(w, "w"), numpy_helper.from_array(b, "b")]
     explicit, series = helper.make_graph(nodes, "g", info[:1], info[1:], tensors), X.reshape(2, 3, 36)
-    folded = fold_junction.fold_projection(explicit, A, BIAS)
+    folded = junction_folding.fold_projection(explicit, A, BIAS)
     assert folded is not None
     projected = np.einsum("qp,npl->nql", A, series) + BIAS[:, None]
     np.testing.assert_allclose(run(folded, series), run(explicit, projected), atol=1e-5)
@@ -86,5 +86,5 @@ def test_along_time_it_folds_as_well() -> None:
 def test_what_would_cost_more_is_left_alone() -> None:
     """From 50 channels to 5: behind the projection a convolution to 100 channels takes 5, folded it would take 50."""
     wide = DRAWS.normal(size=(5, 50)).astype(np.float32)
-    assert fold_junction.fold_projection(graph(outputs=100), wide, BIAS) is None
-    assert fold_junction.fold_projection(graph(outputs=4), wide, BIAS) is not None
+    assert junction_folding.fold_projection(graph(outputs=100), wide, BIAS) is None
+    assert junction_folding.fold_projection(graph(outputs=4), wide, BIAS) is not None

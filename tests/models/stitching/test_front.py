@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from fedquilt import cost_model, profiles
-from fedquilt.core import JobError, Work
-from fedquilt.models.stitching import front, stitched
-from fedquilt.models.stitching.stitched import Block, Stock
+from fedquilt import profiles
+from fedquilt.core import JobError, WorkEstimate
+from fedquilt.costs import cost_model
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.search import pareto_front
+from fedquilt.models.stitching.stitched_network import Block, DonorPool
 
 
 def block(donor: str, index: int, before: tuple[int, ...], after: tuple[int, ...]) -> Block:
@@ -21,23 +23,24 @@ BLOCKS = [
     block("a", 1, (3, 8, 8), (4, 4, 4)),
     block("b", 1, (5, 4, 4), (5, 4, 4)),
 ]
-STOCK = Stock({"channels": 1, "size": 8}, ("x", "y"), {}, {each.id: each for each in BLOCKS})
+STOCK = DonorPool({"channels": 1, "size": 8}, ("x", "y"), {}, {each.id: each for each in BLOCKS})
 
 
 def test_what_taps_share_costs_once_and_a_junction_costs_where_maps_are_smaller() -> None:
     """By hand: three blocks, a junction 3 -> 5 at 4 x 4 positions, a head of 2 labels on 4 + 5 features."""
-    found = front.inference_cost(STOCK, [("a.0", "a.1"), ("a.0", "b.1")], 2)
+    found = pareto_front.inference_cost(STOCK, [("a.0", "a.1"), ("a.0", "b.1")], 2)
     assert found.flops == 3 * 1000 + 2 * 3 * 5 * 16 + 2 * 9 * 2
     assert found.weight_bytes == 3 * 400 + 4 * (15 + 5) + 4 * 2 * 10
     maps = 4 * (64 + 192 + 192 + 64 + 80 + 80)
     assert found.read_bytes == maps + found.weight_bytes
-    assert front.inference_cost(STOCK, [("a.0",)], 0) == front.Cost(1000.0, 4 * 256 + 400, 400)
+    assert pareto_front.inference_cost(STOCK, [("a.0",)], 0) == pareto_front.InferenceCost(1000.0, 4 * 256 + 400, 400)
 
 
 def test_the_weights_of_a_block_in_two_paths_count_once() -> None:
     """b.1 behind a.0 and behind a.1: run twice, stored once, each with a junction of its own."""
     one, both = (
-        front.inference_cost(STOCK, paths, 0) for paths in ([("a.0", "b.1")], [("a.0", "b.1"), ("a.0", "a.1", "b.1")])
+        pareto_front.inference_cost(STOCK, paths, 0)
+        for paths in ([("a.0", "b.1")], [("a.0", "b.1"), ("a.0", "a.1", "b.1")])
     )
     assert both.flops - one.flops == 2000 + 2 * 4 * 5 * 16
     assert both.weight_bytes - one.weight_bytes == 400 + 4 * (20 + 5)
@@ -46,22 +49,22 @@ def test_the_weights_of_a_block_in_two_paths_count_once() -> None:
 def test_milliseconds_are_those_of_the_boards_profile() -> None:
     """At its first operating point, without a task around it; a board that there is not is refused."""
     [point, *_] = profiles.load_board_profile("jetson-tx2").operating_points()
-    seconds = cost_model.work_seconds(Work(flops=1e9, read_bytes=1e7, tasks=0.0), point)
+    seconds = cost_model.work_seconds(WorkEstimate(flops=1e9, read_bytes=1e7, tasks=0.0), point)
     assert seconds is not None
-    assert front.inference_ms(1e9, 1e7, "jetson-tx2") == pytest.approx(1e3 * seconds)
+    assert pareto_front.inference_ms(1e9, 1e7, "jetson-tx2") == pytest.approx(1e3 * seconds)
     with pytest.raises(JobError, match="jetson-tx9"):
-        front.inference_ms(1e9, 1e7, "jetson-tx9")
+        pareto_front.inference_ms(1e9, 1e7, "jetson-tx9")
 
 
 def test_on_the_front_is_who_nobody_beats() -> None:
     """Dearer and no better is beaten; equal ones both stay; what is not known is never on it."""
     gain = [0.8, 0.7, 0.7, 0.8, 0.6, None]
     prices = [(9.0, 5.0), (2.0, 6.0), (3.0, 6.0), (9.0, 5.0), (1.0, 1.0), (0.0, 0.0)]
-    assert front.pareto_front(gain, prices) == [True, True, False, True, True, False]
+    assert pareto_front.pareto_front(gain, prices) == [True, True, False, True, True, False]
 
 
 def test_stock_without_a_junction_needs_none() -> None:
     """A donor's own succession costs its blocks alone."""
-    native = front.inference_cost(STOCK, [("a.0", "a.1")], 0)
+    native = pareto_front.inference_cost(STOCK, [("a.0", "a.1")], 0)
     assert (native.flops, native.weight_bytes) == (2000, 800)
-    assert stitched.is_continuation(BLOCKS[0], replace(BLOCKS[1]))
+    assert stitched_network.is_continuation(BLOCKS[0], replace(BLOCKS[1]))

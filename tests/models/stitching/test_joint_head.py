@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 from feature_moments import CLASSES, data
 
-from fedquilt.models.stitching import candidates, class_moments, joint_head
-from fedquilt.models.stitching.class_moments import Part, Sums
-from fedquilt.models.stitching.joint_head import NEVER, Layout, Standard
+from fedquilt.models.stitching.algebra import class_moments, joint_head
+from fedquilt.models.stitching.algebra.class_moments import ClassMoments, DeviceMoments
+from fedquilt.models.stitching.algebra.joint_head import NEVER, StandardisedSums, TapLayout
+from fedquilt.models.stitching.search import candidates
 
 
-def central(z: np.ndarray, y: np.ndarray, classes: int = CLASSES) -> Sums:
+def central(z: np.ndarray, y: np.ndarray, classes: int = CLASSES) -> ClassMoments:
     """The sums of all examples, by their definitions."""
     one_hot = np.eye(classes)[y]
-    return Sums(one_hot.sum(axis=0), one_hot.T @ z, (z - z.mean(axis=0)).T @ (z - z.mean(axis=0)))
+    return ClassMoments(one_hot.sum(axis=0), one_hot.T @ z, (z - z.mean(axis=0)).T @ (z - z.mean(axis=0)))
 
 
-def shares(z: np.ndarray, y: np.ndarray, devices: int, seed: int = 1) -> list[Part]:
+def shares(z: np.ndarray, y: np.ndarray, devices: int, seed: int = 1) -> list[DeviceMoments]:
     """The parts of devices among which the examples are shared unevenly, most of them sorted by class."""
     order = np.argsort(y + np.random.default_rng(seed).uniform(0, 1.5, len(y)))
     cuts = np.sort(np.random.default_rng(seed).choice(np.arange(1, len(y)), devices - 1, replace=False))
@@ -91,7 +92,7 @@ def test_half_of_a_symmetric_matrix_is_enough() -> None:
 # -- the strength of a ridge ----------------------------------------------------------------------
 
 
-def standard(z: np.ndarray, y: np.ndarray) -> Standard:
+def standard(z: np.ndarray, y: np.ndarray) -> StandardisedSums:
     return joint_head.standardise(class_moments.merge_moments([], [class_moments.device_moments(z, y, CLASSES)]))
 
 
@@ -167,7 +168,7 @@ def test_a_joined_set_is_not_taken_apart_into_eigenvectors(monkeypatch: pytest.M
         return eigh(matrix)
 
     monkeypatch.setattr(np.linalg, "eigh", counted)
-    made = candidates._Solver(standard(*data(400, 12)), Layout((4, 4, 4)))
+    made = candidates._RidgeSolver(standard(*data(400, 12)), TapLayout((4, 4, 4)))
     taps = made.select_taps(range(3))
     assert len(taps) == 3
     assert made.best_penalty(*taps).ridge > 0
@@ -177,7 +178,7 @@ def test_a_joined_set_is_not_taken_apart_into_eigenvectors(monkeypatch: pytest.M
 # -- heads ----------------------------------------------------------------------------------------
 
 
-def scores(head: joint_head.Head, z: np.ndarray) -> np.ndarray:
+def scores(head: joint_head.LinearHead, z: np.ndarray) -> np.ndarray:
     return np.asarray(z @ head.weights.T + head.bias)
 
 
@@ -291,7 +292,7 @@ def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set() -> 
     z, y = data(400, 12)
     noise = np.random.default_rng(3).normal(size=(400, 8))
     z = np.hstack([z[:, :4], noise[:, :4], z[:, 4:8], z[:, 8:], noise[:, 4:]])
-    layout, given = Layout((4, 4, 4, 4, 4)), standard(z, y)
+    layout, given = TapLayout((4, 4, 4, 4, 4)), standard(z, y)
     found = joint_head.select_taps(given, layout, 3, range(5), 0.1)
     assert set(found.taps) == {0, 2, 3}
     assert found.taps[0] == 3
@@ -307,8 +308,8 @@ def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set() -> 
 
 def test_taps_are_chosen_again_with_the_strength_of_the_set() -> None:
     """A single tap's strength suits a set of six badly here: the second choice has less than half the criterion."""
-    given, places = standard(*data(40, 24, 63)), Layout((4,) * 6)
-    made = candidates._Solver(given, places)
+    given, places = standard(*data(40, 24, 63)), TapLayout((4,) * 6)
+    made = candidates._RidgeSolver(given, places)
     near = sorted(range(6), key=lambda tap: made.best_penalty(tap).criterion)
     first = joint_head.select_taps(given, places, near[0], near, made.best_penalty(near[0]).ridge)
     chosen = made.select_taps(range(6))
@@ -318,12 +319,12 @@ def test_taps_are_chosen_again_with_the_strength_of_the_set() -> None:
 def test_no_more_features_are_joined_than_asked_for() -> None:
     """Of three taps that help, the one that fits is taken."""
     z, y = data(400, 12)
-    found = joint_head.select_taps(standard(z, y), Layout((4, 6, 2)), 0, range(3), 0.1, widest=8)
+    found = joint_head.select_taps(standard(z, y), TapLayout((4, 6, 2)), 0, range(3), 0.1, widest=8)
     assert found.taps == (0, 2)
 
 
 def test_a_single_tap_is_a_set() -> None:
     """Nothing else to choose from."""
     z, y = data()
-    found = joint_head.select_taps(standard(z, y), Layout((12,)), 0, [0], 0.1)
+    found = joint_head.select_taps(standard(z, y), TapLayout((12,)), 0, [0], 0.1)
     assert found.taps == (0,)

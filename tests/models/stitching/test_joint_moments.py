@@ -9,7 +9,7 @@ import pytest
 from feature_moments import CLASSES, data, sent
 
 from fedquilt.core import UpdateError
-from fedquilt.models.stitching import class_moments
+from fedquilt.models.stitching.algebra import class_moments
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fedquilt.models.stitching import cka, label_scores
-from fedquilt.models.stitching.cka import Score
+from fedquilt.models.stitching.algebra import cka, label_scores
+from fedquilt.models.stitching.algebra.cka import CkaScore
 
-Judge = Callable[[np.ndarray, np.ndarray], Score]
+Judge = Callable[[np.ndarray, np.ndarray], CkaScore]
 JUDGES = (label_scores.label_alignment, label_scores.explained_variance)
 
 
@@ -58,7 +58,7 @@ def test_the_share_explained_is_by_the_generalised_cross_validation_of_a_ridge()
 def test_what_does_not_vary_says_nothing_and_is_flagged(judge: Judge) -> None:
     """One class, or one and the same map for all images; a dead feature beside good ones does no harm."""
     x, y = drawn(apart=0.5)
-    assert judge(x, np.zeros(64, int)) == Score(0.0, False)
-    assert judge(np.ones((64, 5), np.float32), y) == Score(0.0, False)
+    assert judge(x, np.zeros(64, int)) == CkaScore(0.0, False)
+    assert judge(np.ones((64, 5), np.float32), y) == CkaScore(0.0, False)
     dead = judge(np.concatenate([x, np.full((64, 1), 3.0)], axis=1), y)
     assert dead.value == pytest.approx(judge(x, y).value, abs=1e-6)

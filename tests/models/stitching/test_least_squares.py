@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import UpdateError
-from fedquilt.models.stitching import least_squares as p
+from fedquilt.models.stitching.algebra import least_squares as p
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(90, 6)) + 5.0
@@ -51,7 +51,7 @@ def test_the_ridge_is_relative_to_the_mean_variance() -> None:
 def test_fits_at_hand_equal_those_from_sums(rows: int, centred: bool, ridge: float) -> None:
     """With fewer rows than the 20 channels and with more, and for each of several targets."""
     x, ys = RNG.normal(size=(rows, 20)), [RNG.normal(size=(rows, 3)), RNG.normal(size=(rows, 5)) + 4.0]
-    fit = p.Fit(x, ridge, centred)
+    fit = p.RidgeFit(x, ridge, centred)
     for y in ys:
         for one, other in zip(
             fit.solve_weights(y), p.solve_ridge(p.compute_moments(x, y, centred), ridge), strict=True
@@ -73,7 +73,7 @@ def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
     """Nothing to regress on: weights 0, bias the mean of y."""
     for weights, bias in (
         p.solve_ridge(p.compute_moments(np.full((5, 2), 7.0), Y[:5]), ridge),
-        p.Fit(np.full((1, 9), 7.0), ridge).solve_weights(Y[:1]),
+        p.RidgeFit(np.full((1, 9), 7.0), ridge).solve_weights(Y[:1]),
     ):
         assert np.allclose(weights, 0.0)
         assert np.allclose(bias, Y[: 5 if len(weights[0]) == 2 else 1].mean(axis=0))

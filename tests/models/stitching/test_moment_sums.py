@@ -9,40 +9,40 @@ import numpy as np
 import pytest
 from feature_moments import CLASSES, data
 
-from fedquilt import exact, tensors
-from fedquilt.core import Contribution
-from fedquilt.models.stitching import class_moments, moment_sums
-from fedquilt.models.stitching.class_moments import Sums
-from fedquilt.models.stitching.moment_sums import PANEL, Gathering
+from fedquilt.arrays import exact_sums, tensors
+from fedquilt.core import DeviceUpdate
+from fedquilt.models.stitching.algebra import class_moments, exact_moments
+from fedquilt.models.stitching.algebra.class_moments import ClassMoments
+from fedquilt.models.stitching.algebra.exact_moments import PANEL, ExactMomentSums
 
 WIDE = PANEL + 45  # features, in two panels
 
 
-def updates(devices: int, n: int = 9, width: int = WIDE, far: float = 1.0) -> list[Contribution]:
+def updates(devices: int, n: int = 9, width: int = WIDE, far: float = 1.0) -> list[DeviceUpdate]:
     """Updates of devices with n examples each."""
     found = []
     for number in range(devices):
         z, y = data(n, width, seed=number)
         z[:, 0] += 1e4 * far
         given = class_moments.to_tensors(class_moments.device_moments(z, y, CLASSES), exact=True)
-        found.append(Contribution(f"d{number}", 0, float(n), {"short": float(number % 2)}, {"moments": given}))
+        found.append(DeviceUpdate(f"d{number}", 0, float(n), {"short": float(number % 2)}, {"moments": given}))
     return found
 
 
-def gathered(some: Sequence[Contribution]) -> Gathering:
+def gathered(some: Sequence[DeviceUpdate]) -> ExactMomentSums:
     """Moments of these in turn."""
-    return reduce(Gathering.add_update, some, Gathering())
+    return reduce(ExactMomentSums.add_update, some, ExactMomentSums())
 
 
-def bits(total: Gathering) -> bytes:
+def bits(total: ExactMomentSums) -> bytes:
     """Bits of the sums."""
     found = total.total_sums()
     return b"".join(array.tobytes() for array in (found.counts, found.totals, found.scatter))
 
 
-def stored(total: Gathering) -> Gathering:
+def stored(total: ExactMomentSums) -> ExactMomentSums:
     """What is read of a sum that travelled."""
-    found: Gathering = tensors.unpack_state(tensors.pack_state(total), Gathering)
+    found: ExactMomentSums = tensors.unpack_state(tensors.pack_state(total), ExactMomentSums)
     return found
 
 
@@ -54,8 +54,8 @@ def test_any_order_and_any_grouping_has_the_same_bits(n: int) -> None:
     assert bits(gathered(all_of_them[::-1])) == wanted
     for groups in ([all_of_them[:35], all_of_them[35:]], [all_of_them[::2], all_of_them[1::2]]):
         one, other = (stored(gathered(group)) for group in groups)
-        assert bits(exact.merge_accumulators(one, other)) == wanted
-    assert bits(reduce(exact.merge_accumulators, (stored(gathered([each])) for each in all_of_them))) == wanted
+        assert bits(exact_sums.merge_accumulators(one, other)) == wanted
+    assert bits(reduce(exact_sums.merge_accumulators, (stored(gathered([each])) for each in all_of_them))) == wanted
 
 
 def test_parts_are_kept_until_they_are_larger_than_their_sum() -> None:
@@ -65,7 +65,7 @@ def test_parts_are_kept_until_they_are_larger_than_their_sum() -> None:
         total = gathered(all_of_them[:count])
         size = len(tensors.pack_state(total))
         held = sum(tensors.total_bytes(update.bundles.values()) for update in all_of_them[:count])
-        assert bool(total.sums) == (held > moment_sums.sum_bytes(WIDE))
+        assert bool(total.sums) == (held > exact_moments.sum_bytes(WIDE))
         assert set(total.parts) == (set() if total.sums else {update.device for update in all_of_them[:count]})
         assert total.short == count // 2
         assert total.devices == {update.device: 1 for update in all_of_them[:count]}
@@ -80,7 +80,7 @@ def test_sums_are_those_of_all_examples(far: float) -> None:
     all_of_them = updates(30, far=far)
     z, y = (np.concatenate(each) for each in zip(*(data(9, WIDE, seed) for seed in range(30)), strict=True))
     z[:, 0] += 1e4 * far
-    wanted = Sums(
+    wanted = ClassMoments(
         np.eye(CLASSES)[y].sum(axis=0), np.eye(CLASSES)[y].T @ z, (z - z.mean(axis=0)).T @ (z - z.mean(axis=0))
     )
     before = gathered(all_of_them[:12]).total_sums()

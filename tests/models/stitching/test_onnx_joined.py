@@ -12,7 +12,7 @@ onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from fedquilt.models.stitching.onnx_joined import fuse_operations  # noqa: E402
+from fedquilt.models.stitching.onnx.fusion import fuse_operations  # noqa: E402
 
 GELU = (
     ("Div", "v root", "c"),

@@ -11,7 +11,7 @@ onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from fedquilt.models.stitching import onnx_memory  # noqa: E402
+from fedquilt.models.stitching.onnx import memory  # noqa: E402
 
 KERNEL = numpy_helper.from_array(np.ones((2, 2, 1, 1), np.float32), "k")
 MAP = 4 * 2 * 8 * 8  # bytes of a value (1, 2, 8, 8); every value here has this size unless it says so
@@ -28,7 +28,7 @@ def held(*nodes: tuple[str, str, str], channels: int = 2) -> int | None:
     graph = helper.make_graph(made, "g", [x], [y], [KERNEL])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     onnx.checker.check_model(model, full_check=True)
-    return onnx_memory.peak_activation_bytes(model)
+    return memory.peak_activation_bytes(model)
 
 
 def axis(kind: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_recurrent_layers_compute_all_gates_first() -> None:
         [numpy_helper.from_array(w, "w"), numpy_helper.from_array(r, "r")],
     )
     sizes = {"x": 4 * 5 * 2, "y": 4 * 5 * 3}
-    assert onnx_memory.peak_buffer_bytes(graph, sizes) == 4 * (5 * 2 + 5 * 3 + 3 * 5 * 3)
+    assert memory.peak_buffer_bytes(graph, sizes) == 4 * (5 * 2 + 5 * 3 + 3 * 5 * 3)
 
 
 def test_a_recurrent_layer_of_which_only_the_last_answer_is_used_is_counted() -> None:
@@ -118,7 +118,7 @@ def test_a_recurrent_layer_of_which_only_the_last_answer_is_used_is_counted() ->
         [helper.make_tensor_value_info("last", TensorProto.FLOAT, [1, 1, 3])],
         [numpy_helper.from_array(np.ones((1, 9, width), np.float32), name) for name, width in (("w", 2), ("r", 3))],
     )
-    assert onnx_memory.peak_buffer_bytes(graph, {"x": 4 * 5 * 2, "last": 4 * 3}) == 4 * (5 * 2 + 3)
+    assert memory.peak_buffer_bytes(graph, {"x": 4 * 5 * 2, "last": 4 * 3}) == 4 * (5 * 2 + 3)
 
 
 def attention(way: str) -> int | None:
@@ -149,7 +149,7 @@ def attention(way: str) -> int | None:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 64])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 16, 4])
     graph = helper.make_graph(nodes, "g", [x], [y], kept)
-    return onnx_memory.peak_activation_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
+    return memory.peak_activation_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]))
 
 
 def test_of_attention_only_one_square_is_held_where_the_runtime_knows_its_shape() -> None:
@@ -173,7 +173,7 @@ def test_a_buffer_is_held_only_for_a_value_of_the_very_same_shape() -> None:
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2, 8, 8]) for name in "xy")
     graph = helper.make_graph(nodes, "g", [x], [y], [KERNEL])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    assert onnx_memory.peak_activation_bytes(model) == 4 * MAP  # x, b and c beside a, which is held for e
+    assert memory.peak_activation_bytes(model) == 4 * MAP  # x, b and c beside a, which is held for e
 
 
 @pytest.mark.parametrize(("half_first", "bias"), [(False, False), (True, False), (False, True), (True, True)])
@@ -195,7 +195,7 @@ def test_x_times_its_error_function_is_one_operation(half_first: bool, bias: boo
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 2, 8, 8]) for name in "xy")
     graph = helper.make_graph(nodes, "g", [x], [y], kept)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    assert onnx_memory.peak_activation_bytes(model) == (4 if bias else 3) * MAP
+    assert memory.peak_activation_bytes(model) == (4 if bias else 3) * MAP
 
 
 def test_shapes_that_depend_on_the_batch_are_inferred() -> None:
@@ -208,7 +208,7 @@ def test_shapes_that_depend_on_the_batch_are_inferred() -> None:
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 128])
     graph = helper.make_graph(nodes, "g", [x], [y], [rest])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    assert MAP * 2 <= (onnx_memory.peak_activation_bytes(model) or 0) <= MAP * 3 + 64
+    assert MAP * 2 <= (memory.peak_activation_bytes(model) or 0) <= MAP * 3 + 64
 
 
 def test_padding_whose_widths_are_turned_is_inferred() -> None:
@@ -232,4 +232,4 @@ def test_padding_whose_widths_are_turned_is_inferred() -> None:
     graph = helper.make_graph(nodes, "g", [x], [y], kept)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
     wide = MAP * 9 // 8
-    assert 0 <= (onnx_memory.peak_activation_bytes(model) or 0) - (MAP + 2 * wide) <= 64
+    assert 0 <= (memory.peak_activation_bytes(model) or 0) - (MAP + 2 * wide) <= 64

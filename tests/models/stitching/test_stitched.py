@@ -9,8 +9,9 @@ import pytest
 
 from fedquilt.core import ModelError
 from fedquilt.data import images
-from fedquilt.models.stitching import joint_head, least_squares, stitched
-from fedquilt.models.stitching.stitched import Block
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.algebra import joint_head, least_squares
+from fedquilt.models.stitching.stitched_network import Block
 
 RNG = np.random.default_rng(0)
 
@@ -27,22 +28,22 @@ B1 = block("b", 1, (5, 4, 4), (5, 4, 4))
 
 def test_only_the_next_block_of_the_same_donor_continues() -> None:
     """a.1 continues a.0; a.2 does not, nor does b.1."""
-    assert stitched.is_continuation(A0, A1)
-    assert not stitched.is_continuation(A0, A2)
-    assert not stitched.is_continuation(A0, B1)
-    assert stitched.is_native_path([A0, A1, A2])
-    assert not stitched.is_native_path([A0, A2])
-    assert not stitched.is_native_path([A1, A2])
+    assert stitched_network.is_continuation(A0, A1)
+    assert not stitched_network.is_continuation(A0, A2)
+    assert not stitched_network.is_continuation(A0, B1)
+    assert stitched_network.is_native_path([A0, A1, A2])
+    assert not stitched_network.is_native_path([A0, A2])
+    assert not stitched_network.is_native_path([A1, A2])
 
 
 def test_maps_go_to_maps_within_twofold_enlargement() -> None:
     """4x4 to 8x8 is allowed, 4x4 to 9x9 only by the switch, vectors to maps never, and no start in the middle."""
-    assert stitched.can_connect(A1, A1)
+    assert stitched_network.can_connect(A1, A1)
     wide = block("b", 3, (5, 9, 9), (5, 9, 9))
-    assert not stitched.can_connect(A1, wide)
-    assert stitched.can_connect(A1, wide, max_upsampling=3.0)
-    assert not stitched.can_connect(A2, A1)
-    assert not stitched.can_connect(A1, A0)
+    assert not stitched_network.can_connect(A1, wide)
+    assert stitched_network.can_connect(A1, wide, max_upsampling=3.0)
+    assert not stitched_network.can_connect(A2, A1)
+    assert not stitched_network.can_connect(A1, A0)
 
 
 def test_a_junction_resizes_and_then_projects() -> None:
@@ -51,7 +52,7 @@ def test_a_junction_resizes_and_then_projects() -> None:
     junction = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
     cells = maps.reshape(2, 3, 4, 2, 4, 2).mean(axis=(3, 5))
     want = np.einsum("kc,nchw->nkhw", junction["weights"], cells) + junction["bias"][:, None, None]
-    assert np.allclose(stitched.apply_junction(maps, junction, B1), want, atol=1e-5)
+    assert np.allclose(stitched_network.apply_junction(maps, junction, B1), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("wanted", [4, 12])
@@ -59,7 +60,7 @@ def test_a_junction_of_series_resizes_and_projects(wanted: int) -> None:
     """Of 8 steps, to cells of 2 or between neighbours; the same as of maps of one row."""
     series = RNG.normal(size=(2, 3, 8)).astype(np.float32)
     junction = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
-    made = stitched.apply_junction(series, junction, block("s", 1, (5, wanted), (5, wanted)))
+    made = stitched_network.apply_junction(series, junction, block("s", 1, (5, wanted), (5, wanted)))
     resized = (
         series.reshape(2, 3, 4, 2).mean(axis=3)
         if wanted == 4
@@ -67,25 +68,25 @@ def test_a_junction_of_series_resizes_and_projects(wanted: int) -> None:
     )
     want = np.einsum("kc,ncl->nkl", junction["weights"], resized) + junction["bias"][:, None]
     np.testing.assert_allclose(made, want, atol=1e-5)
-    np.testing.assert_allclose(stitched.global_average_pool(made), made.mean(axis=2), atol=1e-6)
+    np.testing.assert_allclose(stitched_network.global_average_pool(made), made.mean(axis=2), atol=1e-6)
 
 
 def test_series_go_to_series_only() -> None:
     """Within the limit of enlargement; neither to maps of images nor from them."""
     before, after = block("s", 1, (3, 8), (3, 8)), block("t", 1, (5, 16), (5, 16))
-    assert stitched.can_connect(before, after)
-    assert not stitched.can_connect(before, block("t", 1, (5, 17), (5, 17)))
-    assert not stitched.can_connect(before, B1)
-    assert not stitched.can_connect(B1, before)
+    assert stitched_network.can_connect(before, after)
+    assert not stitched_network.can_connect(before, block("t", 1, (5, 17), (5, 17)))
+    assert not stitched_network.can_connect(before, B1)
+    assert not stitched_network.can_connect(B1, before)
 
 
 def test_a_fitted_junction_recovers_a_linear_map() -> None:
     """Where the donor's own input is a projection of what comes in, the junction is that projection."""
     maps = RNG.normal(size=(20, 3, 8, 8)).astype(np.float32)
     true = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
-    target = stitched.apply_junction(maps, true, B1)
+    target = stitched_network.apply_junction(maps, true, B1)
     rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (images.resize_maps(maps, 4, 4), target)]
-    weights, bias = least_squares.Fit(rows[0], ridge=1e-9).solve_weights(rows[1])
+    weights, bias = least_squares.RidgeFit(rows[0], ridge=1e-9).solve_weights(rows[1])
     assert np.allclose(weights, true["weights"], atol=1e-4)
     assert np.allclose(bias, true["bias"], atol=1e-4)
 
@@ -98,41 +99,46 @@ def test_every_prefix_has_junctions_of_its_own() -> None:
         asked.append(name)
         return {}
 
-    assert stitched.load_junctions([A0, A1, B1], load)[:2] == [None, None]
-    assert asked == [stitched.junction_name(("a.0", "a.1", "b.1"))]
-    assert stitched.junction_name(("a.0", "b.1")) != asked[0]
+    assert stitched_network.load_junctions([A0, A1, B1], load)[:2] == [None, None]
+    assert asked == [stitched_network.junction_name(("a.0", "a.1", "b.1"))]
+    assert stitched_network.junction_name(("a.0", "b.1")) != asked[0]
 
 
 def test_alignment_is_logsumexp_within_a_group_and_argmax_over_groups() -> None:
     """Two classes at log 2 beat one at log 3: 4 > 3; a label without classes never wins."""
     logits = np.log(np.array([[2.0, 2.0, 3.0]]))
-    scores = stitched.align_logits(logits, [(2,), (0, 1), ()])
+    scores = stitched_network.align_logits(logits, [(2,), (0, 1), ()])
     assert np.allclose(np.exp(scores), [[3.0, 4.0, 0.0]])
     assert scores.argmax() == 1
-    assert stitched.align_logits(np.array([[1e4, 0.0]]), [(0,), (1,)]).tolist() == [[1e4, 0.0]]
+    assert stitched_network.align_logits(np.array([[1e4, 0.0]]), [(0,), (1,)]).tolist() == [[1e4, 0.0]]
 
 
 def test_random_features_keep_lengths_on_average() -> None:
     """A vector of length 1 has length about 1 afterwards; the same seed gives the same projection."""
-    draw = stitched.random_projection(50, 4000, seed=3)
+    draw = stitched_network.random_projection(50, 4000, seed=3)
     z = RNG.normal(size=50)
     assert np.linalg.norm(z @ draw) == pytest.approx(np.linalg.norm(z), rel=0.1)
-    assert np.array_equal(draw, stitched.random_projection(50, 4000, seed=3))
+    assert np.array_equal(draw, stitched_network.random_projection(50, 4000, seed=3))
 
 
 HEAD = {"weights": RNG.normal(size=(2, 12)), "bias": RNG.normal(size=2)}
-STOCK = stitched.Stock({"channels": 1, "size": 8}, ("x", "y"), {}, {each.id: each for each in (A0, A1, A2, B1)})
-JOINED = stitched.Network(
+STOCK = stitched_network.DonorPool(
+    {"channels": 1, "size": 8}, ("x", "y"), {}, {each.id: each for each in (A0, A1, A2, B1)}
+)
+JOINED = stitched_network.StitchedNetwork(
     taps=(("a.0", "a.1"), ("a.0", "b.1"), ("a.0",)),
     junctions={
-        stitched.junction_name(("a.0", "b.1")): {"weights": RNG.normal(size=(5, 3)), "bias": RNG.normal(size=5)},
-        stitched.junction_name(("b.1", "a.1")): {"weights": np.ones((3, 5)), "bias": np.ones(3)},
+        stitched_network.junction_name(("a.0", "b.1")): {
+            "weights": RNG.normal(size=(5, 3)),
+            "bias": RNG.normal(size=5),
+        },
+        stitched_network.junction_name(("b.1", "a.1")): {"weights": np.ones((3, 5)), "bias": np.ones(3)},
     },
     head=HEAD,
 )
 
 
-def made(ran: list[str]) -> stitched.Run:
+def made(ran: list[str]) -> stitched_network.Run:
     """Blocks that average cells and repeat channels; each notes that it ran."""
 
     def run(block: Block, maps: np.ndarray) -> np.ndarray:
@@ -149,58 +155,65 @@ def test_taps_are_pooled_side_by_side_and_what_they_share_runs_once() -> None:
     """Three taps behind one stem: three block runs, and the head's columns in the order of the taps."""
     ran: list[str] = []
     x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
-    scores = stitched.classify(JOINED, STOCK.blocks, made(ran), x)
+    scores = stitched_network.classify(JOINED, STOCK.blocks, made(ran), x)
     assert ran == ["a.0", "a.1", "b.1"]
     stem = made([])(A0, x)
-    junction = JOINED.junctions[stitched.junction_name(("a.0", "b.1"))]
-    maps = made([])(A1, stem), made([])(B1, stitched.apply_junction(stem, junction, B1)), stem
+    junction = JOINED.junctions[stitched_network.junction_name(("a.0", "b.1"))]
+    maps = made([])(A1, stem), made([])(B1, stitched_network.apply_junction(stem, junction, B1)), stem
     features = np.concatenate([each.mean(axis=(2, 3)) for each in maps], axis=1)
     np.testing.assert_allclose(scores, features @ HEAD["weights"].T + HEAD["bias"], rtol=1e-6)
 
 
 def test_an_artefact_holds_the_network_and_no_junction_besides() -> None:
     """What is read back classifies the same; the junction of a path that is no tap is gone."""
-    meta, arrays = stitched.to_artefact(JOINED, STOCK)
-    name = stitched.junction_name(("a.0", "b.1"))
+    meta, arrays = stitched_network.to_artefact(JOINED, STOCK)
+    name = stitched_network.junction_name(("a.0", "b.1"))
     assert meta["taps"] == [["a.0", "a.1"], ["a.0", "b.1"], ["a.0"]]
     assert meta["junctions"] == {
         name: {"in_shape": [3, 8, 8], "out_shape": [5, 4, 4], "weights": f"{name}.weights", "bias": f"{name}.bias"}
     }
     assert set(arrays) == {f"{name}.weights", f"{name}.bias", "head.weights", "head.bias"}
-    read, x = stitched.from_artefact(meta, arrays), RNG.normal(size=(2, 1, 8, 8)).astype(np.float32)
-    scores = [stitched.classify(each, STOCK.blocks, made([]), x) for each in (JOINED, read)]
+    read, x = stitched_network.from_artefact(meta, arrays), RNG.normal(size=(2, 1, 8, 8)).astype(np.float32)
+    scores = [stitched_network.classify(each, STOCK.blocks, made([]), x) for each in (JOINED, read)]
     np.testing.assert_array_equal(*scores)
 
 
 @pytest.mark.parametrize(
     ("network", "why"),
     [
-        (stitched.Network((("a.0",),), {}), "neither a head nor an alignment"),
-        (stitched.Network((("a.0",),), {}, align=((), ())), "neither a head nor an alignment"),
-        (stitched.Network((("a.0",), ("a.0", "a.1")), {}, align=((0,), (1,))), "joins 2 taps without a head"),
-        (stitched.Network((), {}, HEAD), "no taps"),
-        (stitched.Network(((),), {}, HEAD), "without blocks"),
+        (stitched_network.StitchedNetwork((("a.0",),), {}), "neither a head nor an alignment"),
+        (stitched_network.StitchedNetwork((("a.0",),), {}, align=((), ())), "neither a head nor an alignment"),
+        (
+            stitched_network.StitchedNetwork((("a.0",), ("a.0", "a.1")), {}, align=((0,), (1,))),
+            "joins 2 taps without a head",
+        ),
+        (stitched_network.StitchedNetwork((), {}, HEAD), "no taps"),
+        (stitched_network.StitchedNetwork(((),), {}, HEAD), "without blocks"),
     ],
 )
-def test_a_network_whose_outputs_mean_nothing_is_refused(network: stitched.Network, why: str) -> None:
+def test_a_network_whose_outputs_mean_nothing_is_refused(network: stitched_network.StitchedNetwork, why: str) -> None:
     """When it is run, and when it is read."""
     with pytest.raises(ModelError, match=why):
-        stitched.classify(network, STOCK.blocks, lambda block, x: x, np.zeros((1, 1, 8, 8)))
+        stitched_network.classify(network, STOCK.blocks, lambda block, x: x, np.zeros((1, 1, 8, 8)))
     meta = {"taps": network.taps, "junctions": {}, "head": None, "align": network.align}
     if network.head is not None:
         meta["head"] = {"weights": "w", "bias": "b"}
     with pytest.raises(ModelError, match=why):
-        stitched.from_artefact(meta, {"w": HEAD["weights"], "b": HEAD["bias"]})
+        stitched_network.from_artefact(meta, {"w": HEAD["weights"], "b": HEAD["bias"]})
 
 
 def test_features_may_be_drawn_before_the_head() -> None:
     """hidden: (3, 12); what is negative behind it counts as 0."""
     hidden, head = RNG.normal(size=(3, 12)), {"weights": RNG.normal(size=(2, 3)), "bias": np.zeros(2)}
     x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
-    maps = stitched.run_taps(JOINED, STOCK.blocks, made([]), x)
-    features = np.maximum(np.concatenate([stitched.global_average_pool(each) for each in maps], axis=1) @ hidden.T, 0)
+    maps = stitched_network.run_taps(JOINED, STOCK.blocks, made([]), x)
+    features = np.maximum(
+        np.concatenate([stitched_network.global_average_pool(each) for each in maps], axis=1) @ hidden.T, 0
+    )
     network = replace(JOINED, head={**head, "hidden": hidden})
-    scores = stitched.classify(stitched.from_artefact(*stitched.to_artefact(network, STOCK)), STOCK.blocks, made([]), x)
+    scores = stitched_network.classify(
+        stitched_network.from_artefact(*stitched_network.to_artefact(network, STOCK)), STOCK.blocks, made([]), x
+    )
     np.testing.assert_allclose(scores, features @ head["weights"].T, rtol=1e-6)
 
 
@@ -232,7 +245,7 @@ def test_a_bundle_that_contradicts_itself_is_refused(change: object, why: str) -
         "donors": {"a": {"blocks": ["a.0", "a.1", "a.2"], "classes": 10}},
         "blocks": {b.id: {name: getattr(b, name) for name in Block.__dataclass_fields__} for b in (A0, A1, A2)},
     }
-    assert stitched.load_donor_pool(meta).donors["a"].align is None
+    assert stitched_network.load_donor_pool(meta).donors["a"].align is None
     change(meta)  # type: ignore[operator]
     with pytest.raises(ModelError, match=why):
-        stitched.load_donor_pool(meta)
+        stitched_network.load_donor_pool(meta)

@@ -11,7 +11,7 @@ onnx = pytest.importorskip("onnx")
 
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
-from fedquilt.models.stitching import onnx_memory, tiled_linear  # noqa: E402
+from fedquilt.models.stitching.onnx import memory, tiled_linear  # noqa: E402
 
 
 def product(bias: tuple[int, ...] = (6,), **attributes: Any) -> onnx.ModelProto:
@@ -69,5 +69,5 @@ def test_what_is_alive_is_not_told_where_a_shape_is_not_known() -> None:
     model.graph.node.append(helper.make_node("Other", ["made"], ["between"], domain="elsewhere"))
     model.graph.node.append(helper.make_node("Relu", ["between"], ["y"]))
     model.opset_import.append(helper.make_opsetid("elsewhere", 1))
-    assert onnx_memory.peak_activation_bytes(product()) == 4 * (4 + 6)
-    assert onnx_memory.peak_activation_bytes(model) is None
+    assert memory.peak_activation_bytes(product()) == 4 * (4 + 6)
+    assert memory.peak_activation_bytes(model) is None

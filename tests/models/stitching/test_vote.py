@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import UpdateError
 from fedquilt.models.stitching import vote
-from fedquilt.models.stitching.stitched import Block
+from fedquilt.models.stitching.stitched_network import Block
 from fedquilt.models.stitching.vote import Ballot
 
 POOL = ("a.1", "a.2", "b.1", "b.2")

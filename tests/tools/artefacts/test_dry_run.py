@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fedquilt import bundle
 from fedquilt.coordinator import settings
 from fedquilt.core import Bundle, ModelError
+from fedquilt.formats import job_bundle
 
 pytest.importorskip("torch", reason="preparing cuts torch networks")
 pytest.importorskip("onnx")
@@ -19,7 +19,7 @@ pytest.importorskip("onnxruntime")
 import torch
 
 from fedquilt.models.networks import registry
-from fedquilt.models.stitching import export_onnx
+from fedquilt.models.stitching.onnx import export as onnx_export
 from fedquilt.tools.artefacts import dry_run
 from fedquilt.tools.artefacts.prepare import prepare_and_check, prepare_bundle
 
@@ -45,7 +45,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rehearse(folder: Path, params: dict[str, Any], made: Bundle | None = None) -> None:
     table = {"name": "s", "method": "fedstitch", "params": params}
-    dry_run.rehearse(settings.parse_job(table), made or bundle.load_bundle(folder), folder)
+    dry_run.rehearse(settings.parse_job(table), made or job_bundle.load_bundle(folder), folder)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_a_stitched_network_and_a_joint_head_are_exported_and_run_before_a_devic
 ) -> None:
     """The result, then several taps under one head where heads are solved."""
     seen: list[int] = []
-    export = export_onnx.export_stitched
+    export = onnx_export.export_stitched
 
     def noted(meta: Any, *given: Any) -> bytes:
         seen.append(len(meta["taps"]))
         return export(meta, *given)
 
-    monkeypatch.setattr(export_onnx, "export_stitched", noted)
+    monkeypatch.setattr(onnx_export, "export_stitched", noted)
     rehearse(prepared, params)
     assert len(seen) == 2
     assert (seen[1] > 1) == joins
@@ -133,7 +133,7 @@ def test_a_block_that_does_not_fit_its_donor_is_refused_by_name(
     prepared: Path, changed: dict[str, dict[str, Any]], message: str
 ) -> None:
     """Shapes of the bundle that are not those of its graphs."""
-    made = bundle.load_bundle(prepared)
+    made = job_bundle.load_bundle(prepared)
     blocks = {name: {**table, **changed.get(name, {})} for name, table in made.meta["blocks"].items()}
     with pytest.raises(ModelError, match=message):
         rehearse(prepared, {}, replace(made, meta={**made.meta, "blocks": blocks}))

@@ -9,14 +9,14 @@ import evaluations
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import EvaluationSums, Examples, Fit, Hooks, JobError, ModelError
 
 torch = pytest.importorskip("torch", reason="networks to be scheduled are torch's")
 
 from fedquilt.models.networks import registry  # noqa: E402
 from fedquilt.tools.artefacts import frozen_part  # noqa: E402
-from fedquilt.tools.artefacts.frozen_part import Calibration  # noqa: E402
+from fedquilt.tools.artefacts.frozen_part import CalibrationData  # noqa: E402
 from fedquilt.tools.artefacts.prepare import prepare_bundle  # noqa: E402
 
 CNN = {"name": "cnn", "channels": 1, "size": 8, "classes": 3, "width": 2}
@@ -39,11 +39,11 @@ class Oracle:
         return evaluations.of_classes(self.accuracies[len(self.moved) - 1])
 
 
-def searched(engine: Any, **changes: Any) -> list[frozen_part.Tried]:
+def searched(engine: Any, **changes: Any) -> list[frozen_part.CandidateResult]:
     model = {name: value.numpy() for name, value in registry.load_network(CNN, seed=0).state_dict().items()}
     given: dict[str, Any] = {"held": NOTHING, "parts": PARTS, **changes}
     return frozen_part.search_schedule(
-        engine, CNN, model, NOTHING, given["held"], given["parts"], Calibration(path="unread")
+        engine, CNN, model, NOTHING, given["held"], given["parts"], CalibrationData(path="unread")
     )
 
 

@@ -16,21 +16,22 @@ pytest.importorskip("torch", reason="a network is exported by torch")
 pytest.importorskip("onnxruntime", reason="an exported network is run")
 Image = pytest.importorskip("PIL.Image", reason="images are decoded by Pillow")
 
-from fedquilt import tensors  # noqa: E402
+from fedquilt.arrays import tensors  # noqa: E402
 from fedquilt.coordinator import settings  # noqa: E402
 from fedquilt.core import DataError, ModelError  # noqa: E402
 from fedquilt.data import examples  # noqa: E402
 from fedquilt.data.measured_settings import complete_data_table  # noqa: E402
 from fedquilt.data.spec import DataSpec  # noqa: E402
-from fedquilt.edge_agent.engines import exported, training  # noqa: E402
-from fedquilt.edge_agent.releases import check  # noqa: E402
-from fedquilt.edge_agent.releases.protocol import CheckOrder  # noqa: E402
+from fedquilt.edge_agent.engines import exported_model as engines_exported_model  # noqa: E402
+from fedquilt.edge_agent.engines import training  # noqa: E402
+from fedquilt.edge_agent.releases.check import main  # noqa: E402
+from fedquilt.edge_agent.releases.check.protocol import CheckRequest  # noqa: E402
 from fedquilt.models.networks import onnx_file  # noqa: E402
 from fedquilt.tools.artefacts import prepare  # noqa: E402
 from fedquilt.tools.artefacts.classifier import Classifier  # noqa: E402
 from fedquilt.tools.artefacts.run_model import run_model  # noqa: E402
-from fedquilt.tools.runner.models import Models  # noqa: E402
-from fedquilt.tools.runner.service import Service  # noqa: E402
+from fedquilt.tools.operations.runner.models import ModelSwitcher  # noqa: E402
+from fedquilt.tools.operations.runner.service import ModelService  # noqa: E402
 
 
 class Case(NamedTuple):
@@ -174,14 +175,14 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
     case = CASES[name](tmp_path / "data")
     model, data = exported_model(case, tmp_path)
     network = Classifier(model)
-    about = exported.read_metadata(network._engine.read_metadata(model))
+    about = engines_exported_model.read_metadata(network._engine.read_metadata(model))
     trained_on = training.network_inputs(examples.load_split(DataSpec.parse(data)).x, about.network or {})
     assert np.isfinite(trained_on).all()
     assert np.ptp(trained_on) > 0
 
     own = {"path": data["path"], "held": 0.0, **({"y": data["y"]} if case.table else {})}
-    order = CheckOrder(model=str(model), before=None, budget_bytes=10**9, data=own, out=str(tmp_path / "out"))
-    checked = check._load_held_out(order, about, examples.load_share)
+    order = CheckRequest(model=str(model), before=None, budget_bytes=10**9, data=own, out=str(tmp_path / "out"))
+    checked = main._load_held_out(order, about, examples.load_share)
     assert checked is not None
     np.testing.assert_array_equal(about.prepare_inputs(checked.x), trained_on)
 
@@ -195,7 +196,7 @@ def test_every_consumer_reads_the_same_tensor(name: str, tmp_path: Path) -> None
     best = network.compute_scores(trained_on).max(axis=1).tolist()
     by_command = run_model(model, case.table or tmp_path / "data" / "train")
     assert [row.score for row in by_command] == best
-    service = Service(Models(model))
+    service = ModelService(ModelSwitcher(model))
     if case.table:
         served = service.classify_bytes(case.table.read_bytes())["answers"]
     else:
@@ -287,4 +288,4 @@ def test_a_file_that_is_no_image_is_named_when_the_job_is_read(tmp_path: Path) -
 def test_a_model_whose_reading_settings_are_forged_is_rejected(tmp_path: Path) -> None:
     for given, reason in (({"path": "/etc/passwd"}, "unknown key 'path'"), ({"size": "many"}, "'reading'")):
         with pytest.raises(ModelError, match=reason):
-            exported.read_metadata({"reading": json.dumps(given)})
+            engines_exported_model.read_metadata({"reading": json.dumps(given)})

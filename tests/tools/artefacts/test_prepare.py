@@ -10,21 +10,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.preflight import require_matching_bundle
+from fedquilt.coordinator.updates.job_validation import require_matching_bundle
 from fedquilt.core import FedquiltError, JobError, ModelError
+from fedquilt.formats import job_bundle
 
 pytest.importorskip("torch", reason="preparing cuts torch networks")
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
-from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
-from fedquilt.models.stitching import blocks, stitched
+from fedquilt.models.stitching import stitched_network
+from fedquilt.models.stitching.onnx import blocks
 from fedquilt.tools.artefacts.prepare import prepare_and_check, prepare_bundle
-from fedquilt.tools.experiments import compare
+from fedquilt.tools.experiments import comparison
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
 SERIES = {"name": "conv1d", "channels": 3, "steps": 20, "classes": 3}
@@ -85,12 +87,12 @@ def test_what_prepare_makes_of_a_job_is_that_jobs_bundle_and_no_others(
     data = {"path": str(tmp_path / "own.npz")}
     own = settings.parse_job({"name": "a", "method": "fedavg", "data": data, **tables})
     require_matching_bundle(own, made)
-    assert len(compare.make_cases(own, tmp_path, seeds=[0])) == 1
+    assert len(comparison.make_cases(own, tmp_path, seeds=[0])) == 1
     other = msgspec.structs.replace(own, model={**own.model, **edited})
     with pytest.raises(JobError, match="prepared from another job"):
         require_matching_bundle(other, made)
     with pytest.raises(JobError, match="prepared from another job"):
-        compare.make_cases(other, tmp_path, seeds=[0])
+        comparison.make_cases(other, tmp_path, seeds=[0])
 
 
 def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None:
@@ -132,17 +134,17 @@ def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(
     prepare_bundle(
         job({"name": "p", "network": PLAIN, "seed": 1}, {"name": "r", "network": RESIDUAL, "seed": 2}), tmp_path
     )
-    opened = bundle.load_bundle(tmp_path)
-    stock = stitched.load_donor_pool(opened.meta)
+    opened = job_bundle.load_bundle(tmp_path)
+    stock = stitched_network.load_donor_pool(opened.meta)
     assert {name: len(donor.blocks) for name, donor in stock.donors.items()} == {"p": 5, "r": 5}
     x = np.random.default_rng(0).normal(size=(3, 1, 28, 28)).astype(np.float32)
     engine = OnnxEngine(2**30)
     for name, network, seed in (("p", PLAIN, 1), ("r", RESIDUAL, 2)):
         path = [stock.blocks[block] for block in stock.donors[name].blocks]
-        y = stitched.run_path(
+        y = stitched_network.run_path(
             path,
             [None] * len(path),
-            lambda block, maps: stitched.run_block(
+            lambda block, maps: stitched_network.run_block(
                 block, lambda file, value: engine.run(tmp_path / "blobs" / opened.files[file].sha256, value), maps
             ),
             x,
@@ -160,7 +162,7 @@ def test_a_block_in_tiles_names_its_graphs_by_stage_and_tile(tmp_path: Path, mon
     assert (table["r.4"]["weight_bytes"], table["r.4"]["resident_bytes"]) == (3 * 260, 260)
     assert (table["r.3"]["stages"], table["r.3"]["data"]) == ([["r.3.onnx"]], ["r.3.data"])
     assert table["r.3"]["weight_bytes"] == table["r.3"]["resident_bytes"]
-    used = [name for block in stitched.load_donor_pool(made.meta).blocks.values() for name in block.files]
+    used = [name for block in stitched_network.load_donor_pool(made.meta).blocks.values() for name in block.files]
     assert sorted(used) == sorted(made.files)
 
 
@@ -337,15 +339,15 @@ def _torch(x: np.ndarray) -> Any:
 
 
 def test_an_engine_that_cannot_train_the_network_is_refused_before_any_board_is_asked(tmp_path: Path) -> None:
-    job = settings.Job(name="j", method="fedavg", engine="numpy", model=SERIES)
+    job = settings.JobSettings(name="j", method="fedavg", engine="numpy", model=SERIES)
     with pytest.raises(JobError, match=r"trains 'mlp' networks, and .* 'conv1d': leave the line out"):
         prepare_and_check(job, tmp_path / "j.bundle")
-    prepare_and_check(settings.Job(name="j", method="fedavg", model=SERIES), tmp_path / "j.bundle")
+    prepare_and_check(settings.JobSettings(name="j", method="fedavg", model=SERIES), tmp_path / "j.bundle")
 
 
 @pytest.mark.parametrize(("method", "kept"), [("ft_part", "all but the last layers"), ("fedavg", "")])
 def test_random_weights_that_a_method_never_trains_are_named(tmp_path: Path, method: str, kept: str) -> None:
-    job, said = settings.Job(name="j", method=method, model=SERIES), []
+    job, said = settings.JobSettings(name="j", method=method, model=SERIES), []
     made = prepare_and_check(job, tmp_path / "j.bundle", said.append)
     told = [line for line in said if "these are random" in line]
     assert [kept in line for line in told] == [True] * bool(kept)

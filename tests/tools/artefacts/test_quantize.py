@@ -10,25 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.core import Bundle, DataError, DeviceView, Examples, FedquiltError, JobError
+from fedquilt.formats import job_bundle
 
 pytest.importorskip("torch", reason="preparing cuts torch networks")
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.settings import Job
-from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
-from fedquilt.methods.fedstitch import METHOD, Params
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+from fedquilt.methods.fedstitch import METHOD, SearchParams
 from fedquilt.models.networks import registry
-from fedquilt.models.stitching import blocks, search
+from fedquilt.models.stitching.onnx import blocks
+from fedquilt.models.stitching.search import steps
 from fedquilt.tools.artefacts.prepare import prepare_bundle
-from fedquilt.tools.artefacts.quantize import INT8_DELTA, Choice, find_rejected
-from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.hands import make_task_and_context
+from fedquilt.tools.artefacts.quantization import INT8_DELTA, QuantizationChoice, find_rejected
+from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
+from fedquilt.tools.simulation.workers.local_backend import make_task_and_context
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}
@@ -91,13 +93,13 @@ class Watched(OnnxEngine):
 
 def scored(folder: Path, engine: OnnxEngine, length: int, cache: Path) -> tuple[Any, dict[str, Any], tuple[str, ...]]:
     """A device's answer on pictures of its own after the beginning of donor "p", the order's files, and the pool."""
-    made = bundle.load_bundle(folder)
-    state = METHOD.init(made, Params(score_at="output", early=0, samples=20), 0)
-    net = replace(search.starting_networks(state.stock)[0], path=state.stock.donors["p"].blocks[:length])
-    pool = search.offered_blocks(net, state.stock, state.params)
+    made = job_bundle.load_bundle(folder)
+    state = METHOD.init(made, SearchParams(score_at="output", early=0, samples=20), 0)
+    net = replace(steps.starting_networks(state.stock)[0], path=state.stock.donors["p"].blocks[:length])
+    pool = steps.offered_blocks(net, state.stock, state.params)
     order = METHOD.send(replace(state, current=net, pool=pool), DeviceView("d", None, ()))
     assert order is not None
-    member = Member("d", pictures(40, 7), pictures(4, 8))
+    member = DeviceData("d", pictures(40, 7), pictures(4, 8))
     blobs, sent = folder / "blobs", cache / "sent"
     task, site = make_task_and_context(
         METHOD, order, member, sent, engine=engine, cache=cache, path=lambda ref: blobs / ref.sha256
@@ -123,7 +125,7 @@ def test_preparing_twice_gives_the_same_bytes(both: tuple[Path, Path], images: s
     said: list[str] = []
     prepare_bundle(job(images), tmp_path, said.append)
     assert (tmp_path / "bundle.json").read_bytes() == (both[1] / "bundle.json").read_bytes()
-    taken = in_int8(bundle.load_bundle(tmp_path))
+    taken = in_int8(job_bundle.load_bundle(tmp_path))
     for line, (donor, count) in zip(said[2:], CANDIDATES.items(), strict=True):
         accepted = sum(name.startswith(donor) for name in taken)
         assert line.startswith(f"donor {donor}: {accepted} of {count} candidates in 8 bits")
@@ -138,7 +140,7 @@ def test_accepted_blocks_score_and_are_chosen_as_in_float32(
     """On pictures that preparing has not seen; what scores are compared with is the same to the bit."""
     plain, quick = ((*scored(folder, Watched(), length, tmp_path / folder.name),) for folder in both)
     pool = quick[2]
-    taken = np.array([name in in_int8(bundle.load_bundle(both[1])) for name in pool])
+    taken = np.array([name in in_int8(job_bundle.load_bundle(both[1])) for name in pool])
     one, other = (answer.bundles["scores"] for answer in (plain[0], quick[0]))
     change = np.abs(one["score"] - other["score"])
     assert taken.any()
@@ -182,7 +184,7 @@ def test_tiles_stay_in_float32(images: str, tmp_path: Path, monkeypatch: pytest.
 
 def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path], tmp_path: Path) -> None:
     """A whole search; then its tasks by themselves: input scores, sums and validation hold no such graph."""
-    made = bundle.load_bundle(both[1])
+    made = job_bundle.load_bundle(both[1])
     quick = {made.files[f"{name}.int8.onnx"].sha256 for name in in_int8(made)}
     phases: dict[str, set[str]] = {}
     sent: dict[str, set[str]] = {}
@@ -195,12 +197,12 @@ def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path
         sent.setdefault(task.params["phase"], set()).update(ref.sha256 for ref in task.bundles.values())
         return answer
 
-    members = [Member(f"d{i}", pictures(30, i), pictures(10, 50 + i)) for i in range(2)]
+    members = [DeviceData(f"d{i}", pictures(30, i), pictures(10, 50 + i)) for i in range(2)]
     params = {"subrounds": 1, "expansions": 6, "samples": 12, "fit_samples": 12, "head_samples": 12, "depth": 5}
     double = replace(METHOD, work=work)
 
     def search(**changes: Any) -> None:
-        wanted = Job(name="toy", method="fedstitch", rounds=1000, params={**params, **changes}, fleet=ROOM)
+        wanted = JobSettings(name="toy", method="fedstitch", rounds=1000, params={**params, **changes}, fleet=ROOM)
         list(iterate_states(wanted, both[1], members, load=lambda name: double, engine=engine))
 
     search()
@@ -218,18 +220,18 @@ def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path
 
 def test_the_bundle_without_an_accepted_graph_is_refused(both: tuple[Path, Path]) -> None:
     """As it is without any other file of a block."""
-    made = bundle.load_bundle(both[1])
+    made = job_bundle.load_bundle(both[1])
     name = f"{min(in_int8(made))}.int8.onnx"
     left = {file: ref for file, ref in made.files.items() if file != name}
     with pytest.raises(FedquiltError, match=f"lacks {name}"):
-        METHOD.init(replace(made, files=left), Params(), 0)
+        METHOD.init(replace(made, files=left), SearchParams(), 0)
 
 
 # -- which are taken back -------------------------------------------------------------------------
 
 
-def choice(plain: list[float], quick: list[float]) -> Choice:
-    return Choice(("a", "b", "c"), np.array(plain), np.array(quick))
+def choice(plain: list[float], quick: list[float]) -> QuantizationChoice:
+    return QuantizationChoice(("a", "b", "c"), np.array(plain), np.array(quick))
 
 
 def test_scores_that_change_too_much_or_not() -> None:

@@ -17,7 +17,7 @@ import classifiers
 import made_graphs
 import onnx
 
-from fedquilt.tools.artefacts.run_model import Row, compute_accuracy, main, run_model
+from fedquilt.tools.artefacts.run_model import Prediction, compute_accuracy, main, run_model
 
 LEVELS = np.array([10, 30, 200, 250], np.uint8)  # brightness of four images
 
@@ -58,13 +58,13 @@ def test_a_folder_of_images_is_classified_and_its_subfolders_tell_the_truth(mode
 
 def test_a_network_in_two_files_is_run_as_one(model: Path, tmp_path: Path) -> None:
     """The same answers, and the folder of the model stays as it is."""
-    from fedquilt.tools.runner.models import Models
+    from fedquilt.tools.operations.runner.models import ModelSwitcher
 
     (tmp_path / "two").mkdir()
     two = made_graphs.two_files(tmp_path / "two", made_graphs.onnx.load(model))
     x = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:, None, None], (4, 8, 8)))
     assert run_model(two, x) == run_model(model, x)
-    found = Models(two).now.network.compute_scores(np.zeros((1, 1, 4, 4), np.float32))
+    found = ModelSwitcher(two).now.network.compute_scores(np.zeros((1, 1, 4, 4), np.float32))
     assert found.tolist() == [[0.5, -0.5]]
     assert sorted(path.name for path in two.parent.iterdir()) == ["model.onnx", "model.onnx.data"]
 
@@ -114,7 +114,7 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
     main(model, source, "json")
     told = json.loads(capsys.readouterr().out)
     assert told["accuracy"] == 0.5
-    assert Row(**told["images"][1]) == run_model(model, source)[1]
+    assert Prediction(**told["images"][1]) == run_model(model, source)[1]
 
 
 def test_a_trained_network_has_numbers_for_labels(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Examples, JobError
-from fedquilt.tools.audit import (
-    Row,
+from fedquilt.tools.lab.audit import (
+    UploadVariant,
     audit_methods,
     compare_fingerprints,
     extract_gradient,
@@ -30,14 +30,14 @@ NETWORK = {"name": "lenet", **TABLE, "classes": 3, "width": 4, "input": TABLE}
 def attack():  # type: ignore[no-untyped-def]
     """The attack needs torch."""
     pytest.importorskip("torch")
-    from fedquilt.tools.audit import attack as module
+    from fedquilt.tools.lab.audit import gradient_attack as module
 
     module.use_one_thread()
     return module
 
 
 def engine():  # type: ignore[no-untyped-def]
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
 
     return TorchEngine(1 << 40)
 
@@ -58,7 +58,7 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
     from fedquilt.models.networks import registry
 
     start = attack.weights(NETWORK, 0)
-    found = extract_gradient(Row("x", "fedavg", {}), NETWORK, start, one(), engine())
+    found = extract_gradient(UploadVariant("x", "fedavg", {}), NETWORK, start, one(), engine())
     model = registry.build(NETWORK)
     with torch.no_grad():
         for name, value in model.state_dict().items():
@@ -74,12 +74,12 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
 def test_genefl_uploads_a_layer_or_all_but_the_head_and_nothing_of_a_fingerprint(attack) -> None:  # type: ignore[no-untyped-def]
     """The first round's fingerprint is no tensor of the network."""
     start = attack.weights(NETWORK, 0)
-    whole = extract_gradient(Row("x", "genefl", {}), NETWORK, start, one(), engine())
+    whole = extract_gradient(UploadVariant("x", "genefl", {}), NETWORK, start, one(), engine())
     assert {name.partition(".")[0] for name in whole} == {"0", "2", "4"}
-    single = extract_gradient(Row("x", "genefl", {"first_layers": 1}), NETWORK, start, one(), engine())
+    single = extract_gradient(UploadVariant("x", "genefl", {"first_layers": 1}), NETWORK, start, one(), engine())
     assert len({name.partition(".")[0] for name in single}) == 1
     assert attack.label_of(single, "7") is None
-    part = extract_gradient(Row("x", "parfed", {"layers": 1}), NETWORK, start, one(), engine())
+    part = extract_gradient(UploadVariant("x", "parfed", {"layers": 1}), NETWORK, start, one(), engine())
     assert start.keys() - part.keys() == {"4.weight"}
 
 
@@ -87,17 +87,20 @@ def test_a_method_that_uploads_no_layers_cannot_be_audited(attack) -> None:  # t
     """Says so instead of telling a figure."""
     start = attack.weights(NETWORK, 0)
     with pytest.raises(JobError, match="uploads no tensors"):
-        extract_gradient(Row("x", "genefl", {"gather": 9}), NETWORK, start, one(), engine())
+        extract_gradient(UploadVariant("x", "genefl", {"gather": 9}), NETWORK, start, one(), engine())
 
 
 def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(attack) -> None:  # type: ignore[no-untyped-def]
     """PSNR of the reconstruction: of 144 pixels the first layer's gradient has 104 values, the whole one 1023."""
-    from fedquilt import tensors
+    from fedquilt.arrays import tensors
     from fedquilt.data import images
 
     start, truth = attack.weights(NETWORK, 0), images.prepare_images(one().x, TABLE)[0]
     found = {}
-    for name, row in (("all", Row("x", "fedavg", {})), ("one", Row("x", "genefl", {"first_layers": 1}))):
+    for name, row in (
+        ("all", UploadVariant("x", "fedavg", {})),
+        ("one", UploadVariant("x", "genefl", {"first_layers": 1})),
+    ):
         gradient = extract_gradient(row, NETWORK, start, one(), engine())
         guess = attack.reconstruct(NETWORK, start, gradient, 1, truth.shape, tensors.seeded_rng("t"), 100)
         assert guess.shape == truth.shape

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.tools.bench import cores, sim
-from fedquilt.tools.report.figures import format_figures
+from fedquilt.tools.lab.bench import cores, sim
+from fedquilt.tools.report.thresholds import format_figures
 
 
 @pytest.mark.nightly

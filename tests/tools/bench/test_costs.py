@@ -8,18 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedquilt import cost_model
-from fedquilt.core import OperatingPoint, Rates, Work
+from fedquilt.core import OperatingPoint, Rates, WorkEstimate
+from fedquilt.costs import cost_model
 from fedquilt.methods import fedavg
-from fedquilt.tools.bench import costs
-from fedquilt.tools.board.probes import Probe
+from fedquilt.tools.boards.record.probes import TaskProbe
+from fedquilt.tools.lab.bench import costs
 
 RATES = Rates(flops_per_s=2e9, bytes_per_s=1e9, launch_s=1e-4, task_s=0.5)
 MACHINE = OperatingPoint(name="m", rates={"numpy-dense": RATES})
 
 
-def work(flops: float, read_bytes: float, launches: float) -> Work:
-    return Work(flops=flops, read_bytes=read_bytes, launches=launches, workload="numpy-dense")
+def work(flops: float, read_bytes: float, launches: float) -> WorkEstimate:
+    return WorkEstimate(flops=flops, read_bytes=read_bytes, launches=launches, workload="numpy-dense")
 
 
 PROBES = [work(4e9, 1e9, 10.0), work(1e9, 4e9, 20.0), work(2e9, 1e9, 9000.0), work(8e9, 2e9, 500.0)]
@@ -32,7 +32,7 @@ class Machine:
     def __init__(self) -> None:
         self.now_s, self.runs = 0.0, 0
 
-    def takes(self, done: Work, times: float = 1.0) -> Callable[[], None]:
+    def takes(self, done: WorkEstimate, times: float = 1.0) -> Callable[[], None]:
         """Work that takes so many times as long; whatever runs in the first turn takes ten times that."""
 
         def run() -> None:
@@ -50,11 +50,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     pytest.importorskip("torch")
     made = Machine()
     clocks = {"processor": lambda: made.now_s, "wall": lambda: 2 * made.now_s}
-    tried = {"honest": costs.Case(TASK, made.takes(TASK)), "slower": costs.Case(TASK, made.takes(TASK, 1.5))}
+    tried = {"honest": costs.CostCase(TASK, made.takes(TASK)), "slower": costs.CostCase(TASK, made.takes(TASK, 1.5))}
     monkeypatch.setattr(costs, "CLOCKS", clocks)
     monkeypatch.setattr(costs, "cases", lambda folder: tried)
     monkeypatch.setattr(
-        costs.probes, "available", lambda: {"numpy-dense": [Probe(each, made.takes(each)) for each in PROBES]}
+        costs.probes, "available", lambda: {"numpy-dense": [TaskProbe(each, made.takes(each)) for each in PROBES]}
     )
     return made
 

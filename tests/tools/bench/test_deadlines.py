@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.tools.bench import deadlines, planned
+from fedquilt.tools.lab.bench import deadlines, planned
 
 
 def test_the_same_seed_plays_the_same_job_and_everybody_asked_answers() -> None:

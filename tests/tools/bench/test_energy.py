@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from fedquilt import profiles
-from fedquilt.core import Cost, Usage, Work
-from fedquilt.edge_agent.devices.simulated import SimulatedDevice
-from fedquilt.tools.bench import energy
+from fedquilt.core import Cost, Usage, WorkEstimate
+from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
+from fedquilt.tools.lab.bench import energy
 
 
-def board(points: str, work: Work, rounds: int = 2, idle: str = "{ value = 1.0, source = 'made' }") -> energy.Laden:
+def board(
+    points: str, work: WorkEstimate, rounds: int = 2, idle: str = "{ value = 1.0, source = 'made' }"
+) -> energy.ScaledBoard:
     """A board that idles at 1 W, with "name speed watts" points, of the speeds that SCALE makes of it."""
     named = [line.split() for line in points.split(",")]
     text = "".join(
@@ -23,19 +25,19 @@ def board(points: str, work: Work, rounds: int = 2, idle: str = "{ value = 1.0, 
     head = "board = 'toy'\ntitle = 'toy'\nmemory_bytes = { value = 1e9, source = 'made' }\n"
     head += f"idle_w = {idle}\n" if idle else ""
     made = "[sources.made]\nprovenance = 'assumed'\ntext = 'made up for this test'\n"
-    found = energy.Laden(SimulatedDevice(profiles.parse_board_profile(head + made + text, "here")))
+    found = energy.ScaledBoard(SimulatedDevice(profiles.parse_board_profile(head + made + text, "here")))
     found.tasks += [work] * rounds
     return found
 
 
 @pytest.fixture
-def fleet() -> dict[str, energy.Laden]:
+def fleet() -> dict[str, energy.ScaledBoard]:
     """The slow board takes 100 s; the quick one 10 s at 11 W or 40 s at 3 W, that is 200 or 180 J until then."""
-    work = Work(flops=100.0)
+    work = WorkEstimate(flops=100.0)
     return {"slow": board("only 1 5", work), "quick": board("fast 10 11,calm 2.5 3", work)}
 
 
-def test_joules_are_counted_until_the_round_ends(fleet: dict[str, energy.Laden]) -> None:
+def test_joules_are_counted_until_the_round_ends(fleet: dict[str, energy.ScaledBoard]) -> None:
     """Two rounds: 2 * (110 + 90) J against 2 * (120 + 60) J."""
     told = energy.replay_tasks(fleet)
     assert (told["rounds"], told["round_s"]) == (2, 100.0)
@@ -47,9 +49,9 @@ def test_joules_are_counted_until_the_round_ends(fleet: dict[str, energy.Laden])
     assert set(told["late"].values()) == {0}
 
 
-def test_a_board_without_an_idle_power_has_no_joules_and_no_saving(fleet: dict[str, energy.Laden]) -> None:
+def test_a_board_without_an_idle_power_has_no_joules_and_no_saving(fleet: dict[str, energy.ScaledBoard]) -> None:
     """It takes 200 s, so rounds wait for it: 2 * (110 + 190) J at the quick board's fastest point. No sum has it."""
-    fleet["dark"] = board("only 0.5 5", Work(flops=100.0), idle="")
+    fleet["dark"] = board("only 0.5 5", WorkEstimate(flops=100.0), idle="")
     told = energy.replay_tasks(fleet)
     assert set(told["joules"]) == set(told["saved_percent"]) == {"slow", "quick", "fleet"}
     assert told["joules"]["quick"]["max"] == 600
@@ -59,24 +61,24 @@ def test_a_board_without_an_idle_power_has_no_joules_and_no_saving(fleet: dict[s
         name: {"dark": Usage(wall_s=60.0, energy_j=9.0), "slow": Usage(wall_s=20.0, energy_j=100.0)} for name in (0,)
     }
     found = energy.summarise_run(
-        energy.Run(("a",), usages, {0: 50.0}, {0: 60.0}, {name: fleet[name] for name in ("dark", "slow")})
+        energy.PolicyRun(("a",), usages, {0: 50.0}, {0: 60.0}, {name: fleet[name] for name in ("dark", "slow")})
     )
     assert found["joules"] == {"slow": 130.0}
     assert found["in_time"] == 0.5
 
 
-def test_a_board_with_nothing_to_save_says_why(fleet: dict[str, energy.Laden]) -> None:
+def test_a_board_with_nothing_to_save_says_why(fleet: dict[str, energy.ScaledBoard]) -> None:
     """One has no time, as every round waits for it; one is at its cheapest when it is fastest."""
-    fleet["racer"] = board("fast 10 4,calm 5 3", Work(flops=100.0))
+    fleet["racer"] = board("fast 10 4,calm 5 3", WorkEstimate(flops=100.0))
     told = energy.replay_tasks(fleet)
     assert told["no_time_to_spare"] == ["slow"]
     assert told["racing_is_best"] == ["slow", "racer"]
     assert told["joules"]["racer"]["paper"] > told["joules"]["racer"]["energy"] == told["joules"]["racer"]["max"]
 
 
-def test_a_laden_board_takes_scale_times_as_long_and_notes_what_ends(fleet: dict[str, energy.Laden]) -> None:
+def test_a_laden_board_takes_scale_times_as_long_and_notes_what_ends(fleet: dict[str, energy.ScaledBoard]) -> None:
     """Asked in advance it notes nothing."""
-    quick, work = fleet["quick"], Work(flops=100.0)
+    quick, work = fleet["quick"], WorkEstimate(flops=100.0)
     assert quick.task_cost(work, Cost(duration_s=0.0)).duration_s == pytest.approx(10.0)
     assert len(quick.tasks) == 2
     quick.pin_clocks(quick.points[1])
@@ -86,10 +88,10 @@ def test_a_laden_board_takes_scale_times_as_long_and_notes_what_ends(fleet: dict
 
 def test_a_federation_is_told_until_its_deadlines() -> None:
     """100 J and 30 s of 1 W until the deadline; one task of two in time."""
-    boards = {name: board("fast 10 11", Work(flops=1.0)) for name in energy.BOARDS}
+    boards = {name: board("fast 10 11", WorkEstimate(flops=1.0)) for name in energy.BOARDS}
     usages = {name: Usage(wall_s=20.0, energy_j=100.0, point="fast") for name in energy.BOARDS}
     late = {name: Usage(wall_s=60.0, energy_j=100.0, point="fast") for name in energy.BOARDS}
-    run = energy.Run(("a",), {0: usages, 1: late}, {0: 50.0, 1: 50.0}, {0: 20.0, 1: 60.0}, boards)
+    run = energy.PolicyRun(("a",), {0: usages, 1: late}, {0: 50.0, 1: 50.0}, {0: 20.0, 1: 60.0}, boards)
     told = energy.summarise_run(run)
     assert told["joules"]["jetson-tx2"] == 230.0
     assert (told["in_time"], told["round_s"], told["deadline_s"]) == (0.5, 40.0, 50.0)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch", reason="rounds of training are measured")
 
-from fedquilt.tools.bench import fedsq
+from fedquilt.tools.lab.bench import fedsq
 
 
 def test_both_ratios_come_from_one_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.tools.bench import footprint
-from fedquilt.tools.report.figures import format_figures
+from fedquilt.tools.lab.bench import footprint
+from fedquilt.tools.report.thresholds import format_figures
 
 
 def test_a_network_is_trained_and_scored_and_steps_down_in_processes_of_its_own() -> None:

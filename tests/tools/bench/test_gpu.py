@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.tools.bench import gpu
-from fedquilt.tools.report.figures import format_figures
+from fedquilt.tools.lab.bench import gpu
+from fedquilt.tools.report.thresholds import format_figures
 
 torch = pytest.importorskip("torch")
 

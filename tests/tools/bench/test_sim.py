@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fedquilt.core import DataError, JobError
-from fedquilt.tools.bench import sim
-from fedquilt.tools.bench.sim import others
-from fedquilt.tools.report.figures import format_figures
+from fedquilt.tools.lab.bench import sim
+from fedquilt.tools.lab.bench.sim import environments
+from fedquilt.tools.report.thresholds import format_figures
 
 TINY = replace(sim.OVERHEAD, clients=6, each=40, asked=4, rounds=8)
 
@@ -92,4 +92,4 @@ def test_a_simulator_that_cannot_be_installed_is_told_in_the_result(
     found, absent = sim._find_contestants(["pfl"], 2)
     assert [each.name for each in found] == ["ours", "ours_torch", "bare_n", "bare_1"]
     assert absent["pfl"].startswith("pfl-research cannot be installed here: ")
-    assert not (others.cache_folder() / "pfl" / "ready").exists()
+    assert not (environments.cache_folder() / "pfl" / "ready").exists()

@@ -7,24 +7,24 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedquilt.tools.bench import stitch
-from fedquilt.tools.bench.stitch import Compared
+from fedquilt.tools.lab.bench import stitch
+from fedquilt.tools.lab.bench.stitch import ScoringComparison
 
 WHOLE = {"cold_s": np.array([9.0, 18.0]), "warm_s": np.array([4.0, 8.0])}
 OWN = {"cold_s": np.array([9.0, 36.0]), "warm_s": np.array([5.0, 16.0])}
 
 
-def round_of(length: int, naive_s: float, own_s: float, stray: float = 0.0) -> Compared:
+def round_of(length: int, naive_s: float, own_s: float, stray: float = 0.0) -> ScoringComparison:
     """A round whose ways all take `own_s` of the processor and twice that of the clock, the naive one three times."""
     ask: Any = Asked(tuple(f"a.{i}" for i in range(length)), ("b.1", "b.2"), 64)
     scores = np.array([0.25, 0.5])
     own, naive = np.array([own_s, 2 * own_s]), np.array([naive_s, 3 * naive_s])
     seconds = {"output": own, "hybrid": own, "input": own, "naive": naive}
-    return Compared(ask, seconds, {"output": scores + stray, "naive": scores})
+    return ScoringComparison(ask, seconds, {"output": scores + stray, "naive": scores})
 
 
 class Asked(msgspec.Struct):
-    """The fields of a `ScoreAsk` that are told."""
+    """The fields of a `ScoreRequest` that are told."""
 
     path: tuple[str, ...]
     pool: tuple[str, ...]

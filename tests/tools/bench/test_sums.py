@@ -1,6 +1,6 @@
 """`fedquilt bench sums`: on few entries, as it is run and printed."""
 
-from fedquilt.tools.bench import sums
+from fedquilt.tools.lab.bench import sums
 
 
 def test_it_prints_what_a_sum_costs_and_that_its_bits_stay() -> None:

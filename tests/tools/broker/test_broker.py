@@ -14,7 +14,7 @@ from waiting import LIMIT_S
 from fedquilt.core import JobError, LinkError
 from fedquilt.tools import broker
 from fedquilt.tools.broker import EmbeddedBroker, format_password_line
-from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt.broker import Broker
 
 if TYPE_CHECKING:
     from tests.conftest import Stage

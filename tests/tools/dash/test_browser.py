@@ -11,10 +11,10 @@ from browsers import CHROMIUM, Browser, Tab
 from dashes import Dashboard
 from msgspec.structs import replace
 
-from fedquilt.coordinator.boards import Refusal
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.housekeeping import remove_runs
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.fleet.device_status import LatestDecline
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.jobs.retention import remove_runs
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import devices
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt install chromium")
@@ -114,9 +114,9 @@ def test_a_change_comes_to_the_screen_by_itself(browser: Browser, home: Path) ->
         tab.until("document.querySelector('#link').textContent === 'live'")
         row = "document.querySelector('[data-key=board-00002]')"
         tab.value(f"document.querySelector('[data-key=board-00003]').mine = true; {row}.querySelector('a').focus()")
-        refusal = Refusal(0.0, "thermal", "too hot")
+        refusal = LatestDecline(0.0, "thermal", "too hot")
         (board,) = [each.board for each in devices.load_devices(home) if each.board.device == "board-00002"]
-        with BoardStore(home, writes=True) as store:
+        with TelemetryStore(home, writes=True) as store:
             store.write_telemetry([replace(board, refusal=refusal)], [])
         tab.until(f"{row}.textContent.includes('thermal')")
         assert tab.value("document.activeElement.textContent") == "board-00002"
@@ -142,7 +142,12 @@ def test_from_the_page_alone_a_stranger_finds_why(browser: Browser, home: Path) 
 
 def test_markup_is_text(browser: Browser, home: Path) -> None:
     """In labels, names of boards' kinds and reasons, on every page that shows them."""
-    odd = {"labels": (MARKUP,), "board": MARKUP, "mode": MARKUP, "refusal": Refusal(1.0, MARKUP, MARKUP, MARKUP, 1)}
+    odd = {
+        "labels": (MARKUP,),
+        "board": MARKUP,
+        "mode": MARKUP,
+        "refusal": LatestDecline(1.0, MARKUP, MARKUP, MARKUP, 1),
+    }
     dashes.add_boards(home, dashes.names(40), **{"board-00001": odd})
     with Dashboard(home) as dash:
         for path in ("/", "/?view=grid", "/boards/board-00001", f"/boards/{MARKUP.replace('/', '')}", "/?text=%3Cimg"):

@@ -19,9 +19,9 @@ from dashes import Dashboard
 from waiting import until
 
 from fedquilt import cli
-from fedquilt.coordinator.boards import Board
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.fleet.device_status import DeviceStatus
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.storage.store import Store
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
 
@@ -168,7 +168,7 @@ def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:
 def test_the_log_is_bounded_and_filtered(dash: Dashboard) -> None:
     """Lines are chosen by kind, text, run and board; the latest is the first one."""
     told = dash.until("/api/log?kind=Declined", lambda told: told["found"] == 5)
-    assert {line["kind"] for line in told["lines"]} == {"Declined"}
+    assert {line["kind"] for line in told["lines"]} == {"TaskDeclined"}
     assert dash.values("/api/log?run=leaves&text=QUORUM")["found"] == 0
     assert dash.values("/api/log?run=digits&device=board-00001")["lines"][0]["text"].startswith(
         "round 2: update from board-"
@@ -357,8 +357,8 @@ def test_markup_of_a_board_stays_text(tmp_path: Path) -> None:
     """A label that is none and a reason in JSON, whose type no browser takes for a page."""
     home = tmp_path / "runs"
     Store(home).close()
-    with BoardStore(home, writes=True) as store:
-        store.write_telemetry([Board("b", labels=(MARKUP,), board=MARKUP)], [])
+    with TelemetryStore(home, writes=True) as store:
+        store.write_telemetry([DeviceStatus("b", labels=(MARKUP,), board=MARKUP)], [])
     with Dashboard(home) as dash:
         _, headers, body = dash.ask("/api/fleet")
         assert headers["content-type"] == "application/json"

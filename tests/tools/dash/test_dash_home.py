@@ -15,9 +15,9 @@ import homes
 import pytest
 from dashes import Dashboard
 
-from fedquilt.coordinator.facts import Committed
-from fedquilt.coordinator.housekeeping import remove_runs
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.jobs.retention import remove_runs
+from fedquilt.coordinator.rounds.events import RoundCommitted
+from fedquilt.coordinator.storage.store import Store
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'fedquilt[web]'")
 
@@ -132,7 +132,7 @@ def test_a_run_goes_on_when_it_is_killed(tmp_path: Path) -> None:
     with Dashboard(tmp_path / "watched" / "coordinator") as dash:
 
         def look(fact: object) -> bool:
-            if isinstance(fact, Committed) and fact.round == 2:
+            if isinstance(fact, RoundCommitted) and fact.round == 2:
                 dash.until("/api/runs", lambda told: told["runs"][0].get("done", 0) >= 2)
                 begun = http.client.HTTPConnection("127.0.0.1", dash.port)
                 begun.request("GET", "/api/runs/sim/report")  # nobody reads the answer

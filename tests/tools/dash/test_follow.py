@@ -7,19 +7,19 @@ from pathlib import Path
 import dashes
 import pytest
 
-from fedquilt.coordinator.boards import Board
-from fedquilt.coordinator.plan import Plan
-from fedquilt.coordinator.store_reader import Reader
-from fedquilt.coordinator.views import costs, why
-from fedquilt.tools.dash.follow import LEAST, Follower, find_round_outcomes
+from fedquilt.coordinator.fleet.device_status import DeviceStatus
+from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.storage.reader import StoreReader
+from fedquilt.coordinator.views import costs, round_outcomes
+from fedquilt.tools.operations.dash.run_follower import LEAST, RunFollower, find_round_outcomes
 
 DEVICES = dashes.names(10)
 
 
-def followed(home: Path, **options: int) -> Follower:
+def followed(home: Path, **options: int) -> RunFollower:
     """The only run of a home."""
-    with Reader(home) as store:
-        found = Follower(store.all_jobs()[0], **options)  # type: ignore[arg-type]
+    with StoreReader(home) as store:
+        found = RunFollower(store.all_jobs()[0], **options)  # type: ignore[arg-type]
         for dated in store.read_events(found.row.id):
             found.add_fact(*dated)
     return found
@@ -36,7 +36,7 @@ def test_it_comes_to_what_the_views_say(home: Path) -> None:
     """Reasons, bytes, joules and rounds are those that the views compute from all facts at once."""
     found = followed(home)
     plain = dashes.facts(DEVICES)
-    assert found.parts == why.outcomes_by_round(plain, Plan.from_job(found.row.job))
+    assert found.parts == round_outcomes.outcomes_by_round(plain, JobConstants.from_job(found.row.job))
     whole = costs.compute_job_cost(plain).whole
     told = found.make_summary()
     assert (told["down_bytes"], told["up_bytes"]) == (whole.down_bytes, whole.up_bytes)
@@ -74,13 +74,13 @@ def test_early_rounds_are_forgotten_and_can_be_asked_for(tmp_path: Path) -> None
     facts = dashes.facts(DEVICES, 9)
     dashes.add_run(tmp_path, facts)
     found = followed(tmp_path, cells=0)
-    whole = why.outcomes_by_round(facts, Plan.from_job(found.row.job))
+    whole = round_outcomes.outcomes_by_round(facts, JobConstants.from_job(found.row.job))
     assert sorted(found.parts) == sorted(whole)[-LEAST - 1 :]
     assert len(found.turns) == LEAST + 1
     assert (found.first, found.last) == (0, 8)
     for number in whole:
-        assert find_round_outcomes(facts, Plan.from_job(found.row.job), number) == whole[number]
-    assert find_round_outcomes(facts, Plan.from_job(found.row.job), 9) is None
+        assert find_round_outcomes(facts, JobConstants.from_job(found.row.job), number) == whole[number]
+    assert find_round_outcomes(facts, JobConstants.from_job(found.row.job), 9) is None
 
 
 def test_a_round_that_nobody_can_be_asked_in_says_whom_it_waits_for(tmp_path: Path) -> None:
@@ -103,5 +103,5 @@ def test_a_round_whose_boards_have_gone_offline_names_them_until_the_coordinator
     assert found.describe_current_round()["waits"].startswith(
         "board-00001, board-00002, board-00003, board-00004, offline, until "
     )
-    online = {device: Board(device, online=True) for device in DEVICES}
+    online = {device: DeviceStatus(device, online=True) for device in DEVICES}
     assert found.describe_current_round(None, online)["waits"] is None

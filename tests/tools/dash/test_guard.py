@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.tools.dash import guard
-from fedquilt.tools.dash.guard import Door
+from fedquilt.tools.operations.dash import access_control
+from fedquilt.tools.operations.dash.access_control import AccessPolicy
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from fedquilt.tools.dash.guard import Door
 )
 def test_addresses_and_localhost_are_ours(host: str) -> None:
     """No name server can lead them elsewhere."""
-    assert guard.refusal_reason({"host": host}) is None
+    assert access_control.refusal_reason({"host": host}) is None
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ def test_addresses_and_localhost_are_ours(host: str) -> None:
 )
 def test_other_names_are_not(host: str) -> None:
     """A page at such a name could be led to this machine by its name server."""
-    assert "is not called" in (guard.refusal_reason({"host": host}) or "")
+    assert "is not called" in (access_control.refusal_reason({"host": host}) or "")
 
 
 def test_a_name_that_was_allowed_is_ours() -> None:
     """Names that were not allowed stay refused."""
-    assert guard.refusal_reason({"host": "dash.site:443"}, ["dash.site"]) is None
-    assert guard.refusal_reason({"host": "x.dash.site"}, ["dash.site"]) is not None
+    assert access_control.refusal_reason({"host": "dash.site:443"}, ["dash.site"]) is None
+    assert access_control.refusal_reason({"host": "x.dash.site"}, ["dash.site"]) is not None
 
 
 @pytest.mark.parametrize(
@@ -44,20 +44,20 @@ def test_a_name_that_was_allowed_is_ours() -> None:
 def test_pages_of_other_sites_may_link_here_and_change_nothing(more: dict[str, str]) -> None:
     """A browser sends these headers when somebody follows a link, and when a page of another site posts."""
     headers = {"host": "127.0.0.1:8080", "origin": "http://127.0.0.1:8080", **more}
-    assert guard.refusal_reason(headers) is None
-    assert "somebody else" in (guard.refusal_reason(headers, acts=True) or "")
+    assert access_control.refusal_reason(headers) is None
+    assert "somebody else" in (access_control.refusal_reason(headers, acts=True) or "")
 
 
 def test_who_wants_something_done_says_from_which_page() -> None:
     """Every browser names the page; a request that does not is from no browser, and is refused."""
     headers = {"host": "127.0.0.1:8080"}
-    assert guard.refusal_reason(headers, acts=True) is not None
-    assert guard.refusal_reason({**headers, "origin": "http://127.0.0.1:8080"}, acts=True) is None
+    assert access_control.refusal_reason(headers, acts=True) is not None
+    assert access_control.refusal_reason({**headers, "origin": "http://127.0.0.1:8080"}, acts=True) is None
 
 
 def test_a_door_opens_for_its_token_and_its_cookie() -> None:
     """A cookie of another start does not open it, and no part of the token is in what it gives out."""
-    door, other = Door(port=1), Door(port=1)
+    door, other = AccessPolicy(port=1), AccessPolicy(port=1)
     assert door.token != other.token
     assert door.accepts_token(door.token)
     for wrong in (other.token, "", None, 1, door.token[:-1], "ü"):
@@ -71,17 +71,17 @@ def test_a_door_opens_for_its_token_and_its_cookie() -> None:
     assert not other.has_session(headers)
     assert not door.has_session({"cookie": "fedquilt-dash-1=ü; ;=;"})
     assert not door.permits_action(headers)
-    assert door.permits_action({**headers, guard.PROOF: door.proof})
-    assert not door.permits_action({guard.PROOF: door.proof})
-    assert not door.permits_action({**headers, guard.PROOF: "ü"})
+    assert door.permits_action({**headers, access_control.PROOF: door.proof})
+    assert not door.permits_action({access_control.PROOF: door.proof})
+    assert not door.permits_action({**headers, access_control.PROOF: "ü"})
 
 
 def test_no_page_runs_a_script_that_is_not_ours() -> None:
     """The policy holds for scripts, styles, frames and forms."""
-    for headers in (guard.HEADERS, guard.REPORT):
+    for headers in (access_control.HEADERS, access_control.REPORT):
         policy = headers["content-security-policy"]
         assert policy.startswith("default-src 'none'")
         assert "unsafe-eval" not in policy
         assert "script-src 'unsafe-inline'" not in policy
-    assert "unsafe" not in guard.HEADERS["content-security-policy"]
-    assert "script-src" not in guard.REPORT["content-security-policy"]
+    assert "unsafe" not in access_control.HEADERS["content-security-policy"]
+    assert "script-src" not in access_control.REPORT["content-security-policy"]

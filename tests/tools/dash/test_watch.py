@@ -12,22 +12,22 @@ import dashes
 import msgspec
 import pytest
 
-from fedquilt.coordinator.facts import Answered, Rejected
-from fedquilt.coordinator.holds import Hold
-from fedquilt.coordinator.store import Store
-from fedquilt.tools.dash import follow, pages, watch
-from fedquilt.tools.dash.follow import Follower
-from fedquilt.tools.dash.watch import HELD, Watch
+from fedquilt.coordinator.rounds.events import UpdateAccepted, UpdateRejected
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.suspended_jobs import Suspension
+from fedquilt.tools.operations.dash import home_watcher, pages, run_follower
+from fedquilt.tools.operations.dash.home_watcher import HELD, HomeWatcher
+from fedquilt.tools.operations.dash.run_follower import RunFollower
 
 DEVICES = dashes.names(10)
 Told = TypeVar("Told")
 
 
-def watched(home: Path, ask: Callable[[Watch], Awaitable[Told]]) -> Told:
+def watched(home: Path, ask: Callable[[HomeWatcher], Awaitable[Told]]) -> Told:
     """What is asked of a watch of a home; its own look for changes does not run."""
 
     async def asked() -> Told:
-        made = Watch(home)
+        made = HomeWatcher(home)
         try:
             return await ask(made)
         finally:
@@ -37,7 +37,7 @@ def watched(home: Path, ask: Callable[[Watch], Awaitable[Told]]) -> Told:
     return asyncio.run(asked())
 
 
-def written(made: Watch, name: str = "runs") -> None:
+def written(made: HomeWatcher, name: str = "runs") -> None:
     """Let a watch know that somebody has written, as its look for changes does."""
     made.changes[name] += 1
 
@@ -51,7 +51,7 @@ def test_only_the_ended_runs_that_were_asked_for_last_are_held_with_their_detail
     facts = dashes.facts(DEVICES, ended=True)
     ended = [dashes.add_run(tmp_path, facts, f"ended-{number}", "stopped") for number in range(HELD + 2)]
 
-    async def asked(made: Watch) -> list[str]:
+    async def asked(made: HomeWatcher) -> list[str]:
         for run in (going, *ended, ended[2]):
             await made.load_follower(run)
         return list(made._followers)
@@ -65,7 +65,7 @@ def test_the_summary_of_a_run_that_went_on_is_not_that_of_before(tmp_path: Path)
     early = next(place for place, fact in enumerate(facts) if getattr(fact, "round", 0) == 2)
     run = dashes.add_run(tmp_path, facts[:early], status="stopped")
 
-    async def asked(made: Watch) -> list[Any]:
+    async def asked(made: HomeWatcher) -> list[Any]:
         assert await made._read_next_log()
         found = [(await made.load_summary(await made.find_run(run)))["done"]]
         with Store(tmp_path) as store:
@@ -86,7 +86,7 @@ def test_of_another_database_in_the_same_place_nothing_is_told_that_was_in_the_f
     before = dashes.add_run(home, dashes.facts(DEVICES), "before")
     after = dashes.add_run(other, dashes.facts(DEVICES, ended=True), "after")
 
-    async def asked(made: Watch) -> list[str]:
+    async def asked(made: HomeWatcher) -> list[str]:
         await made.load_follower(before)
         os.replace(other / "fedquilt.db", home / "fedquilt.db")
         written(made)
@@ -102,10 +102,10 @@ def test_boards_are_read_again_after_a_while_though_nobody_has_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_s: float, again: bool
 ) -> None:
     """Readings of boards grow too old though nothing is written."""
-    monkeypatch.setattr(watch, "OLD_S", old_s)
+    monkeypatch.setattr(home_watcher, "OLD_S", old_s)
     dashes.add_boards(tmp_path, DEVICES)
 
-    async def asked(made: Watch) -> bool:
+    async def asked(made: HomeWatcher) -> bool:
         return await made.load_fleet() is not await made.load_fleet()
 
     assert watched(tmp_path, asked) is again
@@ -114,11 +114,11 @@ def test_boards_are_read_again_after_a_while_though_nobody_has_written(
 # -- what is followed --
 
 
-def follower(home: Path, facts: list[Any]) -> Follower:
+def follower(home: Path, facts: list[Any]) -> RunFollower:
     """A run with these facts, all of them added."""
     run = dashes.add_run(home, facts)
     with Store(home) as store:
-        found = Follower(store.find_job(run))
+        found = RunFollower(store.find_job(run))
         for dated in store.read_events(run):
             found.add_fact(*dated)
     return found
@@ -126,7 +126,7 @@ def follower(home: Path, facts: list[Any]) -> Follower:
 
 def test_an_update_that_is_refused_counts_as_one_that_was_declined(tmp_path: Path) -> None:
     """Of the three, two declined their tasks and one sent what is not finite."""
-    found = follower(tmp_path, [*dashes.facts(DEVICES), Rejected(2, DEVICES[2], "a value is not finite")])
+    found = follower(tmp_path, [*dashes.facts(DEVICES), UpdateRejected(2, DEVICES[2], "a value is not finite")])
     assert found.make_summary()["declined"] == 3
 
 
@@ -136,7 +136,7 @@ def test_plots_of_a_long_run_have_points_from_its_first_round_to_its_last(
     """Of nine rounds every fourth where three points are drawn, and each one where there are points enough."""
     found = follower(tmp_path, dashes.facts(dashes.names(5), 9, ended=True))
     for drawn, numbers in ((3, [0, 4, 8]), (9, list(range(9)))):
-        monkeypatch.setattr(follow, "DRAWN", drawn)
+        monkeypatch.setattr(run_follower, "DRAWN", drawn)
         assert [row["round"] - found.make_round_rows()[0]["round"] for row in found.make_round_rows()] == numbers
 
 
@@ -155,7 +155,7 @@ def test_a_board_that_nobody_has_heard_of_is_no_other_board(tmp_path: Path, name
     """A name before, between or after those of known boards is refused."""
     dashes.add_boards(tmp_path, DEVICES)
     Store(tmp_path).close()
-    with pytest.raises(pages.MissingBoardError, match=name):
+    with pytest.raises(pages.MissingDeviceError, match=name):
         watched(tmp_path, lambda made: pages.load_device_page(made, name, {}))
 
 
@@ -174,11 +174,11 @@ def test_a_line_of_the_log_is_found_by_its_reasons(tmp_path: Path) -> None:
     """Whatever stands below the line is searched as the line itself is."""
     facts = dashes.facts(DEVICES)
     last = facts.pop()
-    assert isinstance(last, Answered)
+    assert isinstance(last, UpdateAccepted)
     noted = msgspec.structs.replace(last, update=msgspec.structs.replace(last.update, note="Forgot its private state"))
     run = dashes.add_run(tmp_path, [*facts, noted])
     told = watched(tmp_path, lambda made: pages.load_log_page(made, {"run": run, "text": "FORGOT"}))
-    assert [line["kind"] for line in told["lines"]] == ["Answered"]
+    assert [line["kind"] for line in told["lines"]] == ["UpdateAccepted"]
 
 
 # -- answers that are kept --
@@ -189,13 +189,13 @@ def test_an_answer_is_kept_until_something_changes_and_answers_that_are_kept_are
 ) -> None:
     """Who asks the same again has the same bytes, unless somebody has written."""
     pytest.importorskip("starlette", reason="starlette is not installed: pip install 'fedquilt[web]'")
-    from fedquilt.tools.dash import app
+    from fedquilt.tools.operations.dash import app
 
     monkeypatch.setattr(app, "ANSWER_S", 1e9)
     dashes.add_run(tmp_path, dashes.facts(DEVICES), "first")
 
-    async def asked(made: Watch) -> None:
-        dash = app.Dash(made)
+    async def asked(made: HomeWatcher) -> None:
+        dash = app.Dashboard(made)
         answers = dash.make_app()
         first = await get(answers, "/api/runs")
         assert await get(answers, "/api/runs") == first
@@ -230,12 +230,12 @@ def test_a_run_by_its_jobs_name_is_the_same_page_as_by_its_id(tmp_path: Path) ->
     """Whether somebody works on it, and what the coordinator holds it for."""
     run = dashes.add_run(tmp_path, dashes.facts(DEVICES))
 
-    async def asked(made: Watch) -> list[dict[str, Any]]:
+    async def asked(made: HomeWatcher) -> list[dict[str, Any]]:
         return [await pages.load_run_page(made, name) for name in (run, "digits")]
 
     with Store(tmp_path) as store:
         assert store.acquire_lock()
-        store.holds.record_suspension(run, Hold(0.0, 1e12, "the disk gives an error", "its model", 1))
+        store.holds.record_suspension(run, Suspension(0.0, 1e12, "the disk gives an error", "its model", 1))
         by_id, by_name = watched(tmp_path, asked)
     assert "the disk gives an error" in by_id["now"]["waits"]
     assert {**by_name, "at": by_id["at"]} == by_id

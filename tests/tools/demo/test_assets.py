@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt import bundle
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError
-from fedquilt.models.stitching import stitched
+from fedquilt.formats import job_bundle
+from fedquilt.models.stitching import stitched_network
 
-DEMO = Path(__file__).resolve().parents[3] / "tools" / "demo"
+DEMO = Path(__file__).resolve().parents[3] / "tools" / "lab" / "demo"
 
 
 def test_the_digits_are_all_of_ucis_test_set_as_bytes_split_for_good() -> None:
@@ -37,8 +37,8 @@ def test_the_digits_are_all_of_ucis_test_set_as_bytes_split_for_good() -> None:
 def test_the_donors_are_small_differ_and_are_those_of_the_job() -> None:
     """Three architectures in under 2 MB, of the job's own input and labels; every block is called for."""
     job = settings.load_job(DEMO / "job.toml")
-    opened = bundle.load_bundle(DEMO / "bundle")
-    stock = stitched.load_donor_pool(opened.meta)
+    opened = job_bundle.load_bundle(DEMO / "bundle")
+    stock = stitched_network.load_donor_pool(opened.meta)
     assert [donor["name"] for donor in job.donors] == list(stock.donors)
     assert len({donor["network"]["name"] for donor in job.donors}) == 3
     assert stock.labels == job.labels

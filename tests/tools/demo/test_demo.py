@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from fedquilt.cli import main
-from fedquilt.tools import demo
-from fedquilt.tools.demo.compared import Network
-from fedquilt.tools.demo.live import Live, format_bold
+from fedquilt.tools.lab import demo
+from fedquilt.tools.lab.demo.comparison import NetworkResult
+from fedquilt.tools.lab.demo.console import SearchConsole, format_bold
 
 COMMAND = [sys.executable, "-m", "fedquilt.cli", "demo"]
 
@@ -58,7 +58,7 @@ def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, s
 
 def test_no_silence_of_the_demo_is_longer_than_five_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """Where no line can be rewritten, as in a pipe; by a clock of its own."""
-    now_s, live = [0.0], Live()
+    now_s, live = [0.0], SearchConsole()
     live._line._clock = lambda: now_s[0]
     told_s = [0.0]
     for tenth in range(6000):
@@ -144,7 +144,7 @@ def test_a_network_of_one_donors_blocks_is_told_as_one(taps: list[list[str]], he
 
 def test_a_defeat_is_told_as_one() -> None:
     """By how much, and by what."""
-    networks = [Network("ours", 0.9), Network("a", 0.8), Network("b", 0.95)]
+    networks = [NetworkResult("ours", 0.9), NetworkResult("a", 0.8), NetworkResult("b", 0.95)]
     assert demo.format_verdict(networks) == "The boards' network is not the best here: b is 5.0 points better."
     assert (
         demo.format_verdict(networks[:2])

@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.coordinator import rollouts
-from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.coordinator.rollouts import Aborted, Heard, Offered
-from fedquilt.coordinator.store_reader import Reader
-from fedquilt.coordinator.store_rows import is_served
+from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
+from fedquilt.coordinator.rounds import rollout as rounds_rollout
+from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutAborted, StatusReported
+from fedquilt.coordinator.storage.reader import StoreReader
+from fedquilt.coordinator.storage.rows import is_served
 from fedquilt.coordinator.views import costs
 from fedquilt.core import Examples, JobError
-from fedquilt.tools.demo import changed, told
-from fedquilt.tools.demo.live import Teller
-from fedquilt.tools.demo.story import _Fleet, _Plot
+from fedquilt.tools.lab.demo import drift_scenario, report
+from fedquilt.tools.lab.demo.console import StoryPrinter
+from fedquilt.tools.lab.demo.story import _StoryFleet, _StorySteps
 
 BOARDS = 3
 TELL = (
-    "import sys; from pathlib import Path; from fedquilt.tools.demo import story; "
+    "import sys; from pathlib import Path; from fedquilt.tools.lab.demo import story; "
     f"sys.exit(story.story(Path(sys.argv[1]), boards={BOARDS}))"
 )
 
@@ -64,20 +64,20 @@ def test_it_shows_commands_and_what_came_of_them_in_eighty_columns(ended: Ended)
 
 def test_the_bad_model_was_on_the_canary_alone(ended: Ended) -> None:
     """By the log of its rollout, by the answers, and by what boards run at the end."""
-    with Reader(ended.home) as store:
+    with StoreReader(ended.home) as store:
         facts = [fact for _, _, fact in store.rollouts.read_events(ended.bad)]
-        used = told.seconds_in_use(store, ended.bad)
+        used = report.seconds_in_use(store, ended.bad)
         kept = store.rollouts.find_rollout(ended.bad).state
-    offered = [device for fact in facts if isinstance(fact, Offered) for device in fact.devices]
+    offered = [device for fact in facts if isinstance(fact, ReleaseOffered) for device in fact.devices]
     assert len(offered) == 1
-    assert any(isinstance(fact, Aborted) for fact in facts)
-    assert not any(isinstance(fact, Heard) and fact.phase == "committed" for fact in facts)
+    assert any(isinstance(fact, RolloutAborted) for fact in facts)
+    assert not any(isinstance(fact, StatusReported) and fact.phase == "committed" for fact in facts)
     assert [each["status"] for each in ended.told["rollouts"]] == ["done", "aborted", "done"]
     boards = ended.boards()
     assert {name: board["bad_s"] for name, board in boards.items() if board["bad_s"] is not None} == used
     assert used.keys() <= set(offered)
     assert all(board["bad_answers"] == 0 for name, board in boards.items() if name not in offered)
-    assert kept.heard[offered[0]].phase in rollouts.FAILED
+    assert kept.heard[offered[0]].phase in rounds_rollout.FAILED
     assert ended.told["reason"] == kept.heard[offered[0]].reason
 
 
@@ -93,7 +93,7 @@ def test_every_board_runs_the_last_model_and_has_the_first_to_return_to(ended: E
 
 def test_what_it_says_of_drift_and_answers_is_what_the_coordinator_was_told(ended: Ended) -> None:
     """Drift is the largest of the readings; accuracy fell and came back in them as it did in the answers."""
-    with BoardStore(ended.home) as store:
+    with TelemetryStore(ended.home) as store:
         when = ended.told["began"], ended.told["began"] + ended.told["seconds"]
         found = {each.device: store.load_readings(each.device, *when) for each in store.load_statuses()}
     for name, board in ended.boards().items():
@@ -109,7 +109,7 @@ def test_what_it_says_of_drift_and_answers_is_what_the_coordinator_was_told(ende
 
 
 def test_joules_and_bytes_are_those_of_the_runs_and_the_models(ended: Ended) -> None:
-    with Reader(ended.home) as store:
+    with StoreReader(ended.home) as store:
         wholes = [
             costs.compute_job_cost(fact for _, _, fact in store.read_events(run)).whole for run in ended.told["runs"]
         ]
@@ -146,7 +146,7 @@ def test_nothing_of_it_runs_on(ended: Ended) -> None:
 def test_no_silence_of_a_story_is_longer_than_five_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """Ticks of 0.4 s on the test's clock, with a sentence now and then."""
     now_s, told_s = [0.0], [0.0]
-    teller = Teller(True, lambda: now_s[0])
+    teller = StoryPrinter(True, lambda: now_s[0])
     for tick in range(1500):
         now_s[0] = 0.4 * tick
         teller.now = "boards compute"
@@ -164,16 +164,16 @@ def test_a_process_that_ends_ends_the_story_by_name(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     gone.wait()
     store: Any = None
-    fleet = _Fleet(tmp_path, (), store, {"runner-a": gone}, none, none)
+    fleet = _StoryFleet(tmp_path, (), store, {"runner-a": gone}, none, none)
     with pytest.raises(JobError, match=r"runner-a has ended with 3: see "):
-        _Plot(fleet, Teller(False), 0.0)._wait_until(lambda: False)
+        _StorySteps(fleet, StoryPrinter(False), 0.0)._wait_until(lambda: False)
 
 
 def test_changed_images_are_darker_turned_and_the_same_for_a_seed() -> None:
     x = np.zeros((3, 8, 8), np.uint8)
     x[:, 2:6, 3] = 240
-    made = changed.degrade_images(x, 1)
+    made = drift_scenario.degrade_images(x, 1)
     assert (made.shape, made.dtype) == (x.shape, x.dtype)
     assert made.max() < 0.7 * x.max()
-    assert np.array_equal(made, changed.degrade_images(x, 1))
-    assert not np.array_equal(made, changed.degrade_images(x, 2))
+    assert np.array_equal(made, drift_scenario.degrade_images(x, 1))
+    assert not np.array_equal(made, drift_scenario.degrade_images(x, 2))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fedquilt.core import Examples
-from fedquilt.http_server import Exchange, HttpServer
-from fedquilt.tools.demo.streams import BATCH, Streams
+from fedquilt.host.http_server import HttpExchange, HttpServer
+from fedquilt.tools.lab.demo.request_streams import BATCH, RequestStreams
 
 IMAGES = Examples(np.zeros((1, 2), np.float32), np.zeros(1, np.int64))
 MODEL = "5" * 64
@@ -27,7 +27,7 @@ class Runner:
         self.server = HttpServer("127.0.0.1", 0, self._answer)
         self.server.start()
 
-    def _answer(self, exchange: Exchange) -> None:
+    def _answer(self, exchange: HttpExchange) -> None:
         exchange.read_body(1 << 20)
         exchange.send_response(200, {}, msgspec.json.encode(self.told))
 
@@ -53,7 +53,7 @@ def runner() -> Iterator[Runner]:
 )
 def test_an_odd_answer_is_noted_and_the_stream_goes_on(runner: Runner, told: Any) -> None:
     """One runner of another version ends no stream."""
-    streams = Streams({"a": runner.server.url}, {}, IMAGES)
+    streams = RequestStreams({"a": runner.server.url}, {}, IMAGES)
     runner.told = told
     streams._send_request("a")
     assert streams.answers == []
@@ -67,7 +67,7 @@ def test_an_odd_answer_is_noted_and_the_stream_goes_on(runner: Runner, told: Any
 @pytest.mark.parametrize("text", ["[]", '{"at":"x","model":1,"drift":"y","accuracy":[]}', "{"])
 def test_an_odd_note_of_a_runner_is_passed_over(tmp_path: Path, text: str) -> None:
     """It is read again a second later."""
-    streams = Streams({}, {"a": tmp_path}, IMAGES)
+    streams = RequestStreams({}, {"a": tmp_path}, IMAGES)
     (tmp_path / "served.json").write_text(text)
     streams._sample_runners()
     assert streams.said == []
@@ -80,6 +80,6 @@ def test_a_runner_that_is_not_there_is_noted(runner: Runner) -> None:
     """Its board may be starting."""
     url = runner.server.url
     runner.server.close()
-    streams = Streams({"a": url}, {}, IMAGES)
+    streams = RequestStreams({"a": url}, {}, IMAGES)
     streams._send_request("a")
     assert len(streams.failed) == 1

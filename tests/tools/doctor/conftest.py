@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fedquilt import config
+from fedquilt.formats import toml
 from fedquilt.testing import boards
-from fedquilt.tools import doctor
-from fedquilt.tools.doctor import Around, Wanted
-from fedquilt.tools.doctor.findings import Finding
+from fedquilt.tools.boards import doctor
+from fedquilt.tools.boards.doctor import ExaminationEnvironment, ExaminationTarget
+from fedquilt.tools.boards.doctor.findings import Finding
 
 NOW_S = 1_795_000_000.0  # November 2026
 
@@ -49,12 +49,12 @@ class Board:
 
     def shipped(self) -> Path:
         """Write agent.toml."""
-        return self.write("etc/fedquilt/agent.toml", config.format_toml(self.table))
+        return self.write("etc/fedquilt/agent.toml", toml.format_toml(self.table))
 
     def examine(self, *names: str) -> list[Finding]:
         """Findings of the groups named (all), without those that are ok."""
-        wanted = Wanted(settings=self.shipped(), root=self.root)
-        around = Around(clock_s=lambda: self.clock_s, free=lambda folder: self.free)
+        wanted = ExaminationTarget(settings=self.shipped(), root=self.root)
+        around = ExaminationEnvironment(clock_s=lambda: self.clock_s, free=lambda folder: self.free)
         found = doctor.select_groups(wanted, around)
         chosen = {name: group for name, group in found.items() if not names or name in names}
         return [one for one in doctor.run_groups(chosen) if one.severity != "ok"]

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedquilt.tools.doctor import certificate, identity
-from fedquilt.tools.doctor.certificate import Certificate
-from fedquilt.tools.identity.authority import DAY_S, Authority
-from fedquilt.tools.identity.shapes import key_to_pem
+from fedquilt.tools.boards.doctor import certificate
+from fedquilt.tools.boards.doctor.certificate import Certificate
+from fedquilt.tools.boards.doctor.checks import identity
+from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority
+from fedquilt.tools.operations.identity.certificate_parts import key_to_pem
 
 
-def enrol(board: Any, name: str, begins_s: float) -> Authority:
+def enrol(board: Any, name: str, begins_s: float) -> CertificateAuthority:
     """Give the board a certificate, as an authority would have signed it then."""
-    authority = Authority.create(board.root / "ca", "site", begins_s)
+    authority = CertificateAuthority.create(board.root / "ca", "site", begins_s)
     key = ec.generate_private_key(ec.SECP256R1())
     with authority.register.transaction():
         issued = authority.sign(name, "device", key.public_key(), begins_s)

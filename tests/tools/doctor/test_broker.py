@@ -18,19 +18,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt import wire
 from fedquilt.cli import main
-from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.store import Store
-from fedquilt.tools import doctor
-from fedquilt.tools.doctor import Wanted, reach, rights, signing
-from fedquilt.tools.doctor.findings import Finding
-from fedquilt.tools.doctor.reach import Timer
-from fedquilt.tools.identity import broker_config
-from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
-from fedquilt.tools.identity.shapes import key_to_pem
-from fedquilt.transport import sealed
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.security import authenticated_link
+from fedquilt.tools.boards import doctor
+from fedquilt.tools.boards.doctor import ExaminationTarget
+from fedquilt.tools.boards.doctor.checks import authentication, permissions
+from fedquilt.tools.boards.doctor.checks import broker as checks_broker
+from fedquilt.tools.boards.doctor.checks.broker import ExaminationDeadline
+from fedquilt.tools.boards.doctor.findings import Finding
+from fedquilt.tools.operations.identity import broker_config
+from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.operations.identity.certificate_parts import key_to_pem
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 
 class Site:
@@ -38,7 +40,7 @@ class Site:
 
     def __init__(self, folder: Path, start: Callable[..., Any]) -> None:
         self.folder = folder
-        self.authority = Authority.create(folder / "ca", "site", clock_s())
+        self.authority = CertificateAuthority.create(folder / "ca", "site", clock_s())
         self.out = folder / "etc"
         broker_config.write_config(
             self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out)
@@ -79,7 +81,8 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
         with Store(tmp_path / "runs") as store:
             link = MqttLink(broker, "coordinator", will)
             server = Server(
-                OverLink(link, "fleet", store.depot, store.begin_epoch(), sealed.load_identity(broker)), store
+                LinkExecutor(link, "fleet", store.depot, store.begin_epoch(), authenticated_link.load_identity(broker)),
+                store,
             )
             while not over.is_set():
                 link.wait(0.05)
@@ -103,7 +106,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
 def asked(board: Any, **broker: Any) -> list[Finding]:
     """All that is found about the device's broker, in the order of the numbers."""
     board.table |= {"broker": broker, "home": str(board.root / "var/lib/fedquilt")}
-    groups = doctor.select_groups(Wanted(settings=board.shipped()))
+    groups = doctor.select_groups(ExaminationTarget(settings=board.shipped()))
     return doctor.run_groups({"broker": groups["broker"]}, limit_s=20.0)
 
 
@@ -180,7 +183,7 @@ def test_a_brokers_certificate_that_ends_soon_is_found(authority: Any) -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         broker = Broker.from_url(f"mqtts://127.0.0.1:{server.getsockname()[1]}", ca=authority.ca)
-        found = reach.check_connection(broker, time.time(), Timer(time.monotonic() + 20))
+        found = checks_broker.check_connection(broker, time.time(), ExaminationDeadline(time.monotonic() + 20))
         thread.join()
     assert bad(found) == [("FQ407", "warning")]
 
@@ -277,19 +280,20 @@ def test_an_embedded_broker_of_this_machine_has_no_finding(board: Any, embedded_
 
 def test_an_open_broker_on_a_network_is_found() -> None:
     """The same seen from another machine is a warning; with users or certificates it is an error."""
-    seen = rights.Seen(arrived=True, other_arrived=True)
+    seen = permissions.PermissionResult(arrived=True, other_arrived=True)
     told = [
-        rights.judge_device(seen, Broker(host, 1883, user=user), "a") for host, user in (("10.0.0.9", None), ("b", "u"))
+        permissions.judge_device(seen, Broker(host, 1883, user=user), "a")
+        for host, user in (("10.0.0.9", None), ("b", "u"))
     ]
     assert [bad(one) for one in told] == [[("FQ412", "warning")], [("FQ412", "error")]]
 
 
 def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., Any]) -> None:
     """While its home is held, nobody connects with its identity."""
-    from fedquilt.edge_agent.state import Local
+    from fedquilt.edge_agent.storage.agent_state import AgentState
 
     broker = mosquitto()
-    lock = Local(board.root / "var/lib/fedquilt").lock_home()
+    lock = AgentState(board.root / "var/lib/fedquilt").lock_home()
     found = asked(board, url=broker.url)
     with contextlib.closing(lock):
         pass
@@ -302,10 +306,10 @@ def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
     board: Any, site: Site, stranger: Any
 ) -> None:
     """As a revoked one is; no message is sent, and the agent stays connected."""
-    from fedquilt.edge_agent.state import Local
+    from fedquilt.edge_agent.storage.agent_state import AgentState
 
     url = site.serve()
-    with contextlib.closing(Local(board.root / "var/lib/fedquilt").lock_home()):
+    with contextlib.closing(AgentState(board.root / "var/lib/fedquilt").lock_home()):
         assert bad(asked(board, url=url, **site.certified("orin-07"))) == []
         cert, key = map(str, stranger.issue("orin-07"))
         found = asked(board, url=url, ca=str(site.authority.folder / "ca.crt"), cert=cert, key=key)
@@ -315,7 +319,9 @@ def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
 
 def test_a_coordinators_certificate_that_ends_soon_is_found(site: Site, tmp_path: Path) -> None:
     """Nothing renews it by itself."""
-    wanted = Wanted(broker={"url": site.serve(), **site.certified("coordinator", "coordinator", 20)}, root=tmp_path)
+    wanted = ExaminationTarget(
+        broker={"url": site.serve(), **site.certified("coordinator", "coordinator", 20)}, root=tmp_path
+    )
     found = doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0)
     assert bad(found) == [("FQ414", "warning")]
 
@@ -325,7 +331,7 @@ def test_a_coordinators_rights_are_tried_as_well(site: Site, tmp_path: Path) -> 
     url = site.serve()
 
     def found(name: str, kind: str) -> list[tuple[str, str]]:
-        wanted = Wanted(broker={"url": url, **site.certified(name, kind)}, root=tmp_path)
+        wanted = ExaminationTarget(broker={"url": url, **site.certified(name, kind)}, root=tmp_path)
         return bad(doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0))
 
     assert found("coordinator", "coordinator") == []
@@ -343,7 +349,7 @@ def test_an_observer_examines_a_fleet_and_throws_nobody_off(
     serving(broker)
 
     def found(files: dict[str, str]) -> list[Finding]:
-        wanted = Wanted(broker={"url": url, **files}, root=tmp_path)
+        wanted = ExaminationTarget(broker={"url": url, **files}, root=tmp_path)
         return doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0)
 
     told = found(watcher)
@@ -373,7 +379,7 @@ def test_a_device_whose_certificate_is_of_another_authority_is_refused_by_the_co
 
 def test_a_fleet_without_certificates_on_a_network_is_told_that_it_is_unsigned() -> None:
     """On this machine alone that is all right."""
-    told = [signing.load_identity(Broker(host, 1883)) for host in ("10.0.0.9", "127.0.0.1")]
+    told = [authentication.load_identity(Broker(host, 1883)) for host in ("10.0.0.9", "127.0.0.1")]
     assert [each.severity for each in told if isinstance(each, Finding)] == ["warning", "ok"]
     assert all("unsigned" in each.sentence for each in told if isinstance(each, Finding))
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from ordinary import User
 
-from fedquilt.edge_agent.clocks.client import Status
+from fedquilt.edge_agent.clocks.client import HelperStatus
 from fedquilt.testing import boards
-from fedquilt.tools.doctor import conditions, facts, machine, packages
-from fedquilt.tools.doctor.facts import Machine
+from fedquilt.tools.boards.doctor import conditions, machine_facts
+from fedquilt.tools.boards.doctor.checks import machine, packages
+from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 
 OC = "sys/class/hwmon/hwmon9"
 
@@ -101,7 +102,7 @@ def test_swap_on_a_card_is_found_beside_lines_without_columns(board: Any, odd: s
 
 
 def finds(root: Path) -> list[str]:
-    seen = facts.read_machine(root, 1.8e9, 0.0)
+    seen = machine_facts.read_machine(root, 1.8e9, 0.0)
     return [one.number for one in machine.check_machine(seen) if one.severity != "ok" and one.number > "FQ150"]
 
 
@@ -142,9 +143,9 @@ def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
     mend = board.only().mend or ""
     assert "fedquilt flash agent.toml --ssh USER@BOARD --target jetpack6-gpu --extras gpu" in mend
     assert "pip" not in mend
-    seen = facts.read_machine(board.root, board.clock_s, 0.0)
+    seen = machine_facts.read_machine(board.root, board.clock_s, 0.0)
     for versions in ({"torch": "2.9"}, {"onnxruntime": "1", "onnxruntime-gpu": "1"}, {"torch": "1", "numpy": "2.0"}):
-        held = packages.Packages(versions, torch_numpy=1)
+        held = packages.InstalledPackages(versions, torch_numpy=1)
         assert not [one for one in packages.check_packages(seen, held) if one.mend and "pip install" in one.mend]
 
 
@@ -173,5 +174,5 @@ def test_a_folder_of_examples_that_is_empty_is_found(board: Any) -> None:
 
 def test_a_helper_that_holds_is_told_to_the_conditions() -> None:
     """Without one, nothing is held."""
-    assert Machine(1.8e9).conditions == conditions.Conditions()
-    assert Status(clocks=()).point is None
+    assert MachineFacts(1.8e9).conditions == conditions.Conditions()
+    assert HelperStatus(clocks=()).point is None

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from fedquilt import bundle
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Asked, Started, Surveyed
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded, JobStarted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef
-from fedquilt.tools.doctor import coordinator
+from fedquilt.formats import job_bundle
+from fedquilt.tools.boards.doctor.checks import coordinator
 
 ROOM = 10**11
 
@@ -35,7 +35,7 @@ def home(tmp_path: Path) -> Path:
 def add(store: Store, folder: Path, **table: Any) -> str:
     made = folder / "job.bundle"
     if not made.is_dir():
-        bundle.write_bundle(made, {}, {})
+        job_bundle.write_bundle(made, {}, {})
     return store.add_job(settings.parse_job({"name": "digits", "method": "fedavg", **table}), made)
 
 
@@ -111,13 +111,13 @@ def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_p
         other = add(store, tmp_path)
         assert store.acquire_lock()
         assert bad(home) == [("FQ509", "warning")]
-        store.append_event(id, Surveyed(0, ("a", "b"), {"offline": ("c",)}))
+        store.append_event(id, EligibilityRecorded(0, ("a", "b"), {"offline": ("c",)}))
         found = [one for one in coordinator.check_coordinator(home, free) if one.number in ("FQ508", "FQ509")]
         assert other in found[1].sentence or other in found[0].sentence
         (stuck,) = [one for one in found if one.number == "FQ509"]
         assert "waits for 3 devices" in stuck.sentence
         assert "c: offline" in stuck.sentence
-        store.append_event(id, Asked(0, 0, ("a", "b", "d")))
+        store.append_event(id, CohortSelected(0, 0, ("a", "b", "d")))
         assert bad(home) == []
 
 
@@ -125,7 +125,7 @@ def test_a_bundle_or_a_state_that_is_gone_is_found(home: Path, tmp_path: Path) -
     """Both are what a run cannot go on without."""
     with Store(home) as store:
         id = add(store, tmp_path)
-        store.append_event(id, Started(BlobRef(sha256="ab" * 32, size=1)))
+        store.append_event(id, JobStarted(BlobRef(sha256="ab" * 32, size=1)))
         assert store.acquire_lock()
         assert ("FQ511", "error") in bad(home)
         assert ("FQ510", "error") not in bad(home)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fedquilt.tools.doctor import findings
+from fedquilt.tools.boards.doctor import findings
 
 LONG = "the examples at /home/jetson/pumps/readings-of-the-year.csv cannot be read by this user ([data] of agent.toml)"
 MEND = "sudo chown --recursive fedquilt:fedquilt /home/jetson/pumps && sudo systemctl restart fedquilt-agent.service"

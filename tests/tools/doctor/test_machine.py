@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from fedquilt.edge_agent.clocks.client import Answer, Status
+from fedquilt.edge_agent.clocks.client import HelperResponse, HelperStatus
 from fedquilt.testing import boards
-from fedquilt.tools.doctor import facts, machine, operator, packages
-from fedquilt.tools.doctor.facts import Machine
+from fedquilt.tools.boards.doctor import machine_facts
+from fedquilt.tools.boards.doctor.checks import machine, operator_machine, packages
+from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 
 
 def test_a_healthy_board_has_no_finding(board: Any) -> None:
@@ -26,8 +27,10 @@ def test_a_healthy_board_has_no_finding(board: Any) -> None:
 def test_other_healthy_boards_have_none_either(tmp_path: Path, name: str, jetpack: int) -> None:
     """With cgroup v1, and no wheels with the GPU for any Python that fedquilt runs on."""
     boards.write_fake_board(tmp_path, name, jetpack)
-    seen = dataclasses.replace(facts.read_machine(tmp_path, 1.8e9, 0.0), python=(3, 10))
-    found = machine.check_machine(seen) + packages.check_packages(seen, packages.Packages({"onnxruntime": "1.23.2"}))
+    seen = dataclasses.replace(machine_facts.read_machine(tmp_path, 1.8e9, 0.0), python=(3, 10))
+    found = machine.check_machine(seen) + packages.check_packages(
+        seen, packages.InstalledPackages({"onnxruntime": "1.23.2"})
+    )
     assert [one for one in found if one.severity != "ok"] == []
     assert seen.jetpack == jetpack
 
@@ -61,7 +64,9 @@ def test_a_python_that_nvidias_wheels_are_not_for_is_found(board: Any) -> None:
 
 def test_a_32_bit_python_is_found() -> None:
     """No wheels of onnxruntime or torch are made for it."""
-    found = [one for one in machine.check_machine(Machine(1.8e9, bits=32, memory_bytes=10**9)) if one.severity != "ok"]
+    found = [
+        one for one in machine.check_machine(MachineFacts(1.8e9, bits=32, memory_bytes=10**9)) if one.severity != "ok"
+    ]
     assert [one.number for one in found] == ["FQ102"]
 
 
@@ -104,7 +109,7 @@ def test_torchvisions_operators_of_another_torch_are_told_and_no_finding(board: 
     (board.root / "usr/lib/python3/dist-packages/torchvision").mkdir()
     (board.root / "usr/lib/python3/dist-packages/torchvision/_C.so").write_bytes(needs)
     assert board.examine("machine") == []
-    seen = facts.read_machine(board.root, board.clock_s, 0.0)
+    seen = machine_facts.read_machine(board.root, board.clock_s, 0.0)
     told = packages.check_torchvision(packages.read_packages(seen.paths))
     assert told is not None
     assert (told.number, told.severity) == ("FQ205", "ok")
@@ -191,7 +196,7 @@ def test_a_supply_that_is_too_weak_is_found(tmp_path: Path) -> None:
         place = tmp_path / "sys/class/hwmon/hwmon0"
         place.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(f"{text}\n")
-    seen = facts.read_machine(tmp_path, 1.8e9, 0.0)
+    seen = machine_facts.read_machine(tmp_path, 1.8e9, 0.0)
     assert "FQ153" in [one.number for one in machine.check_machine(seen)]
     assert "FQ120" in [one.number for one in machine.check_machine(seen) if one.severity == "error"]  # no /proc there
 
@@ -216,7 +221,7 @@ def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
     """A live one with debts, one that is dead, and one that is well."""
     place = tmp_path / "s"
 
-    def told(status: Status) -> list[str]:
+    def told(status: HelperStatus) -> list[str]:
         with socket.socket(socket.AF_UNIX) as server:
             place.unlink(missing_ok=True)
             server.bind(str(place))
@@ -226,35 +231,37 @@ def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
                 line, _ = server.accept()
                 with line:
                     line.recv(4096)
-                    line.sendall(msgspec.json.encode(Answer(status=status)) + b"\n")
+                    line.sendall(msgspec.json.encode(HelperResponse(status=status)) + b"\n")
 
             thread = threading.Thread(target=serve)
             thread.start()
-            seen = Machine(1.8e9, memory_bytes=10**9, helper=facts._read_helper_status(place))
+            seen = MachineFacts(1.8e9, memory_bytes=10**9, helper=machine_facts._read_helper_status(place))
             thread.join()
         return [one.number for one in machine.check_machine(seen) if one.severity != "ok"]
 
-    assert told(Status(clocks=())) == []
-    assert told(Status(clocks=(), owes=("the GPU's limit",))) == ["FQ171"]
-    dead = Machine(
-        1.8e9, memory_bytes=10**9, helper=facts._read_helper_status(place)
+    assert told(HelperStatus(clocks=())) == []
+    assert told(HelperStatus(clocks=(), owes=("the GPU's limit",))) == ["FQ171"]
+    dead = MachineFacts(
+        1.8e9, memory_bytes=10**9, helper=machine_facts._read_helper_status(place)
     )  # its socket is left, nobody listens
     assert [one.number for one in machine.check_machine(dead) if one.severity != "ok"] == ["FQ170"]
     assert "systemctl restart" in (machine.check_clock_helper(dead).mend or "")  # type: ignore[union-attr]
-    refused = Machine(1.8e9, memory_bytes=10**9, helper=facts.HelperFault("not permitted", "no"))
+    refused = MachineFacts(1.8e9, memory_bytes=10**9, helper=machine_facts.HelperFault("not permitted", "no"))
     assert "usermod" in (machine.check_clock_helper(refused).mend or "")  # type: ignore[union-attr]
 
 
 def test_what_flash_and_the_authority_need_is_looked_for() -> None:
     """Three packages and one program."""
-    none = operator.check_operator_machine(lambda name: False, lambda name: False)
+    none = operator_machine.check_operator_machine(lambda name: False, lambda name: False)
     assert [(one.number, one.severity) for one in none] == [(f"FQ60{n}", "warning") for n in (1, 2, 3, 4)]
-    assert {one.severity for one in operator.check_operator_machine(lambda name: True, lambda name: True)} == {"ok"}
+    assert {one.severity for one in operator_machine.check_operator_machine(lambda name: True, lambda name: True)} == {
+        "ok"
+    }
 
 
 def test_sizes_are_read_as_systemd_writes_them() -> None:
     """Powers of 1024; per cent and infinity are no sizes."""
-    assert [facts.parse_systemd_size(text) for text in ("512", "2K", "3M", "75%", "infinity", "")] == [
+    assert [machine_facts.parse_systemd_size(text) for text in ("512", "2K", "3M", "75%", "infinity", "")] == [
         512,
         2048,
         3 * 2**20,

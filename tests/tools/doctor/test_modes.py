@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from fedquilt import profiles
-from fedquilt.core import Work
+from fedquilt.core import WorkEstimate
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices import jetson
-from fedquilt.edge_agent.power.learned import Latest, Learned, Seen, learn_segment
-from fedquilt.edge_agent.state import Local
-from fedquilt.tools.doctor import modes
+from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, TaskSegment, learn_segment
+from fedquilt.edge_agent.storage.agent_state import AgentState
+from fedquilt.tools.boards.doctor.checks import power_mode
 
-WORK = Work(flops=5e12, read_bytes=1e10, workload="torch-conv")
+WORK = WorkEstimate(flops=5e12, read_bytes=1e10, workload="torch-conv")
 
 
 def in_mode(board: Any, name: str) -> None:
@@ -25,14 +25,14 @@ def in_mode(board: Any, name: str) -> None:
 def remembered(board: Any, left_s: float) -> None:
     """The agent's record of a task that was as fast as the profile has it, and had so long."""
     point = next(each for each in profile(board).operating_points() if each.name == "7W")
-    seen = Seen(point, WORK, 2.0 * seconds(board, "7W"), None)
-    learned = learn_segment(Learned(), seen)
+    seen = TaskSegment(point, WORK, 2.0 * seconds(board, "7W"), None)
+    learned = learn_segment(LearnedModel(), seen)
     assert learned.time is not None
-    known = Learned(time=learned.time, latest=Latest(work=WORK, left_s=left_s))
-    Local(board.root / "var/lib/fedquilt").store_learned_costs({"torch fedavg": known})
+    known = LearnedModel(time=learned.time, latest=LatestTask(work=WORK, left_s=left_s))
+    AgentState(board.root / "var/lib/fedquilt").store_learned_costs({"torch fedavg": known})
 
 
-def profile(board: Any) -> profiles.Board:
+def profile(board: Any) -> profiles.BoardProfile:
     found = jetson.find_profile(board.root)
     assert found is not None
     return found
@@ -42,7 +42,9 @@ def seconds(board: Any, name: str) -> float:
     """Seconds that the work takes at the fastest point of a mode, by the profile alone."""
     levers = controls.discover_controls(board.root)
     (mode,) = [each for each in levers.modes if each.name == name]
-    told_s = modes._shortest_duration_s(profile(board), levers, mode, Learned(), Latest(work=WORK, left_s=0.0))
+    told_s = power_mode._shortest_duration_s(
+        profile(board), levers, mode, LearnedModel(), LatestTask(work=WORK, left_s=0.0)
+    )
     assert told_s is not None
     return told_s
 

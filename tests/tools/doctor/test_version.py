@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent.task import confine
-from fedquilt.tools.doctor import version
+from fedquilt.edge_agent.task import sandbox
+from fedquilt.tools.boards.doctor.checks import version
 
 TELLS = """
 import json, sys
@@ -23,13 +23,13 @@ sys.stdin.read()
 def test_the_small_task_of_this_version_passes_confined_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The task's process may write below a scratch folder alone, which is deleted afterwards."""
     homes: list[Path] = []
-    command = confine.task_command
+    command = sandbox.task_command
 
     def noted(home: Path) -> tuple[str, ...]:
         homes.append(home)
         return command(home)
 
-    monkeypatch.setattr(confine, "task_command", noted)
+    monkeypatch.setattr(sandbox, "task_command", noted)
     version.train_small_task()
     (home,) = homes
     assert not home.exists()
@@ -50,7 +50,7 @@ def test_a_task_process_that_does_not_hold_is_told_in_its_words(
     command: tuple[str, ...], limits: dict[str, float], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order allows no plug-ins, and its data are drawn; a process that hangs or grows is ended."""
-    monkeypatch.setattr(confine, "task_command", lambda home: command)
+    monkeypatch.setattr(sandbox, "task_command", lambda home: command)
     for name, value in limits.items():
         monkeypatch.setattr(version, name, value)
     with pytest.raises(JobError, match="one small task has failed: ") as raised:

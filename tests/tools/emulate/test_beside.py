@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt import tensors
-from fedquilt.coordinator.facts import Answered, Committed
-from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store import Store
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError, Update, Usage
-from fedquilt.methods.fedstitch import METHOD, State
-from fedquilt.models.stitching import judging
-from fedquilt.testing.toys import SMALL, build_donors, image_members, run_method
+from fedquilt.methods.fedstitch import METHOD, SearchState
+from fedquilt.models.stitching.search import ranking
+from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method
 from fedquilt.tools.emulate import beside
 
 bundle, runner = build_donors()
@@ -35,10 +35,10 @@ class Stored:
     def __init__(self, folder: Path) -> None:
         self.folder, self.stores = folder, list[Store]()
 
-    def __call__(self, search: Sequence[State], seconds: Sequence[float] = ()) -> tuple[Store, str]:
+    def __call__(self, search: Sequence[SearchState], seconds: Sequence[float] = ()) -> tuple[Store, str]:
         store = Store(self.folder / str(len(self.stores)))
         self.stores.append(store)
-        run = store.add_job(Job(name="toy", method="fedstitch"), self.folder)
+        run = store.add_job(JobSettings(name="toy", method="fedstitch"), self.folder)
         for round, wall_s in enumerate(seconds):
             update = Update(
                 job=run,
@@ -50,10 +50,10 @@ class Stored:
                 metrics={},
                 usage=Usage(wall_s=wall_s),
             )
-            store.append_event(run, Answered(round=round, update=update))
+            store.append_event(run, UpdateAccepted(round=round, update=update))
         for round, each in enumerate(search):
             ref = store.depot.store_bytes(tensors.pack_state(each))
-            store.append_event(run, Committed(round=round, state=ref, finished=METHOD.done(each), metrics={}))
+            store.append_event(run, RoundCommitted(round=round, state=ref, finished=METHOD.done(each), metrics={}))
         return store, run
 
 
@@ -63,7 +63,7 @@ def test_a_run_beside_itself_differs_in_nothing(stored: Stored) -> None:
     last = SEARCH[-1]
     assert (found.rounds, found.tasks_s) == (len(SEARCH), (0.5, 2.0))
     assert (found.paths, found.only, found.score, found.junction) == (len(beside.scores(last)), 0, 0.0, 0.0)
-    assert found.chosen == judging.candidate_name(last.candidates[last.chosen])
+    assert found.chosen == ranking.candidate_name(last.candidates[last.chosen])
     assert found.same
 
 

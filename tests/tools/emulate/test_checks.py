@@ -6,7 +6,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.tools.emulate import journal
-from fedquilt.tools.emulate.checks import Checks, NotHere
+from fedquilt.tools.emulate.checks import CheckLog, CheckUnavailableError
 
 JOURNAL = """\
 Nov 22 08:39:37.810476 vm systemd[1]: Starting fedquilt-agent.service...
@@ -19,14 +19,14 @@ Nov 22 08:40:00.109964 vm systemd[1]: fedquilt-agent.service: Scheduled restart 
 
 def test_a_check_that_fails_is_told_and_the_next_one_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """With the sentence of its error; the whole no longer holds."""
-    checks = Checks()
+    checks = CheckLog()
     with checks("boots") as seen:
         seen += ["systemd 252", "running"]
     assert checks.all_passed
     with checks("online"):
         raise JobError("its journal ends: no")
     with checks("a limit"):
-        raise NotHere("no cgroup v2")
+        raise CheckUnavailableError("no cgroup v2")
     assert [(check.name, check.how, check.seen) for check in checks.done] == [
         ("boots", "ok", "systemd 252; running"),
         ("online", "failed", "its journal ends: no"),
@@ -45,10 +45,10 @@ def test_a_check_that_fails_is_told_and_the_next_one_runs(capsys: pytest.Capture
 
 def test_what_cannot_be_shown_here_fails_nothing_and_what_was_not_tried_does() -> None:
     """Giving up must not pass for success, nor must no check at all."""
-    checks = Checks(quiet=True)
+    checks = CheckLog(quiet=True)
     assert not checks.all_passed
     with checks("a limit"):
-        raise NotHere("no cgroup v2")
+        raise CheckUnavailableError("no cgroup v2")
     assert checks.held
     checks.give_up("it has not booted")
     assert not checks.held
@@ -57,7 +57,7 @@ def test_what_cannot_be_shown_here_fails_nothing_and_what_was_not_tried_does() -
 
 def test_a_mistake_of_our_own_is_no_finding() -> None:
     """An error without a name ends the rehearsal."""
-    checks = Checks(quiet=True)
+    checks = CheckLog(quiet=True)
     with pytest.raises(ZeroDivisionError), checks("boots"):
         _ = 1 / 0
 

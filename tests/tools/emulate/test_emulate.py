@@ -17,8 +17,8 @@ from command_lines import parsed
 from fedquilt.core import JobError, LinkError
 from fedquilt.tools import emulate
 from fedquilt.tools.emulate import beside, host
-from fedquilt.tools.emulate.host import Machine
-from fedquilt.tools.emulate.listener import Heard
+from fedquilt.tools.emulate.host import HostMachine
+from fedquilt.tools.emulate.listener import ReceivedMessages
 from fedquilt.wire import Presence
 
 RESULT: dict[str, Any] = {
@@ -39,7 +39,7 @@ RESULT: dict[str, Any] = {
 def test_what_is_missing_is_told_before_anything_is_made(tmp_path: Path) -> None:
     """Not even the folder."""
     with pytest.raises(JobError, match=r"emulate needs .*sudo apt install debootstrap"):
-        emulate.main(tmp_path / "out", None, None, "text", Machine("x86_64", 0, {}, 10**10))
+        emulate.main(tmp_path / "out", None, None, "text", HostMachine("x86_64", 0, {}, 10**10))
     assert not (tmp_path / "out").exists()
 
 
@@ -88,7 +88,7 @@ def test_a_signal_ends_it_as_ctrl_c_does(number: signal.Signals) -> None:
 
 def test_steps_are_told_with_their_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """And what is worth saying; one that fails ends its line."""
-    steps = emulate.Steps()
+    steps = emulate.EmulationSteps()
     with steps("flash") as notes:
         notes.append("53 MB")
     with pytest.raises(ValueError, match="x"), steps("boot"):
@@ -96,7 +96,7 @@ def test_steps_are_told_with_their_seconds(capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     assert re.fullmatch(r"flash \.\.\. \d+\.\d s; 53 MB\nboot \.\.\.\n", said)
     assert list(steps.taken) == ["flash"]
-    with emulate.Steps(quiet=True)("flash"):
+    with emulate.EmulationSteps(quiet=True)("flash"):
         pass
     assert capsys.readouterr().out == ""
 
@@ -105,14 +105,14 @@ def test_an_agent_is_online_before_a_coordinator_is_there(tmp_path: Path, monkey
     """Who is at the broker counts: the agent's status then says that no coordinator answers."""
     said = {"READY": "1", "STATUS": "no coordinator answers: none is online"}
     notices = mock.Mock(said=said, wait=lambda until, limit_s, alive: until(said))
-    monkeypatch.setattr(emulate.units, "Notices", lambda board: notices)
+    monkeypatch.setattr(emulate.units, "StatusNotices", lambda board: notices)
     monkeypatch.setattr(emulate.units, "read", lambda board, name: None)
     monkeypatch.setattr(emulate.units, "start", lambda *given: subprocess.Popen(["true"], start_new_session=True))
-    heard = Heard(Presence(online=False, boot="b1"))
+    heard = ReceivedMessages(Presence(online=False, boot="b1"))
     site = mock.Mock(listener=lambda device: mock.Mock(listen=lambda limit_s: heard))
     with contextlib.ExitStack() as stack, pytest.raises(LinkError, match="not online after 300 s: no coordinator"):
         emulate._agent(site, mock.Mock(), tmp_path / "log", stack)
-    heard = Heard(Presence(online=True, boot="b1"))
+    heard = ReceivedMessages(Presence(online=True, boot="b1"))
     with contextlib.ExitStack() as stack:
         assert emulate._agent(site, mock.Mock(), tmp_path / "log", stack)[1] == said["STATUS"]
 

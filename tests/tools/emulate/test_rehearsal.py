@@ -13,15 +13,16 @@ from unittest import mock
 import pytest
 
 import command_lines
-from fedquilt import cli, config, wire
+from fedquilt import cli, wire
 from fedquilt.core import JobError, Profile
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import bundle
 from fedquilt.tools.emulate import container, enclosure, host, layouts, rehearsal, released
-from fedquilt.tools.emulate.host import Machine
+from fedquilt.tools.emulate.host import HostMachine
 from fedquilt.tools.emulate.layouts import EVERY
-from fedquilt.tools.emulate.listener import Heard, Listener
+from fedquilt.tools.emulate.listener import DeviceListener, ReceivedMessages
 from fedquilt.tools.emulate.released import flash_options
 from fedquilt.tools.emulate.rollouts import HOME, PHASED
-from fedquilt.tools.flash import bundle
 from fedquilt.transport.link import Message
 
 ORIN = ("jetson-orin-nx", 6)
@@ -58,7 +59,7 @@ def test_its_command_takes_what_it_is_told(capsys: pytest.CaptureFixture[str]) -
 def test_what_is_missing_is_told_with_the_packages_that_have_it() -> None:
     """An aarch64 is no hindrance here: nothing is emulated."""
     with pytest.raises(JobError) as error:
-        host.require_all(Machine("aarch64", 1, {"unshare": "/bin/unshare"}, 10**10), False, host.BOOTED)
+        host.require_all(HostMachine("aarch64", 1, {"unshare": "/bin/unshare"}, 10**10), False, host.BOOTED)
     assert "sudo fedquilt emulate --systemd" in str(error.value)
     assert "sudo apt install debootstrap systemd-container mosquitto" in str(error.value)
     assert "another machine" not in str(error.value)
@@ -86,7 +87,7 @@ def test_a_board_is_laid_with_its_debugfs_shut_and_its_disk_in_the_root(tmp_path
     assert layouts.read_expected_profile(tmp_path / "tree").board == "quill"
 
 
-def profile(wanted: layouts.Told, points: int | None = None) -> Profile:
+def profile(wanted: layouts.ExpectedProfile, points: int | None = None) -> Profile:
     return Profile(
         device="b",
         board=wanted.board,
@@ -127,13 +128,13 @@ def test_clocks_that_are_not_put_back_are_seen(tmp_path: Path) -> None:
 # -- what a device says ---------------------------------------------------------------------------
 
 
-def said(leaf: str, message: wire.Wired, device: str = "b") -> Message:
+def said(leaf: str, message: wire.WireMessage, device: str = "b") -> Message:
     return Message(wire.Topics("fleet").device_topic(device, "up", leaf), wire.encode(message), False)
 
 
 def test_a_start_of_the_agent_is_known_by_its_name() -> None:
     """What an earlier start said of the board does not count for the next; others and garbage change nothing."""
-    heard = Heard()
+    heard = ReceivedMessages()
     for message in (
         said("presence", wire.Presence(online=True, boot="one", seq=1)),
         said("telemetry", wire.Telemetry(power_w=2.0)),
@@ -159,7 +160,7 @@ def test_a_listener_that_was_closed_hears_again_what_it_had_heard_and_more() -> 
         links.append(mock.Mock(receive=lambda: [Message(topic, wire.encode(said), False)]))
         return links[-1]
 
-    listener = Listener(connect, "fleet", "d")
+    listener = DeviceListener(connect, "fleet", "d")
     listener.receive(0.0)
     listener.close()
     links[0].close.assert_called_once()
@@ -222,7 +223,7 @@ def test_what_an_operator_types_are_commands(words: tuple[str, ...]) -> None:
 def test_a_rehearsed_board_is_flashed_with_a_runner_and_a_hook(tmp_path: Path) -> None:
     """Its settings are ones, and the folder is the one that is looked into."""
     models = {"serve": "127.0.0.1:8080", "hook": list(released.HOOK)}
-    (tmp_path / "agent.toml").write_text(config.format_toml({"device": "d", "home": "h", "models": models}))
+    (tmp_path / "agent.toml").write_text(toml.format_toml({"device": "d", "home": "h", "models": models}))
     assert bundle.read_board_files(tmp_path / "agent.toml").models == released.MODELS
 
 

@@ -11,25 +11,25 @@ import pytest
 from waiting import until
 
 from command_lines import parsed
-from fedquilt import config
 from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent import settings
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import bundle
 from fedquilt.tools.emulate import site as sites
-from fedquilt.tools.emulate.site import Site
-from fedquilt.tools.flash import bundle
+from fedquilt.tools.emulate.site import LoopbackFleet
 
 DATA = {"path": "/srv/x.npz", "share": 0, "shares": 1}
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(tmp_path_factory: pytest.TempPathFactory) -> LoopbackFleet:
     """One that is founded."""
-    made = Site(tmp_path_factory.mktemp("site"), *sites.find_free_ports(2))
+    made = LoopbackFleet(tmp_path_factory.mktemp("site"), *sites.find_free_ports(2))
     made.create_fleet("board-1")
     return made
 
 
-def test_it_is_founded_by_commands_that_an_operator_types(site: Site) -> None:
+def test_it_is_founded_by_commands_that_an_operator_types(site: LoopbackFleet) -> None:
     """Authority, broker's files, coordinator's certificate, token; the log shows each."""
     typed = [line for line in site.log.read_text().splitlines() if line.startswith("$ ")]
     assert [" ".join(line.split()[2:4]) for line in typed] == [
@@ -43,25 +43,25 @@ def test_it_is_founded_by_commands_that_an_operator_types(site: Site) -> None:
         assert (site.folder / name).is_file()
 
 
-def test_the_boards_settings_are_what_flash_takes(site: Site) -> None:
+def test_the_boards_settings_are_what_flash_takes(site: LoopbackFleet) -> None:
     """With the token, and none of them changed but for where files lie."""
     path = site.folder / "agent.toml"
-    path.write_text(config.format_toml(site.agent_table("board-1", "1GB", DATA)))
+    path.write_text(toml.format_toml(site.agent_table("board-1", "1GB", DATA)))
     board = bundle.read_board_files(path, token=site.folder / "board-1.token")
     assert board.enrols
-    told = settings.parse_settings(config.parse_toml(board.files["agent.toml"].decode(), "agent.toml"))
+    told = settings.parse_settings(toml.parse_toml(board.files["agent.toml"].decode(), "agent.toml"))
     assert told.broker.url == site.url == f"mqtts://127.0.0.1:{site.broker}"
     assert told.data == DATA
 
 
-def test_the_coordinators_options_are_ones(site: Site) -> None:
+def test_the_coordinators_options_are_ones(site: LoopbackFleet) -> None:
     """As `fedquilt run` reads them."""
     options = parsed(["run", "job.toml", *site.coordinator_options()])
     assert options["broker"] == site.url
     assert all((site.folder / path).is_file() for path in (options["ca"], options["cert"], options["key"]))
 
 
-def test_the_broker_has_the_written_configuration_and_listens_on_loopback_alone(site: Site) -> None:
+def test_the_broker_has_the_written_configuration_and_listens_on_loopback_alone(site: LoopbackFleet) -> None:
     """Nothing is left out of it."""
     program, option, path = site.write_broker_config()
     lines = Path(path).read_text().splitlines()
@@ -71,7 +71,7 @@ def test_the_broker_has_the_written_configuration_and_listens_on_loopback_alone(
     assert {line for line in written if not line.startswith("listener")} <= set(lines)
 
 
-def test_a_command_that_fails_is_told_by_its_last_words(site: Site) -> None:
+def test_a_command_that_fails_is_told_by_its_last_words(site: LoopbackFleet) -> None:
     """They are in the log as well."""
     with pytest.raises(JobError, match=r"fedquilt ca init ended with \d+: fedquilt: .*fedquilt-ca"):
         site.run_fedquilt("ca", "init")

@@ -12,11 +12,11 @@ import pytest
 
 from fedquilt import systemd
 from fedquilt.core import JobError
+from fedquilt.tools.boards.flash import bundle
 from fedquilt.tools.emulate import units
 from fedquilt.tools.emulate.guest import Guest
-from fedquilt.tools.flash import bundle
 
-ENROLS = bundle.Board("b", {"agent.toml": b""}, 1_000_000_000, True)
+ENROLS = bundle.BoardFiles("b", {"agent.toml": b""}, 1_000_000_000, True)
 
 
 class Here(Guest):
@@ -38,7 +38,7 @@ def board(tmp_path: Path) -> Here:
     return Here(tmp_path)
 
 
-def flashed(name: str) -> units.Service:
+def flashed(name: str) -> units.UnitService:
     return units.parse(name, bundle.render_units(ENROLS)[f"{name}.service"].decode())
 
 
@@ -95,7 +95,7 @@ def test_a_condition_that_is_not_met_starts_nothing(board: Here, tmp_path: Path)
 def test_a_service_gets_its_credentials_state_environment_and_umask(board: Here, tmp_path: Path) -> None:
     """A copy that only its user reads; a second start replaces it."""
     code = "import os; print(*sorted(os.environ)); print(os.umask(0))"
-    service = units.Service(
+    service = units.UnitService(
         "x",
         (sys.executable, "-c", code),
         umask=0o077,
@@ -119,7 +119,7 @@ def test_what_a_service_tells_of_itself_is_heard(board: Here) -> None:
     """Also where the root file system's path is longer than a socket's may be."""
     deep = Here(board.root / ("x" * 100))
     (deep.root / "run").mkdir(parents=True)
-    notices = units.Notices(deep)
+    notices = units.StatusNotices(deep)
     heard = os.open(deep.root / "run", os.O_PATH)
     code = (
         "import sys; from fedquilt.systemd import send_notification; [send_notification(word, sys.argv[1]) for "
@@ -139,7 +139,7 @@ def test_what_a_service_tells_of_itself_is_heard(board: Here) -> None:
 
 def test_nobody_is_waited_for_who_is_gone_or_late(board: Here) -> None:
     """A dead service tells nothing more."""
-    notices = units.Notices(board)
+    notices = units.StatusNotices(board)
     try:
         systemd.send_notification("STATUS=asks", str(board.root / units.NOTIFY))
         assert not notices.wait(lambda told: False, 60.0, lambda: "STATUS" not in notices.said)

@@ -9,26 +9,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import tensors
-from fedquilt.core import Answer, DeviceView, Examples, Order
-from fedquilt.methods.fedstitch import METHOD, Params
+from fedquilt.arrays import tensors
+from fedquilt.core import ClientResult, DeviceView, Examples, TaskSpec
+from fedquilt.methods.fedstitch import METHOD, SearchParams
 from fedquilt.models import stitching
-from fedquilt.testing.toys import DONORS, SMALL, build_donors, image_members, make_job, run_method, write_bundle
-from fedquilt.tools.bench.ablate_rows import clear_between_tasks
-from fedquilt.tools.experiments.baselines import Bench, add_twin_donor, make_path_method, make_twin_path_method
-from fedquilt.tools.simulation.carriers import Hands
-from fedquilt.tools.simulation.simulated_job import Round, Simulation
+from fedquilt.testing.toy_networks import DONORS, SMALL, build_donors, image_members, make_job, run_method, write_bundle
+from fedquilt.tools.experiments.baselines import BaselineSetup, add_twin_donor, make_path_method, make_twin_path_method
+from fedquilt.tools.lab.bench.ablation.rows import clear_between_tasks
+from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
+from fedquilt.tools.simulation.workers.backend import WorkBackend
 
-PARAMS = Params(**SMALL)
+PARAMS = SearchParams(**SMALL)
 JOB = make_job("fedstitch", SMALL, seed=3)
 
 
-def bench(place: Path) -> Bench:
+def bench(place: Path) -> BaselineSetup:
     """Three donors, written into a folder; tested on what the devices hold out."""
     bundle, runner = build_donors()
     write_bundle(place, bundle)
     train, held = (pooled([getattr(each, part) for each in image_members()]) for part in ("train", "held"))
-    return Bench(bundle, Path, runner, train, held)
+    return BaselineSetup(bundle, Path, runner, train, held)
 
 
 def pooled(shares: list[Examples]) -> Examples:
@@ -44,12 +44,12 @@ def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
     blob = bundle.files["ash.0.onnx"]
     same, one, other = ({"w": np.full(4, value, np.float32)} for value in (0, 1, 2))
     answer = {"y": np.zeros(3)}
-    rounds: list[Round] = []
+    rounds: list[SimulatedRound] = []
 
-    def send(turn: int, device: DeviceView) -> Order:
-        return Order({}, {"ash.0.onnx": blob, "same": same, "changing": (one, other)[turn]})
+    def send(turn: int, device: DeviceView) -> TaskSpec:
+        return TaskSpec({}, {"ash.0.onnx": blob, "same": same, "changing": (one, other)[turn]})
 
-    def observe(simulation: Simulation, hands: Hands) -> None:
+    def observe(simulation: Simulation, hands: WorkBackend) -> None:
         rounds[:] = simulation.rounds
 
     toy = replace(
@@ -57,7 +57,7 @@ def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
         state=int,
         init=lambda bundle, params, seed: 0,
         send=send,
-        work=lambda task, site: Answer({"answer": answer}, 1.0),
+        work=lambda task, site: ClientResult({"answer": answer}, 1.0),
         fold=lambda turn, total, update: update,
         step=lambda turn, total: turn + 1,
         done=lambda turn: turn == 2,
@@ -82,7 +82,7 @@ def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
         bundle, runner = build_donors()
         runs = {}
 
-        def observe(simulation: Simulation, hands: Hands, runs: Any = runs, runner: Any = runner) -> None:
+        def observe(simulation: Simulation, hands: WorkBackend, runs: Any = runs, runner: Any = runner) -> None:
             runs[simulation.state.phase] = sum(runner.runs.values())
 
         told = {"engine": runner, "method": method, "observe": observe}
@@ -117,7 +117,7 @@ def test_a_donor_stitched_to_itself_has_a_junction_at_every_boundary() -> None:
     last = run_method("fedstitch", bundle, image_members(), SMALL, engine=runner, method=led, rounds=1000)[-1]
     found = METHOD.result(last)
     assert found.meta["taps"] == [path[:3]]
-    names = [stitching.stitched.junction_name(path[:length]) for length in (2, 3)]
+    names = [stitching.stitched_network.junction_name(path[:length]) for length in (2, 3)]
     assert list(found.meta["junctions"]) == names
     weights = [found.tensors[f"{name}.weights"] for name in names]
     assert [each.shape for each in weights] == [(4, 4), (6, 6)]
@@ -150,7 +150,7 @@ def test_donors_are_tested_as_they_are(tmp_path: Path) -> None:
     made = bench(tmp_path)
     found = made.evaluate_unmodified()
     assert [each.name for each in found] == ["ash", "elm"]
-    stock = stitching.stitched.load_donor_pool(made.bundle.meta)
+    stock = stitching.stitched_network.load_donor_pool(made.bundle.meta)
     x = (made.test.x[:, None].astype(np.float32) / 255 - 0.5) / 0.5
     for each in found:
         logits = x

@@ -16,18 +16,19 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import JobError, UpdateError
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools.experiments import compare, single_run, tables
-from fedquilt.tools.experiments.compare import Case
-from fedquilt.tools.experiments.single_run import Mark, Run
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle
+from fedquilt.tools.experiments import comparison, single_run, tables
+from fedquilt.tools.experiments.comparison import ComparisonCase
+from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
 from fedquilt.tools.simulation import agents
 
-DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
 TABLE: dict[str, Any] = {
     "name": "digits",
@@ -45,12 +46,12 @@ JOB = settings.parse_job(TABLE)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The bundle."""
-    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
-    bundle.write_bundle(tmp_path / "bundle", {"network": NETWORK, "flops": 1200}, {"model": first})
+    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    job_bundle.write_bundle(tmp_path / "bundle", {"network": NETWORK, "flops": 1200}, {"model": first})
     return tmp_path / "bundle"
 
 
-def mark(rounds: int, accuracy: float | None, **changes: Any) -> Mark:
+def mark(rounds: int, accuracy: float | None, **changes: Any) -> EvaluationPoint:
     known = {
         "test": accuracy,
         "held": 0.5,
@@ -62,12 +63,12 @@ def mark(rounds: int, accuracy: float | None, **changes: Any) -> Mark:
         "up_bytes": 400_000 * rounds,
         "energy_j": 10.0 * rounds,
     }
-    return Mark(rounds=rounds, **{**known, **changes})
+    return EvaluationPoint(rounds=rounds, **{**known, **changes})
 
 
-def made(method: str, seed: int, *accuracies: float, **changes: Any) -> Run:
+def made(method: str, seed: int, *accuracies: float, **changes: Any) -> SeedRun:
     marks = tuple(mark(number, value, **changes) for number, value in enumerate(accuracies, 1))
-    return Run(method=method, seed=seed, params={}, devices=3, tested=100, marks=marks)
+    return SeedRun(method=method, seed=seed, params={}, devices=3, tested=100, marks=marks)
 
 
 # -- which runs -----------------------------------------------------------------------------------
@@ -75,48 +76,48 @@ def made(method: str, seed: int, *accuracies: float, **changes: Any) -> Run:
 
 def test_there_is_a_run_for_each_seed_and_method(folder: Path) -> None:
     """A seed draws the partition too; each has its own key; the shared parameters go to all, the own to one."""
-    jobs = [case.settings for case in compare.make_cases(JOB, folder, seeds=[1, 0])]
+    jobs = [case.settings for case in comparison.make_cases(JOB, folder, seeds=[1, 0])]
     assert [(job.seed, job.method) for job in jobs] == [(0, "fedavg"), (0, "fedprox"), (1, "fedavg"), (1, "fedprox")]
     assert [job.data["seed"] for job in jobs] == [0, 0, 1, 1]
     assert jobs[0].params == {"lr": 0.2, "batch": 16}
     assert jobs[1].params == {"lr": 0.2, "batch": 16, "mu": 0.1}
     assert {job.check.every for job in jobs} == {1}
-    assert len({case.cache_key for case in compare.make_cases(JOB, folder, seeds=[1, 0])}) == 4
+    assert len({case.cache_key for case in comparison.make_cases(JOB, folder, seeds=[1, 0])}) == 4
 
 
 def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Path, tmp_path: Path) -> None:
     """The parameters, the rounds, limits, the bundle's content; not another method's table, or where the bundle is."""
-    (case,) = compare.make_cases(JOB, folder, ["fedavg"], [0])
-    (other,) = compare.make_cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"lr": 0.3}})
-    (longer,) = compare.make_cases(JOB, folder, ["fedavg"], [0], rounds=3)
-    (same,) = compare.make_cases(msgspec.structs.replace(JOB, compare={}), folder, ["fedavg"], [0])
-    limit = settings.Stop(max_joules=1.0)
-    (limited,) = compare.make_cases(msgspec.structs.replace(JOB, stop=limit), folder, ["fedavg"], [0])
+    (case,) = comparison.make_cases(JOB, folder, ["fedavg"], [0])
+    (other,) = comparison.make_cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"lr": 0.3}})
+    (longer,) = comparison.make_cases(JOB, folder, ["fedavg"], [0], rounds=3)
+    (same,) = comparison.make_cases(msgspec.structs.replace(JOB, compare={}), folder, ["fedavg"], [0])
+    limit = settings.JobLimits(max_joules=1.0)
+    (limited,) = comparison.make_cases(msgspec.structs.replace(JOB, stop=limit), folder, ["fedavg"], [0])
     assert limited.cache_key != case.cache_key
     assert len({case.cache_key, other.cache_key, longer.cache_key}) == 3
     assert same.cache_key == case.cache_key
     shutil.copytree(folder, tmp_path / "moved")
     moved = msgspec.structs.replace(case, folder=str(tmp_path / "moved"))
     assert moved.cache_key == case.cache_key
-    made = bundle.load_bundle(folder)
+    made = job_bundle.load_bundle(folder)
     files = {name: (folder / "blobs" / ref.sha256).read_bytes() for name, ref in made.files.items()}
-    bundle.write_bundle(tmp_path / "moved", {**made.meta, "note": "another"}, files)
+    job_bundle.write_bundle(tmp_path / "moved", {**made.meta, "note": "another"}, files)
     assert moved.cache_key != case.cache_key
 
 
 def test_a_method_that_an_engine_cannot_run_gets_one_of_its_own(folder: Path) -> None:
     """The job's numpy is not FedSQ's; FedProx keeps it."""
-    (prox, sq) = compare.make_cases(JOB, folder, ["fedprox", "fedsq"], [0])
+    (prox, sq) = comparison.make_cases(JOB, folder, ["fedprox", "fedsq"], [0])
     assert (prox.settings.engine, sq.settings.engine) == ("numpy", None)
 
 
 def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refused(folder: Path) -> None:
     """[params] of a FedProx job holds mu, which FedAvg does not have."""
     job = settings.parse_job({**TABLE, "method": "fedprox", "params": {"mu": 0.5, "lr": 0.1}, "compare": {}})
-    assert compare.merge_params(job, "fedavg", {}) == {"lr": 0.1}
-    assert compare.merge_params(job, "fedprox", {"mu": 0.7}) == {"mu": 0.7, "lr": 0.1}
+    assert comparison.merge_params(job, "fedavg", {}) == {"lr": 0.1}
+    assert comparison.merge_params(job, "fedprox", {"mu": 0.7}) == {"mu": 0.7, "lr": 0.1}
     with pytest.raises(JobError, match="fedavg has no such parameter"):
-        compare.make_cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"mu": 1.0}})
+        comparison.make_cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"mu": 1.0}})
 
 
 @pytest.mark.parametrize(
@@ -129,30 +130,30 @@ def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refuse
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(
-    folder: Path, job: Job, names: list[str], changes: dict[str, Any], said: str
+    folder: Path, job: JobSettings, names: list[str], changes: dict[str, Any], said: str
 ) -> None:
     """Each names what is wrong, or what there is."""
     with pytest.raises(JobError, match=said):
-        compare.make_cases(job, folder, names, [0], changes=changes)
+        comparison.make_cases(job, folder, names, [0], changes=changes)
 
 
 def test_parameters_of_the_command_line_are_toml_values() -> None:
     """Numbers, booleans, lists, strings with and without quotes."""
-    assert compare.parse_changes(["fedprox.mu=0.1", "fedopt.optimizer=adam", 'fedopt.name="x y"', "a.b=[1, 2]"]) == {
+    assert comparison.parse_changes(["fedprox.mu=0.1", "fedopt.optimizer=adam", 'fedopt.name="x y"', "a.b=[1, 2]"]) == {
         "fedprox": {"mu": 0.1},
         "fedopt": {"optimizer": "adam", "name": "x y"},
         "a": {"b": [1, 2]},
     }
     for odd in ("mu=0.1", "fedprox.mu", "fedprox.=1", ".mu=1", "fedprox.mu="):
         with pytest.raises(JobError, match="wanted METHOD"):
-            compare.parse_changes([odd])
+            comparison.parse_changes([odd])
 
 
 # -- resuming -------------------------------------------------------------------------------------
 
 
-def player(played: list[Case]) -> Callable[[Case, Callable[[int], None]], Run]:
-    def play(case: Case, tell: Callable[[int], None]) -> Run:
+def player(played: list[ComparisonCase]) -> Callable[[ComparisonCase, Callable[[int], None]], SeedRun]:
+    def play(case: ComparisonCase, tell: Callable[[int], None]) -> SeedRun:
         played.append(case)
         tell(1)
         job = case.settings
@@ -165,24 +166,24 @@ def player(played: list[Case]) -> Callable[[Case, Callable[[int], None]], Run]:
 
 def test_a_finished_run_is_not_made_again(folder: Path, tmp_path: Path) -> None:
     """The second time only what failed; a third seed adds its own runs; a damaged file is made anew."""
-    todo = compare.make_cases(JOB, folder, ["fedavg", "fedprox"], [0, 1])
-    first: list[Case] = []
+    todo = comparison.make_cases(JOB, folder, ["fedavg", "fedprox"], [0, 1])
+    first: list[ComparisonCase] = []
     said: list[str] = []
-    runs, failed = compare.run_cases(todo, tmp_path / "out", player(first), said.append)
+    runs, failed = comparison.run_cases(todo, tmp_path / "out", player(first), said.append)
     assert (len(first), len(runs), failed) == (4, 3, ["fedprox, seed 1: the loss has exploded"])
-    second: list[Case] = []
-    again, _ = compare.run_cases(todo, tmp_path / "out", player(second), said.append)
+    second: list[ComparisonCase] = []
+    again, _ = comparison.run_cases(todo, tmp_path / "out", player(second), said.append)
     assert [(case.settings.method, case.settings.seed) for case in second] == [("fedprox", 1)]
     assert again == runs
     assert "3 of 4 runs are in" in said[4]
-    more: list[Case] = []
-    compare.run_cases(
-        compare.make_cases(JOB, folder, ["fedavg"], [0, 1, 2]), tmp_path / "out", player(more), said.append
+    more: list[ComparisonCase] = []
+    comparison.run_cases(
+        comparison.make_cases(JOB, folder, ["fedavg"], [0, 1, 2]), tmp_path / "out", player(more), said.append
     )
     assert [case.settings.seed for case in more] == [2]
     (tmp_path / "out" / "runs" / f"{todo[0].cache_key}.json").write_text("{")
-    last: list[Case] = []
-    compare.run_cases(todo[:1], tmp_path / "out", player(last), said.append)
+    last: list[ComparisonCase] = []
+    comparison.run_cases(todo[:1], tmp_path / "out", player(last), said.append)
     assert last == todo[:1]
 
 
@@ -193,32 +194,32 @@ def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> Non
     stored = dict(np.load(DIGITS))
     np.savez(tmp_path / "own.npz", **stored)
     job = settings.parse_job({**TABLE, "data": {"path": str(tmp_path / "own.npz"), "partition": "iid"}, "rounds": 1})
-    todo = compare.make_cases(job, folder, ["fedavg"], [0])
+    todo = comparison.make_cases(job, folder, ["fedavg"], [0])
 
-    def play(case: Case, tell: Callable[[int], None]) -> Run:
+    def play(case: ComparisonCase, tell: Callable[[int], None]) -> SeedRun:
         return single_run.run_seed(case.settings, Path(case.folder), tell)
 
     said: list[str] = []
-    (before,), _ = compare.run_cases(todo, tmp_path / "out", play, said.append)
+    (before,), _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
     np.savez(tmp_path / "own.npz", **{**stored, "y_test": np.random.default_rng(0).permutation(stored["y_test"])})
     said.clear()
-    (after,), _ = compare.run_cases(todo, tmp_path / "out", play, said.append)
+    (after,), _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
     assert after.marks[-1].test != before.marks[-1].test
     assert "1 other runs in" in said[0]
 
 
 def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_path: Path) -> None:
     """Ctrl-C in the second run."""
-    todo = compare.make_cases(JOB, folder, ["fedavg", "fedprox"], [0])
-    played: list[Case] = []
+    todo = comparison.make_cases(JOB, folder, ["fedavg", "fedprox"], [0])
+    played: list[ComparisonCase] = []
 
-    def interrupted(case: Case, tell: Callable[[int], None]) -> Run:
+    def interrupted(case: ComparisonCase, tell: Callable[[int], None]) -> SeedRun:
         if played:
             raise KeyboardInterrupt
         return player(played)(case, tell)
 
     with pytest.raises(KeyboardInterrupt):
-        compare.run_cases(todo, tmp_path / "out", interrupted, lambda line: None)
+        comparison.run_cases(todo, tmp_path / "out", interrupted, lambda line: None)
     assert len(list((tmp_path / "out" / "runs").glob("*.json"))) == 1
 
 
@@ -308,10 +309,10 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two methods on the digits: both learn, the JSON is the table, plots are pictures; again runs nothing."""
-    from fedquilt import config
+    from fedquilt.formats import toml
 
     job = tmp_path / "job.toml"
-    job.write_text(config.format_toml({key: value for key, value in TABLE.items() if key != "compare"}))
+    job.write_text(toml.format_toml({key: value for key, value in TABLE.items() if key != "compare"}))
     words = ["compare", str(job), "--bundle", str(folder), "--methods", "fedavg", "fedprox", "--seeds", "0"]
     words += ["--set", "fedprox.mu=0.1", "--target", "0.2", "--out", str(tmp_path / "out"), "--workers", "1"]
     assert main([*words, "--format", "json"]) == 0
@@ -347,9 +348,9 @@ def test_a_comparison_that_is_killed_leaves_no_folders_behind(
     folder: Path, tmp_path: Path, kind: signal.Signals
 ) -> None:
     """Before its first round, when all its folders are there; after kill -9 the next comparison removes them."""
-    from fedquilt import config
+    from fedquilt.formats import toml
 
-    (tmp_path / "job.toml").write_text(config.format_toml({**TABLE, "compare": {}, "rounds": 1}))
+    (tmp_path / "job.toml").write_text(toml.format_toml({**TABLE, "compare": {}, "rounds": 1}))
     place = tmp_path / "temporary"
     place.mkdir()
     words = ["compare", str(tmp_path / "job.toml"), "--bundle", str(folder), "--seeds", "0", "--workers", "1"]
@@ -388,7 +389,7 @@ def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, 
     np.savez(tmp_path / "own.npz", x_train=stored["x_train"][:200], y_train=stored["y_train"][:200])
     data = {"path": str(tmp_path / "own.npz"), "partition": "iid"}
     job = settings.parse_job({**TABLE, "data": data, "rounds": 1, "compare": {}})
-    (case,) = compare.make_cases(job, folder, seeds=[0])
+    (case,) = comparison.make_cases(job, folder, seeds=[0])
     run = single_run.run_seed(case.settings, folder, lambda done: None)
     assert (run.tested, run.marks[0].test) == (0, None)
     assert run.marks[0].held is not None

@@ -10,11 +10,11 @@ import pytest
 
 from fedquilt import profiles
 from fedquilt.cli import main
-from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 from fedquilt.tools.experiments import energy_front
 from fedquilt.tools.simulation import agents
 
-DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 
 
 def job(

@@ -10,18 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Committed, Ended, Started
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    JobStarted,
+    RoundClosed,
+    RoundCommitted,
+)
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
-from fedquilt.coordinator.views.scores import Score
+from fedquilt.coordinator.views.scores import EvaluationScore
 from fedquilt.core import BlobRef, Examples, JobError, StoreError
-from fedquilt.tools.experiments import evaluate
+from fedquilt.formats import job_bundle
+from fedquilt.tools.experiments import evaluation
 from fedquilt.tools.simulation import agents
 
-DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
 RIGHT = {"1.weight": np.eye(2, dtype=np.float32), "1.bias": np.zeros(2, np.float32)}
 WRONG = {**RIGHT, "1.weight": -RIGHT["1.weight"]}
@@ -37,7 +46,9 @@ def write_test_set(file: Path) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
     write_test_set(tmp_path / "points.npz")
-    bundle.write_bundle(tmp_path / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode_tensors(RIGHT)})
+    job_bundle.write_bundle(
+        tmp_path / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode_tensors(RIGHT)}
+    )
     with Store(tmp_path / "runs") as opened:
         yield opened
 
@@ -54,49 +65,49 @@ def begun(store: Store, **changes: object) -> str:
 def put(store: Store, run: str, model: dict[str, np.ndarray]) -> BlobRef:
     row = store.find_job(run)
     method = methods.load("fedavg")
-    state = method.init(bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
+    state = method.init(job_bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
     return store.depot.store_bytes(tensors.pack_state(type(state)(**{**vars(state), "model": model})))
 
 
-def log(store: Store, run: str, fact: AnyFact) -> None:
+def log(store: Store, run: str, fact: AnyEvent) -> None:
     """Write a fact, and before a round is committed those that have to come first."""
-    if isinstance(fact, Committed):
-        store.append_event(run, Asked(fact.round, 0, ("a",)))
-        store.append_event(run, Closed(fact.round))
+    if isinstance(fact, RoundCommitted):
+        store.append_event(run, CohortSelected(fact.round, 0, ("a",)))
+        store.append_event(run, RoundClosed(fact.round))
     store.append_event(run, fact)
 
 
 def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     """Three of four are right; a second look at the same store evaluates nothing again."""
     run = begun(store)
-    store.append_event(run, Started(put(store, run, WRONG)))
-    log(store, run, Committed(0, put(store, run, RIGHT), False, {}))
+    store.append_event(run, JobStarted(put(store, run, WRONG)))
+    log(store, run, RoundCommitted(0, put(store, run, RIGHT), False, {}))
     store.set_status(run, "done")
-    said: list[Score] = []
-    found = evaluate.evaluate_run(store, "points", say=said.append)
+    said: list[EvaluationScore] = []
+    found = evaluation.evaluate_run(store, "points", say=said.append)
     (score,) = found.scores
     assert (score.rounds, score.value, score.examples) == (1, 0.75, 4)
     assert said == [score]
-    assert evaluate.format_score(score, confusion=True)[0].startswith(
+    assert evaluation.format_score(score, confusion=True)[0].startswith(
         "after 1 rounds: accuracy 75.00 % of 4 examples, "
     )
-    rows = [line.split() for line in evaluate.format_score(score, confusion=True)[2:]]
+    rows = [line.split() for line in evaluation.format_score(score, confusion=True)[2:]]
     assert sum(int(count) for row in rows for count in row[1:]) == 4
     assert int(rows[0][1]) + int(rows[1][2]) == 3
-    (row,) = evaluate.scores_to_dict(found, confusion=True)["scores"]
+    (row,) = evaluation.scores_to_dict(found, confusion=True)["scores"]
     assert (row["metrics"]["accuracy"], row["confusion"]) == (0.75, [[int(each) for each in row[1:]] for row in rows])
-    assert evaluate.evaluate_run(store, run, say=said.append) == found
+    assert evaluation.evaluate_run(store, run, say=said.append) == found
     assert len(said) == 1
 
 
 def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store: Store) -> None:
     """One comes with each look; the one whose blob the coordinator has dropped by then is passed over."""
     run = begun(store)
-    store.append_event(run, Started(put(store, run, WRONG)))
+    store.append_event(run, JobStarted(put(store, run, WRONG)))
     gone = put(store, run, {**RIGHT, "1.bias": np.ones(2, np.float32)})
     news = [
-        [Committed(0, put(store, run, RIGHT), False, {})],
-        [Committed(1, gone, False, {}), Committed(2, put(store, run, WRONG), True, {}), Ended("done")],
+        [RoundCommitted(0, put(store, run, RIGHT), False, {})],
+        [RoundCommitted(1, gone, False, {}), RoundCommitted(2, put(store, run, WRONG), True, {}), JobEnded("done")],
     ]
 
     def sleep(seconds: float) -> None:
@@ -107,7 +118,7 @@ def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store:
             store.depot.remove_blob(gone.sha256)
             store.set_status(run, "done")
 
-    found = evaluate.evaluate_run(store, run, follow=True, sleep=sleep)
+    found = evaluation.evaluate_run(store, run, follow=True, sleep=sleep)
     assert [(score.rounds, score.value) for score in found.scores] == [(0, 0.25), (1, 0.75)]
     assert not news
 
@@ -116,27 +127,27 @@ def test_a_state_that_is_the_same_as_before_is_not_evaluated_again(store: Store)
     """A closing evaluation commits the state that there was; its rounds are those of the work."""
     run = begun(store)
     ref = put(store, run, RIGHT)
-    for fact in (Started(ref), Committed(0, ref, False, {}), Committed(1, ref, False, {})):
+    for fact in (JobStarted(ref), RoundCommitted(0, ref, False, {}), RoundCommitted(1, ref, False, {})):
         log(store, run, fact)
     store.set_status(run, "done")
-    assert [score.rounds for score in evaluate.evaluate_run(store, run).scores] == [0]
+    assert [score.rounds for score in evaluation.evaluate_run(store, run).scores] == [0]
 
 
 def test_a_lost_state_of_an_ended_run_is_an_error(store: Store) -> None:
     """There is nothing to wait for."""
     run = begun(store)
-    store.append_event(run, Started(BlobRef(sha256="a" * 64, size=1)))
+    store.append_event(run, JobStarted(BlobRef(sha256="a" * 64, size=1)))
     store.set_status(run, "done")
     with pytest.raises(StoreError, match="gone"):
-        evaluate.evaluate_run(store, run)
+        evaluation.evaluate_run(store, run)
 
 
 def test_scores_on_another_test_set_are_not_mixed_with_these(store: Store) -> None:
     """What is on disk counts only for the test set that it was found on."""
     run = begun(store)
-    store.append_event(run, Started(put(store, run, RIGHT)))
+    store.append_event(run, JobStarted(put(store, run, RIGHT)))
     store.set_status(run, "done")
-    evaluate.evaluate_run(store, run)
+    evaluation.evaluate_run(store, run)
     row = store.find_job(run)
     assert len(scores.read_scores(store.home, row).scores) == 1
     other = settings.parse_job({**TABLE, "test": {"path": "/elsewhere.npz"}})
@@ -162,7 +173,7 @@ def test_a_test_set_beside_the_job_file_is_found_from_anywhere(tmp_path: Path) -
     (tmp_path / "job.toml").write_text('name = "points"\nmethod = "fedavg"\n[test]\npath = "points.npz"\n')
     job = settings.load_job(tmp_path / "job.toml")
     assert scores.make_test_table(job)["path"] == str(tmp_path / "points.npz")
-    assert len(evaluate.load_test_set(job)) == 4
+    assert len(evaluation.load_test_set(job)) == 4
 
 
 def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
@@ -179,9 +190,9 @@ def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> 
     run = begun(store)
     row = store.find_job(run)
     method = methods.load("fedavg")
-    state = method.init(bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
+    state = method.init(job_bundle.load_bundle(row.bundle), settings.parse_params(row.job), 0)
     test = Examples(np.array([[1, 0]], np.float32), np.array([1]))
-    with evaluate.Evaluator(row.job, row.bundle, test=test) as judge:
+    with evaluation.Evaluator(row.job, row.bundle, test=test) as judge:
         score = judge.score(state, 7)
     assert score is not None
     assert (score.rounds, score.value, score.examples) == (7, 0.0, 1)
@@ -190,7 +201,7 @@ def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> 
 def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     """And a run that is not there is an error with its own exit code."""
     run = begun(store)
-    store.append_event(run, Started(put(store, run, RIGHT)))
+    store.append_event(run, JobStarted(put(store, run, RIGHT)))
     store.set_status(run, "done")
     home = ["--home", str(store.home)]
     assert main(["evaluate", run, *home]) == 0
@@ -203,15 +214,15 @@ def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.Capture
 def test_a_run_of_a_fleet_is_scored_on_the_test_split_of_its_data(tmp_path: Path) -> None:
     """The digits: after three rounds it knows more than at first."""
     network = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
-    from fedquilt.edge_agent.engines import numpy_engine
+    from fedquilt.edge_agent.engines.numpy import engine
 
-    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
-    bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 2176}, {"model": first})
+    first = tensors.encode_tensors(engine.init_tensors(network, seed=0))
+    job_bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 2176}, {"model": first})
     table = {**TABLE, "params": {"lr": 0.2, "batch": 16}, "fleet": {"devices": 2}, "data": {"path": str(DIGITS)}}
-    plan = agents.Plan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
+    plan = agents.FleetPlan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
     run, _ = agents.run_fleet_virtually(plan)
     with Store(plan.home) as opened:
-        (score,) = evaluate.evaluate_run(opened, run).scores
+        (score,) = evaluation.evaluate_run(opened, run).scores
     assert score.rounds == 3
     assert score.value > 0.5
 
@@ -232,18 +243,18 @@ def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -
     }.items():
         model[name] = array.astype(np.float32)
     follows = {
-        "1.weight": masks.Follow((2, 2), ("1",)),
-        "1.bias": masks.Follow((2,), ("1",)),
-        "3.weight": masks.Follow((2, 2), (), ("1",)),
+        "1.weight": masks.TensorGroups((2, 2), ("1",)),
+        "1.bias": masks.TensorGroups((2,), ("1",)),
+        "3.weight": masks.TensorGroups((2, 2), (), ("1",)),
     }
-    plan = tensors.encode_tensors({"json": masks.plan_to_array(masks.Plan({"1": 2}, {}, follows))})
-    bundle.write_bundle(
+    plan = tensors.encode_tensors({"json": masks.plan_to_array(masks.MaskPlan({"1": 2}, {}, follows))})
+    job_bundle.write_bundle(
         tmp_path / "bundle", {"network": network}, {"model": tensors.encode_tensors(model), "masks": plan}
     )
     write_test_set(tmp_path / "points.npz")
     job = settings.parse_job({"name": "points", "method": "heterofl", "test": {"path": str(tmp_path / "points.npz")}})
-    state = methods.load("heterofl").init(bundle.load_bundle(tmp_path / "bundle"), settings.parse_params(job), 0)
-    with evaluate.Evaluator(job, tmp_path / "bundle") as judge:
+    state = methods.load("heterofl").init(job_bundle.load_bundle(tmp_path / "bundle"), settings.parse_params(job), 0)
+    with evaluation.Evaluator(job, tmp_path / "bundle") as judge:
         score = judge.score(state, 0)
     assert score is not None
     assert score.value == 0.75
@@ -256,16 +267,16 @@ def test_fedsq_is_judged_with_the_gates_of_the_pre_trained_copy(tmp_path: Path) 
     network = {"name": "mlp", "inputs": 2, "hidden": [2], "classes": 2}
     sides = {"1.weight": np.eye(2), "1.bias": np.zeros(2), "3.weight": np.eye(2), "3.bias": np.zeros(2)}
     model = {name: array.astype(np.float32) for name, array in sides.items()}
-    bundle.write_bundle(tmp_path / "bundle", {"network": network}, {"model": tensors.encode_tensors(model)})
+    job_bundle.write_bundle(tmp_path / "bundle", {"network": network}, {"model": tensors.encode_tensors(model)})
     write_test_set(tmp_path / "points.npz")
     job = settings.parse_job({"name": "points", "method": "fedsq", "test": {"path": str(tmp_path / "points.npz")}})
-    begun = methods.load("fedsq").init(bundle.load_bundle(tmp_path / "bundle"), settings.parse_params(job), 0)
+    begun = methods.load("fedsq").init(job_bundle.load_bundle(tmp_path / "bundle"), settings.parse_params(job), 0)
     moved = replace(begun, model={name: -array for name, array in begun.model.items()})
-    alone = methods.load("fedavg").init(bundle.load_bundle(tmp_path / "bundle"), settings.parse_params(job), 0)
-    with evaluate.Evaluator(job, tmp_path / "bundle") as judge:
+    alone = methods.load("fedavg").init(job_bundle.load_bundle(tmp_path / "bundle"), settings.parse_params(job), 0)
+    with evaluation.Evaluator(job, tmp_path / "bundle") as judge:
         first, found = judge.score(begun, 0), judge.score(moved, 1)
     plain = settings.parse_job({"name": "points", "method": "fedavg", "test": {"path": str(tmp_path / "points.npz")}})
-    with evaluate.Evaluator(plain, tmp_path / "bundle") as judge:
+    with evaluation.Evaluator(plain, tmp_path / "bundle") as judge:
         bare = judge.score(replace(alone, model=moved.model), 1)
     assert first is not None
     assert found is not None

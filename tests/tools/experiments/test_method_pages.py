@@ -10,7 +10,8 @@ import pytest
 from fedquilt import methods
 from fedquilt.cli import main
 from fedquilt.core import JobError
-from fedquilt.tools.experiments import method_pages, papers
+from fedquilt.tools.experiments import method_pages
+from fedquilt.tools.lab import papers
 
 ROOT = Path(__file__).parents[3]
 

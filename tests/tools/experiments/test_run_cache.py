@@ -9,29 +9,29 @@ import msgspec
 import pytest
 
 import fedquilt
-from fedquilt import bundle
 from fedquilt.core import JobError, StoreError
+from fedquilt.formats import job_bundle
 from fedquilt.tools.experiments import run_cache
 
 
 def test_a_run_is_found_again_and_one_of_another_shape_is_not(tmp_path: Path) -> None:
     """What an older version wrote counts as not there; no half-written file stays."""
-    store = run_cache.Kept(tmp_path, list[int])
+    store = run_cache.RunCache(tmp_path, list[int])
     assert store.find("a") is None
     store.store("a", [1, 2])
-    assert run_cache.Kept(tmp_path, list[int]).find("a") == [1, 2]
-    assert run_cache.Kept(tmp_path, list[str]).find("a") is None
+    assert run_cache.RunCache(tmp_path, list[int]).find("a") == [1, 2]
+    assert run_cache.RunCache(tmp_path, list[str]).find("a") is None
     assert [path.name for path in store.folder.iterdir()] == ["a.json"]
 
 
 def test_a_key_changes_with_every_part_and_with_the_bundle(tmp_path: Path) -> None:
     """Where one part ends and the next begins counts too."""
-    bundle.write_bundle(tmp_path, {}, {})
+    job_bundle.write_bundle(tmp_path, {}, {})
     keys = [
         run_cache.make_key(*parts, bundle=tmp_path, data=()) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"ab", b"d"))
     ]
     assert run_cache.make_key(b"ab", b"c", bundle=tmp_path, data=()) == keys[0]
-    bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
+    job_bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
     (blob,) = (tmp_path / "blobs").iterdir()
     for weights in (b"weights", b"Weights"):
         blob.write_bytes(weights)
@@ -45,7 +45,7 @@ def test_a_bundle_that_is_gone_or_damaged_is_an_error_that_names_it(tmp_path: Pa
     """By its folder, its index or the file that is missing."""
     with pytest.raises(JobError, match=r"no bundle in .*prepare"):
         run_cache.make_key(b"job", bundle=tmp_path, data=())
-    bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
+    job_bundle.write_bundle(tmp_path, {}, {"model": b"weights"})
     next((tmp_path / "blobs").iterdir()).unlink()
     with pytest.raises(JobError, match=r"file 'model' .* is missing"):
         run_cache.make_key(b"job", bundle=tmp_path, data=())
@@ -56,7 +56,7 @@ def test_a_bundle_that_is_gone_or_damaged_is_an_error_that_names_it(tmp_path: Pa
 
 def test_a_key_changes_with_the_content_of_the_data_and_not_with_their_dates(tmp_path: Path) -> None:
     """A file or a folder; other labels in a file of the same name, size and times are other data."""
-    bundle.write_bundle(tmp_path, {}, {})
+    job_bundle.write_bundle(tmp_path, {}, {})
     (tmp_path / "data" / "deep").mkdir(parents=True)
     file = tmp_path / "data" / "deep" / "labels"
     file.write_bytes(b"0123")
@@ -129,4 +129,4 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     """Here a file is in its place."""
     (tmp_path / "out").write_text("")
     with pytest.raises(StoreError, match=r"cannot write .*out/runs"):
-        run_cache.Kept(tmp_path / "out", list[int])
+        run_cache.RunCache(tmp_path / "out", list[int])

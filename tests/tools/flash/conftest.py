@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from boards import ELF, JETSON, plant, required, wheel
 
-from fedquilt.tools.flash import bundle
-from fedquilt.tools.flash.install import Root
-from fedquilt.tools.flash.targets import Target
+from fedquilt.tools.boards.flash import bundle
+from fedquilt.tools.boards.flash.install import RootFileSystem
+from fedquilt.tools.boards.flash.targets import BundleTarget
 
 SSH = """#!/bin/sh
 # a host that is here: options and the host's name first, then one command
@@ -36,9 +36,9 @@ exec "$@" --root "$FAKE/board"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Root:
+def root(tmp_path: Path) -> RootFileSystem:
     """A JetPack 6 root with nothing of fedquilt."""
-    return Root(plant(tmp_path / "root"), say=lambda line: None)
+    return RootFileSystem(plant(tmp_path / "root"), say=lambda line: None)
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def make(tmp_path: Path) -> Callable[..., Path]:
 
     def make(
         files: Mapping[str, bytes] | None = None,
-        target: Target = JETSON,
+        target: BundleTarget = JETSON,
         wheels: tuple[Path, ...] | None = None,
         enrols: bool = False,
     ) -> Path:
         nonlocal count
         count += 1
-        board = bundle.Board("orin-1", files or {"agent.toml": b'device = "orin-1"\n'}, 1_000_000_000, enrols)
+        board = bundle.BoardFiles("orin-1", files or {"agent.toml": b'device = "orin-1"\n'}, 1_000_000_000, enrols)
         house = (wheel(tmp_path / "wheels", "toy"),) if wheels is None else wheels
         folder = tmp_path / f"bundle-{count}"
         bundle.write_folder(bundle.collect_files(board, target, house, ""), folder)

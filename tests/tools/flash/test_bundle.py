@@ -14,11 +14,11 @@ from boards import JETSON, wheel
 from flashed_sites import URL, exec_line, serving, told
 
 import command_lines
-from fedquilt import config
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
-from fedquilt.tools.flash import bundle, coordinator
-from fedquilt.tools.flash.bundle import Board
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import bundle, coordinator
+from fedquilt.tools.boards.flash.bundle import BoardFiles
 
 ENROL = '[enrol]\nurl = "https://hub.site:8884"\n'
 
@@ -28,7 +28,7 @@ def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
     made = told(site, f'budget = "1GB"\n{URL}ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n')
     assert set(made.files) == {"agent.toml", "ca.crt", "device.crt", "device.key"}
     assert made.files["device.key"] == (site / "orin-1.key").read_bytes()
-    table = config.parse_toml(made.files["agent.toml"].decode(), "")
+    table = toml.parse_toml(made.files["agent.toml"].decode(), "")
     known = agents.parse_settings(table)
     assert known.home == "/var/lib/fedquilt"
     assert (known.broker.ca, known.broker.cert) == ("/etc/fedquilt/ca.crt", "/etc/fedquilt/device.crt")
@@ -39,7 +39,7 @@ def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
 def test_one_file_does_for_many_boards(site: Path) -> None:
     """Each under its own name."""
     made = told(site, "", "orin-2")
-    assert made.device == config.parse_toml(made.files["agent.toml"].decode(), "")["device"] == "orin-2"
+    assert made.device == toml.parse_toml(made.files["agent.toml"].decode(), "")["device"] == "orin-2"
 
 
 def test_everything_else_in_the_settings_stays(site: Path) -> None:
@@ -55,7 +55,7 @@ sources = [{ path = "/srv/a \\"b\\"", labels_from = 0 }, { path = "/srv/c", labe
 """
     text = text.replace('policy = "max"\n', "")
     made = told(site, text)
-    before, after = config.read_toml(site / "agent.toml"), config.parse_toml(made.files["agent.toml"].decode(), "")
+    before, after = toml.read_toml(site / "agent.toml"), toml.parse_toml(made.files["agent.toml"].decode(), "")
     assert after == {**before, "home": "/var/lib/fedquilt"}
 
 
@@ -67,7 +67,7 @@ def test_a_board_that_enrols_makes_its_own_key(site: Path) -> None:
     )
     assert set(made.files) == {"agent.toml", "ca.crt", "token"}
     assert made.enrols
-    known = agents.parse_settings(config.parse_toml(made.files["agent.toml"].decode(), ""))
+    known = agents.parse_settings(toml.parse_toml(made.files["agent.toml"].decode(), ""))
     assert (known.broker.cert, known.broker.key) == ("/etc/fedquilt/device.crt", "/etc/fedquilt/device.key")
     assert (known.enrol.url, known.enrol.token) == ("https://hub.site:8884", None)
 
@@ -217,7 +217,7 @@ def test_an_archive_is_the_same_for_the_same_board_and_its_readers_are_few(tmp_p
     """Its secrets stay so when it is unpacked."""
     house = [wheel(tmp_path, "toy")]
     files = bundle.collect_files(
-        Board("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house, "toy==1.0\n"
+        BoardFiles("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house, "toy==1.0\n"
     )
     sizes = [bundle.write_archive(files, tmp_path / name, "fedquilt-orin-1") for name in ("a.tar", "b.tar")]
     assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
@@ -237,8 +237,8 @@ def test_the_software_has_one_name_whatever_the_settings(tmp_path: Path) -> None
     """So that a new agent.toml does not unpack everything again."""
     house = [wheel(tmp_path, "toy")]
 
-    def id(board: Board, **others: bool) -> str:
+    def id(board: BoardFiles, **others: bool) -> str:
         return json.loads(bundle.collect_files(board, JETSON, house, "", **others)["bundle.json"])["id"]
 
-    assert id(Board("a", {}, None)) == id(Board("b", {"agent.toml": b"x"}, 5))
-    assert id(Board("a", {}, None)) != id(Board("a", {}, None), system_packages=True)
+    assert id(BoardFiles("a", {}, None)) == id(BoardFiles("b", {"agent.toml": b"x"}, 5))
+    assert id(BoardFiles("a", {}, None)) != id(BoardFiles("a", {}, None), system_packages=True)

@@ -12,7 +12,7 @@ import pytest
 from boards import AARCH64, ELF, PYTHON, TARGET, X86_64, plant, snapshot, wheel
 
 from fedquilt import cli
-from fedquilt.tools.identity.authority import Authority, clock_s
+from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s
 
 pytestmark = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.machine()}")
 
@@ -45,7 +45,7 @@ def test_a_board_that_enrols_is_not_flashed_without_a_word_when_its_token_is_mis
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It could not enrol at its first boot; one that has enrolled before needs none."""
-    Authority.create(place / "authority", "site", clock_s())
+    CertificateAuthority.create(place / "authority", "site", clock_s())
     enrols = '[broker]\nurl = "mqtts://hub"\nca = "authority/ca.crt"\n[enrol]\nurl = "https://hub:8884"\n'
     (place / "agent.toml").write_text(f'device = "orin-07"\nhome = "home"\n{enrols}')
     (place / "token").write_text("one-time\n")

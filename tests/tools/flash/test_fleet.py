@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from boards import PYTHON, TARGET
 
-from fedquilt import cli, config, wire
+from fedquilt import cli, wire
 from fedquilt.core import JobError
-from fedquilt.tools.flash import fleet, many
-from fedquilt.tools.flash.fleet import Enrolment, Row, State
-from fedquilt.tools.identity.register import Issued, Register, Token
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import fleet
+from fedquilt.tools.boards.flash.fleet import BoardRow, EnrolmentState, FlashState
+from fedquilt.tools.operations.identity.register import CertificateRegister, EnrolmentToken, IssuedCertificate
 from fedquilt.transport.link import Message
 
 pytestmark = pytest.mark.skipif(not TARGET, reason="no target is a machine like this one")
@@ -51,14 +52,14 @@ def test_each_board_gets_its_own_name_budget_and_token(site: Path, capfd: pytest
     said = capfd.readouterr().out
     with tarfile.open(site / "fedquilt-boards/orin-1.tar") as archive:
         first = {one.name.split("/", 1)[1]: archive.extractfile(one).read() for one in archive if one.isfile()}  # type: ignore[union-attr]
-    table = config.parse_toml(first["etc/agent.toml"].decode(), "")
+    table = toml.parse_toml(first["etc/agent.toml"].decode(), "")
     assert (table["device"], table["budget"]) == ("orin-1", "1GB")
-    second = config.read_toml(site / "board/etc/fedquilt/agent.toml")
+    second = toml.read_toml(site / "board/etc/fedquilt/agent.toml")
     assert (second["device"], second["budget"]) == ("orin-2", "2GB")
     assert (table["labels"], second["labels"]) == (["hall-a"], ["hall-b", "window"])
     tokens = {first["etc/token"], (site / "board/etc/fedquilt/token").read_bytes()}
     assert len(tokens) == 2
-    register = Register(site / "ca/register.db")
+    register = CertificateRegister(site / "ca/register.db")
     assert [one.pattern for one in register.list_tokens()] == ["orin-1", "orin-2"]
     register.close()
     assert {path.stat().st_mode & 0o777 for path in (site / "fedquilt-boards").glob("*.token")} == {0o600}
@@ -84,7 +85,7 @@ def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[s
     assert "orin-1: done before" in said
     assert (site / "fedquilt-boards/orin-1.tar").stat().st_mtime_ns == made
     assert (site / "board/etc/fedquilt/token").read_bytes() == token
-    register = Register(site / "ca/register.db")
+    register = CertificateRegister(site / "ca/register.db")
     assert len(register.list_tokens()) == 2
     register.close()
 
@@ -103,12 +104,12 @@ def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest
     assert "orin-1: done before" not in capfd.readouterr().out
 
 
-def redeem(register: Register, token: str) -> None:
+def redeem(register: CertificateRegister, token: str) -> None:
     with register.transaction():
         register.redeem_token(token, "orin-1", "key of the first card", time.time())
 
 
-def cancel(register: Register, token: str) -> None:
+def cancel(register: CertificateRegister, token: str) -> None:
     register.cancel_tokens("orin-1")
 
 
@@ -119,14 +120,14 @@ def test_a_row_that_changed_gets_a_new_token_once_the_first_is_spent(site: Path,
     assert flash(site) == 0
     file = site / "fedquilt-boards/orin-1.token"
     first = file.read_text().strip()
-    register = Register(site / "ca/register.db")
+    register = CertificateRegister(site / "ca/register.db")
     spend(register, first)
     (site / "boards.csv").write_text("name,budget\norin-1,2GB\n")
     assert flash(site) == 0
     with register.transaction():
         taken = register.redeem_token(file.read_text().strip(), "orin-1", "key of the second card", time.time())
     register.close()
-    assert isinstance(taken, Token), taken
+    assert isinstance(taken, EnrolmentToken), taken
 
 
 @pytest.mark.parametrize("watch", [(), ("--watch",)])
@@ -140,11 +141,11 @@ def test_a_broker_that_is_away_hides_neither_the_table_nor_enrolments(
     assert cli.main(["ca", "issue", "coordinator", "--ca", "ca"]) == 0
 
     def enrols(seconds: float) -> None:
-        register = Register(site / "ca/register.db")
+        register = CertificateRegister(site / "ca/register.db")
         register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
         register.close()
 
-    monkeypatch.setattr(many, "time", SimpleNamespace(sleep=enrols))  # no other thread's sleep is meant
+    monkeypatch.setattr(fleet, "time", SimpleNamespace(sleep=enrols))  # no other thread's sleep is meant
     assert flash(site, "--cert", "coordinator.crt", "--key", "coordinator.key", *watch) == 0
     said = capfd.readouterr().out
     assert "who is online is not looked at: nothing listens at mqtts://127.0.0.1:1" in said
@@ -154,7 +155,7 @@ def test_a_broker_that_is_away_hides_neither_the_table_nor_enrolments(
 def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Nor a folder's contents."""
     assert flash(site, "--dry-run") == 0
-    register = Register(site / "ca/register.db")
+    register = CertificateRegister(site / "ca/register.db")
     assert register.list_tokens() == []
     register.close()
     assert list((site / "fedquilt-boards").iterdir()) == []
@@ -186,13 +187,13 @@ def test_a_table_with_a_fault_is_refused_with_its_line(tmp_path: Path, text: str
 # -- how they are ---------------------------------------------------------------------------------
 
 
-def issued(at_s: float, ends_s: float = 1e9, revoked_s: float | None = None) -> Issued:
-    return Issued("1", "a", "device", "k", at_s, ends_s, revoked_s, "")
+def issued(at_s: float, ends_s: float = 1e9, revoked_s: float | None = None) -> IssuedCertificate:
+    return IssuedCertificate("1", "a", "device", "k", at_s, ends_s, revoked_s, "")
 
 
 def test_enrolment_is_what_the_register_says() -> None:
     """A certificate from before the token is another card's."""
-    token = Token("a", 100.0, 1000.0, None, None, None)
+    token = EnrolmentToken("a", 100.0, 1000.0, None, None, None)
     used = token._replace(used_s=200.0)
     waits = "waits for its first boot, until 1970-01-01 00:16 UTC"
     assert str(fleet.describe_enrolment([], [token], 150.0)) == waits
@@ -206,16 +207,16 @@ def test_enrolment_is_what_the_register_says() -> None:
 
 def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
     """First boot, enrolment, online; a board that was never written is not waited for."""
-    rows = [Row("a", "jetpack6"), Row("b", "jetpack6"), Row("lost", "jetpack6")]
-    waits, enrolled = Enrolment("token unused", 1000.0), Enrolment("enrolled", 200.0)
+    rows = [BoardRow("a", "jetpack6"), BoardRow("b", "jetpack6"), BoardRow("lost", "jetpack6")]
+    waits, enrolled = EnrolmentState("token unused", 1000.0), EnrolmentState("enrolled", 200.0)
     seen = iter([(waits, False), (waits, False), (enrolled, False), (enrolled, True)])
     waited: list[float] = []
     said: list[str] = []
 
-    def look() -> list[State]:
+    def look() -> list[FlashState]:
         enrolment, online = next(seen)
-        told = [State(one, "x.img", enrolment, online, done=True) for one in rows[:2]]
-        return [*told, State(rows[2], "not written", online=False)]
+        told = [FlashState(one, "x.img", enrolment, online, done=True) for one in rows[:2]]
+        return [*told, FlashState(rows[2], "not written", online=False)]
 
     ended = fleet.watch_boards(look, waited.append, said.append)
     assert [one.presence for one in ended] == ["online", "online", "offline"]
@@ -255,7 +256,7 @@ def test_presence_is_what_the_broker_keeps() -> None:
 
     bad = Message(wire.Topics("fleet").device_topic("c", "up", "presence"), b"x")
     link: Any = Kept(told("a", True), told("b", True), bad, told("b", False))
-    presences = fleet.Presences(link, "fleet")
+    presences = fleet.OnlineDevices(link, "fleet")
     presences.process_messages(1.0)
     assert presences.online == {"a"}
     assert link.filters == ["fq/1/fleet/dev/+/up/presence"]
@@ -264,11 +265,11 @@ def test_presence_is_what_the_broker_keeps() -> None:
 def test_states_join_table_register_and_presence(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What `--watch` and the table at the end show."""
     assert flash(site) == 0
-    from fedquilt.tools import flash as tool
+    from fedquilt.tools.boards import flash as tool
 
-    plan = fleet.Plan(tool.What(TARGET, site / "agent.toml"), None, site / "fedquilt-boards", site / "ca")
+    plan = fleet.FlashPlan(tool.FlashContent(TARGET, site / "agent.toml"), None, site / "fedquilt-boards", site / "ca")
     rows = fleet.read_table(site / "boards.csv", TARGET)
-    register = Register(site / "ca/register.db")
+    register = CertificateRegister(site / "ca/register.db")
     with register.transaction():
         register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
         register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="other", serial="2"))
@@ -276,4 +277,4 @@ def test_states_join_table_register_and_presence(site: Path, capfd: pytest.Captu
     one, two = fleet.read_states(rows, plan, {"orin-2": "no route"}, {"orin-1"})
     assert (one.enrolment.step, one.online) == ("enrolled", True)
     assert (two.enrolment.step, two.online) == ("token unused", False)
-    assert callable(many.flash_table)
+    assert callable(fleet.flash_table)

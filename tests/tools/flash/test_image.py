@@ -16,8 +16,8 @@ import pytest
 from boards import AARCH64, HERE, plant
 
 from fedquilt.core import JobError
-from fedquilt.tools.flash import image, install, partitions
-from fedquilt.tools.flash.install import Refused
+from fedquilt.tools.boards.flash import image, install, partitions
+from fedquilt.tools.boards.flash.install import InstallRefusedError
 
 SECTOR = 512
 MKFS = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH')}:/usr/sbin:/sbin")
@@ -102,7 +102,7 @@ def test_a_raspberrys_image_gets_what_a_mounted_root_gets(
     said = put(base, tmp_path / "orin-1.img", bundle)
     assert hashlib.sha256(base.read_bytes()).digest() == before
     assert said[-1].endswith("partition 2 holds it; write it to a card as any image")
-    install.install_bundle(bundle, install.Root(tree, say=lambda line: None))
+    install.install_bundle(bundle, install.RootFileSystem(tree, say=lambda line: None))
     got = inside(tmp_path / "orin-1.img", tmp_path)
 
     def listed(folder: Path) -> dict[str, object]:
@@ -142,7 +142,7 @@ def test_an_image_that_is_one_file_system_is_taken(tree: Path, tmp_path: Path, m
     ext(tree, tmp_path / "system.img.raw")
     assert "one file system" in put(tmp_path / "system.img.raw", tmp_path / "o.img", make(target=HERE))[-1]
     (tmp_path / "system.img").write_bytes(b"\x3a\xff\x26\xed" + bytes(4096))
-    with pytest.raises(Refused, match="simg2img"):
+    with pytest.raises(InstallRefusedError, match="simg2img"):
         put(tmp_path / "system.img", tmp_path / "p.img", make(target=HERE))
 
 
@@ -152,9 +152,9 @@ def test_another_machine_and_another_python_are_refused(tree: Path, tmp_path: Pa
     ext(tree, tmp_path / "a.img")
     asked = {"interpreter": "/usr/bin/python3.11", "machine": "aarch64"}
     with image.open_image_copy(tmp_path / "a.img", tmp_path / "o.img", "/usr/bin/python3.11", print) as copied:
-        with pytest.raises(Refused, match=r"has no /usr/bin/python3\.11 but python3\.13"):
+        with pytest.raises(InstallRefusedError, match=r"has no /usr/bin/python3\.11 but python3\.13"):
             install.check_compatibility(copied.root, asked)
-        with pytest.raises(Refused, match="is aarch64, and this bundle for x86_64"):
+        with pytest.raises(InstallRefusedError, match="is aarch64, and this bundle for x86_64"):
             install.check_compatibility(copied.root, {**asked, "machine": "x86_64"})
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("o.img")]
 
@@ -172,7 +172,7 @@ def test_an_image_that_is_too_full_is_left_alone(tree: Path, tmp_path: Path, mak
             shutil.copy(tmp_path / "large", copied.root.path / "opt/fedquilt")
             copied.save_image()
 
-    with pytest.raises(Refused, match=r"MB free, and .* MB are needed: .*resize2fs"):
+    with pytest.raises(InstallRefusedError, match=r"MB free, and .* MB are needed: .*resize2fs"):
         put_a_large_one()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("o.img")]
 
@@ -181,7 +181,7 @@ def test_a_second_flash_of_the_same_image_is_refused(base: Path, tmp_path: Path,
     """Each board gets its own from the maker's: the identity of one is not another's."""
     bundle = make(target=HERE)
     put(base, tmp_path / "one.img", bundle)
-    with pytest.raises(Refused, match="has /opt/fedquilt already"):
+    with pytest.raises(InstallRefusedError, match="has /opt/fedquilt already"):
         put(tmp_path / "one.img", tmp_path / "two.img", bundle)
 
 
@@ -193,7 +193,7 @@ def test_what_is_no_image_is_told(tmp_path: Path, data: bytes, says: str) -> Non
     """A zip file, an empty one; one that is missing or cut short."""
     (tmp_path / "x.img").write_bytes(data)
     with (
-        pytest.raises(Refused, match=f"x.img has {says}"),
+        pytest.raises(InstallRefusedError, match=f"x.img has {says}"),
         image.open_image_copy(tmp_path / "x.img", tmp_path / "o.img", "/p", print),
     ):
         pass
@@ -213,5 +213,5 @@ def test_what_is_no_image_is_told(tmp_path: Path, data: bytes, says: str) -> Non
 def test_a_table_with_partitions_but_no_root_names_them(tmp_path: Path) -> None:
     """NOOBS and cards with FAT alone."""
     (tmp_path / "a.img").write_bytes(raspberry(bytes(1 << 20)))
-    with pytest.raises(Refused, match=r"\(partition 1, partition 2\)"):
+    with pytest.raises(InstallRefusedError, match=r"\(partition 1, partition 2\)"):
         partitions.find_root_partition(tmp_path / "a.img")

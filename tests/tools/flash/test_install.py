@@ -13,9 +13,9 @@ import pytest
 from boards import AARCH64, ARM, HERE, JETSON, X86_64, elf, plant, snapshot, wheel
 from ordinary import User
 
-from fedquilt.tools.flash import bundle, wheels
-from fedquilt.tools.flash import install as installer
-from fedquilt.tools.flash.install import Refused, Root, install_bundle, uninstall
+from fedquilt.tools.boards.flash import bundle, wheels
+from fedquilt.tools.boards.flash import install as installer
+from fedquilt.tools.boards.flash.install import InstallRefusedError, RootFileSystem, install_bundle, uninstall
 
 Make = Callable[..., Path]
 MINE = (
@@ -26,7 +26,7 @@ MINE = (
 )
 
 
-def test_everything_lands_in_folders_of_its_own(root: Root, make: Make) -> None:
+def test_everything_lands_in_folders_of_its_own(root: RootFileSystem, make: Make) -> None:
     """What was there before stays as it was."""
     (root.path / "etc").mkdir()
     (root.path / "etc/hostname").write_text("orin")
@@ -42,7 +42,7 @@ def test_everything_lands_in_folders_of_its_own(root: Root, make: Make) -> None:
     assert (root.path / wants).resolve().read_text().startswith("[Unit]")
 
 
-def test_a_second_time_nothing_changes(root: Root, make: Make) -> None:
+def test_a_second_time_nothing_changes(root: RootFileSystem, make: Make) -> None:
     """Not a byte, and it says so."""
     assert install_bundle(make(), root)
     before = snapshot(root.path)
@@ -50,11 +50,11 @@ def test_a_second_time_nothing_changes(root: Root, make: Make) -> None:
     assert snapshot(root.path) == before
 
 
-def test_a_dry_run_says_what_would_be_written_and_writes_nothing(root: Root, make: Make) -> None:
+def test_a_dry_run_says_what_would_be_written_and_writes_nothing(root: RootFileSystem, make: Make) -> None:
     """As many things as a real one then changes."""
     said: list[str] = []
     before = snapshot(root.path)
-    would = install_bundle(make(), Root(root.path, dry_run=True, say=said.append))
+    would = install_bundle(make(), RootFileSystem(root.path, dry_run=True, say=said.append))
     assert snapshot(root.path) == before
     assert "would write /etc/fedquilt/agent.toml" in said
     assert any("would unpack 1 wheels" in line for line in said)
@@ -63,7 +63,7 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(root: Root, mak
 
 def test_the_installed_python_finds_the_packages_and_no_others(tmp_path: Path, make: Make) -> None:
     """With this interpreter as the board's, the environment made by hand is a real one."""
-    root = Root(plant(tmp_path / "board", python=sys.executable), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "board", python=sys.executable), say=lambda line: None)
     install_bundle(make(target=HERE), root)
     current = root.path / "opt/fedquilt/current"
     code = "import sys, toy, importlib.metadata as m; print(toy.version, m.version('toy'), sys.prefix); import pytest"
@@ -75,7 +75,7 @@ def test_the_installed_python_finds_the_packages_and_no_others(tmp_path: Path, m
     assert list(current.glob("lib/python*/site-packages/__pycache__/toy*.pyc"))
 
 
-def test_a_foreign_pythons_files_are_compiled_at_the_first_boot(root: Root, make: Make) -> None:
+def test_a_foreign_pythons_files_are_compiled_at_the_first_boot(root: RootFileSystem, make: Make) -> None:
     """Here they cannot be, unless this is a Python 3.10 as well."""
     install_bundle(make(), root)
     assert (root.path / "opt/fedquilt/current/compiled").is_file() == (sys.version_info[:2] == (3, 10))
@@ -89,9 +89,9 @@ def test_a_foreign_pythons_files_are_compiled_at_the_first_boot(root: Root, make
 )
 def test_another_architecture_is_refused(tmp_path: Path, make: Make, number: int, name: str) -> None:
     """A 32-bit Raspberry Pi OS too; nothing is written."""
-    root = Root(plant(tmp_path / "other", number), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "other", number), say=lambda line: None)
     before = snapshot(root.path)
-    with pytest.raises(Refused, match=f"is {name}, and this bundle for aarch64"):
+    with pytest.raises(InstallRefusedError, match=f"is {name}, and this bundle for aarch64"):
         install_bundle(make(), root)
     assert snapshot(root.path) == before
 
@@ -111,44 +111,44 @@ def test_an_elf_header_is_read_in_its_own_byte_order(tmp_path: Path) -> None:
 
 def test_a_root_without_the_python_is_told_which_it_has(tmp_path: Path, make: Make) -> None:
     """The mend is another --python."""
-    root = Root(plant(tmp_path / "newer", python="/usr/bin/python3.12"), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "newer", python="/usr/bin/python3.12"), say=lambda line: None)
     (root.path / "usr/bin/python3.12-config").write_text("")
-    with pytest.raises(Refused, match=r"has no /usr/bin/python3\.10 but python3\.12: "):
+    with pytest.raises(InstallRefusedError, match=r"has no /usr/bin/python3\.10 but python3\.12: "):
         install_bundle(make(), root)
 
 
 def test_an_empty_folder_is_no_root(tmp_path: Path, make: Make) -> None:
     """Somebody forgot to mount."""
     (tmp_path / "empty").mkdir()
-    with pytest.raises(Refused, match=r"holds no system.*mount it first"):
-        install_bundle(make(), Root(tmp_path / "empty"))
+    with pytest.raises(InstallRefusedError, match=r"holds no system.*mount it first"):
+        install_bundle(make(), RootFileSystem(tmp_path / "empty"))
     assert not list((tmp_path / "empty").iterdir())
 
 
 @pytest.mark.parametrize("name", ["wheels/toy-1.0-py3-none-any.whl", "etc/agent.toml", "bundle.json", "install.py"])
-def test_a_damaged_bundle_is_refused(root: Root, make: Make, name: str) -> None:
+def test_a_damaged_bundle_is_refused(root: RootFileSystem, make: Make, name: str) -> None:
     """One byte more, anywhere."""
     bundle = make()
     data = (bundle / name).read_bytes()
     (bundle / name).unlink()
     (bundle / name).write_bytes(data + b"x")
-    with pytest.raises(Refused, match=r"damaged|no whole bundle"):
+    with pytest.raises(InstallRefusedError, match=r"damaged|no whole bundle"):
         install_bundle(bundle, root)
     assert not (root.path / "opt").exists()
 
 
-def test_a_bundle_of_another_format_is_refused(root: Root, make: Make) -> None:
+def test_a_bundle_of_another_format_is_refused(root: RootFileSystem, make: Make) -> None:
     """Of a later release, say."""
     bundle = make()
     manifest = json.loads((bundle / "bundle.json").read_text())
     (bundle / "bundle.json").write_text(json.dumps({**manifest, "format": 99}))
-    with pytest.raises(Refused, match="of another release"):
+    with pytest.raises(InstallRefusedError, match="of another release"):
         install_bundle(bundle, root)
 
 
 def test_links_of_the_root_are_followed_within_it(tmp_path: Path, make: Make) -> None:
     """A board's /opt may be a link to /data/opt: that is the board's /data, never this machine's."""
-    root = Root(plant(tmp_path / "root"), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "root"), say=lambda line: None)
     outside = tmp_path / "outside"
     outside.mkdir()
     (root.path / "opt").symlink_to(outside)  # absolute, as the board would see it
@@ -164,22 +164,22 @@ def test_links_of_the_root_are_followed_within_it(tmp_path: Path, make: Make) ->
 
 def test_links_in_circles_are_refused(tmp_path: Path, make: Make) -> None:
     """Instead of going round for ever."""
-    root = Root(plant(tmp_path / "root"), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "root"), say=lambda line: None)
     (root.path / "opt").symlink_to("opt")
-    with pytest.raises(Refused, match="circles"):
+    with pytest.raises(InstallRefusedError, match="circles"):
         install_bundle(make(), root)
 
 
-def test_a_wheel_never_writes_beside_its_folder(root: Root, make: Make, tmp_path: Path) -> None:
+def test_a_wheel_never_writes_beside_its_folder(root: RootFileSystem, make: Make, tmp_path: Path) -> None:
     """A crooked archive is refused; what was unpacked of it is no installation."""
     crooked = wheel(tmp_path / "crooked", "crooked", files={"../../../../../etc/passwd": "root::0:0"})
-    with pytest.raises(Refused, match="would write to"):
+    with pytest.raises(InstallRefusedError, match="would write to"):
         install_bundle(make(wheels=(crooked,)), root)
     assert not (root.path / "etc/passwd").exists()
     assert not (root.path / "opt/fedquilt/current").exists()
 
 
-def test_a_wheels_data_folder_is_sorted(root: Root, make: Make, tmp_path: Path) -> None:
+def test_a_wheels_data_folder_is_sorted(root: RootFileSystem, make: Make, tmp_path: Path) -> None:
     """Libraries go to the packages (PEP 427); scripts and headers are not wanted."""
     odd = wheel(
         tmp_path / "odd",
@@ -192,7 +192,7 @@ def test_a_wheels_data_folder_is_sorted(root: Root, make: Make, tmp_path: Path) 
     assert not [name for name in snapshot(root.path) if name.endswith(("/run", "/h.h"))]
 
 
-def test_new_packages_take_the_place_of_the_old(root: Root, make: Make, tmp_path: Path) -> None:
+def test_new_packages_take_the_place_of_the_old(root: RootFileSystem, make: Make, tmp_path: Path) -> None:
     """`current` moves over, and the old ones go."""
     install_bundle(make(), root)
     first = (root.path / "opt/fedquilt/current").readlink()
@@ -203,7 +203,7 @@ def test_new_packages_take_the_place_of_the_old(root: Root, make: Make, tmp_path
     assert folders == sorted([str(second), "current", "installed.json"])
 
 
-def test_an_interrupted_installation_is_done_again(root: Root, make: Make) -> None:
+def test_an_interrupted_installation_is_done_again(root: RootFileSystem, make: Make) -> None:
     """What a power cut left of the packages' folder is no reason to stop, and not taken for whole."""
     bundle = make()
     id = json.loads((bundle / "bundle.json").read_text())["id"]
@@ -212,7 +212,7 @@ def test_an_interrupted_installation_is_done_again(root: Root, make: Make) -> No
     assert sorted(p.name for p in (root.path / "opt/fedquilt").iterdir()) == sorted([id, "current", "installed.json"])
 
 
-def test_secrets_are_for_root_alone(root: Root, make: Make) -> None:
+def test_secrets_are_for_root_alone(root: RootFileSystem, make: Make) -> None:
     """A key that stood open is closed, too."""
     bundle = make({"agent.toml": b"", "device.key": b"k", "device.crt": b"c", "password": b"p"})
     install_bundle(bundle, root)
@@ -226,7 +226,7 @@ def test_secrets_are_for_root_alone(root: Root, make: Make) -> None:
     assert modes()["device.key"] == 0o600
 
 
-def test_what_was_edited_on_the_board_is_kept_beside_the_new(root: Root, make: Make) -> None:
+def test_what_was_edited_on_the_board_is_kept_beside_the_new(root: RootFileSystem, make: Make) -> None:
     """But only then."""
     install_bundle(make({"agent.toml": b"a"}), root)
     install_bundle(make({"agent.toml": b"b"}), root)
@@ -237,7 +237,7 @@ def test_what_was_edited_on_the_board_is_kept_beside_the_new(root: Root, make: M
     assert (root.path / "etc/fedquilt/agent.toml.old").read_bytes() == b"by hand"
 
 
-def test_a_used_token_is_not_brought_back(root: Root, make: Make) -> None:
+def test_a_used_token_is_not_brought_back(root: RootFileSystem, make: Make) -> None:
     """A new one is: its operator wants the board to enrol again."""
     etc = root.path / "etc/fedquilt"
     install_bundle(make({"token": b"one"}), root)
@@ -249,17 +249,17 @@ def test_a_used_token_is_not_brought_back(root: Root, make: Make) -> None:
     assert (etc / "token").read_bytes() == b"two"
 
 
-def test_a_board_without_room_is_told_how_much_is_wanted(root: Root, make: Make) -> None:
+def test_a_board_without_room_is_told_how_much_is_wanted(root: RootFileSystem, make: Make) -> None:
     """Before anything is written."""
     bundle = make()
     manifest = json.loads((bundle / "bundle.json").read_text())
     (bundle / "bundle.json").write_text(json.dumps({**manifest, "unpacked_bytes": 10**18}))
-    with pytest.raises(Refused, match=r"MB free, and 1000000000000 MB are needed"):
+    with pytest.raises(InstallRefusedError, match=r"MB free, and 1000000000000 MB are needed"):
         install_bundle(bundle, root)
     assert not (root.path / "opt").exists()
 
 
-def test_a_unit_that_is_no_more_wanted_goes(root: Root, make: Make) -> None:
+def test_a_unit_that_is_no_more_wanted_goes(root: RootFileSystem, make: Make) -> None:
     """A board that enrolled, and now has a certificate from elsewhere."""
     units = root.path / "etc/systemd/system"
     links = (
@@ -273,7 +273,7 @@ def test_a_unit_that_is_no_more_wanted_goes(root: Root, make: Make) -> None:
     assert not any(link.is_symlink() for link in links)
 
 
-def test_uninstalling_leaves_the_identity_and_purging_leaves_nothing(root: Root, make: Make) -> None:
+def test_uninstalling_leaves_the_identity_and_purging_leaves_nothing(root: RootFileSystem, make: Make) -> None:
     """And never what is not fedquilt's."""
     before = snapshot(root.path)
     bundle = make({"agent.toml": b"a", "device.key": b"k"})
@@ -281,7 +281,7 @@ def test_uninstalling_leaves_the_identity_and_purging_leaves_nothing(root: Root,
     (root.path / "var/lib/fedquilt").mkdir(parents=True)
     (root.path / "var/lib/fedquilt/outbox").write_text("an update")
     (root.path / "etc/systemd/system/other.service").write_text("other")
-    assert uninstall(Root(root.path, dry_run=True, say=lambda line: None)) == 9
+    assert uninstall(RootFileSystem(root.path, dry_run=True, say=lambda line: None)) == 9
     assert uninstall(root) == 9
     left = set(snapshot(root.path)) - set(before)
     assert left == {
@@ -349,9 +349,9 @@ def test_an_ordinary_user_runs_what_was_installed(user: User, tmp_path: Path) ->
     house = (wheels.build_own_wheel(tmp_path),)
     folder = tmp_path / "bundle"
     bundle.write_folder(
-        bundle.collect_files(bundle.Board("orin-1", files, 1_000_000_000, False), HERE, house, ""), folder
+        bundle.collect_files(bundle.BoardFiles("orin-1", files, 1_000_000_000, False), HERE, house, ""), folder
     )
-    root = Root(plant(user.folder / "board", python=sys.executable), say=lambda line: None)
+    root = RootFileSystem(plant(user.folder / "board", python=sys.executable), say=lambda line: None)
     before = os.umask(0o077)
     try:
         install_bundle(folder, root)

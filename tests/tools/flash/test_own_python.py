@@ -13,7 +13,7 @@ from boards import ELF, PYTHON, TARGET, plant, wheel
 
 from fedquilt import cli
 from fedquilt.core import JobError
-from fedquilt.tools.flash import bundle, install, own_python, targets
+from fedquilt.tools.boards.flash import bundle, install, portable_python, targets
 
 pytestmark = pytest.mark.skipif(not TARGET, reason="no target is a machine like this one")
 
@@ -25,7 +25,7 @@ def brought(tmp_path: Path) -> Path:
     start.parent.mkdir(parents=True)
     start.write_text(f'#!/bin/sh\necho "$0" >> "{tmp_path}/started"\nexec {sys.executable} "$@"\n')
     start.chmod(0o755)
-    own_python.pack_folder(tmp_path / "made", tmp_path / "python.tar")
+    portable_python.pack_folder(tmp_path / "made", tmp_path / "python.tar")
     return tmp_path / "python.tar"
 
 
@@ -42,7 +42,7 @@ def made(tmp_path: Path, brought: Path) -> Path:
         python=PYTHON,
         interpreter=f"{targets.BROUGHT}{PYTHON}",
     )
-    board = bundle.Board("tx2", {"agent.toml": b'device = "tx2"\n', "device.key": b"k"}, 10**9)
+    board = bundle.BoardFiles("tx2", {"agent.toml": b'device = "tx2"\n', "device.key": b"k"}, 10**9)
     house = (wheel(tmp_path / "wheels", "toy"),)
     bundle.write_folder(bundle.collect_files(board, target, house, "", own_python=brought), tmp_path / "bundle")
     return tmp_path / "bundle"
@@ -50,7 +50,7 @@ def made(tmp_path: Path, brought: Path) -> Path:
 
 def test_it_is_put_beside_the_packages_and_starts_them(tmp_path: Path, brought: Path) -> None:
     """The environment's python leads to it, and its configuration names it as home."""
-    root = install.Root(old_board(tmp_path), say=lambda line: None)
+    root = install.RootFileSystem(old_board(tmp_path), say=lambda line: None)
     install.install_bundle(made(tmp_path, brought), root)
     home = root.path / "opt/fedquilt/current"
     assert (home / "bin/python").readlink() == Path(f"/opt/fedquilt/current/python/bin/python{PYTHON}")
@@ -76,17 +76,17 @@ def test_an_archive_that_would_write_elsewhere_is_refused(tmp_path: Path) -> Non
             archive.add(tmp_path / "x", f"python/bin/python{PYTHON}")
             archive.add(tmp_path / "x", name)
         with pytest.raises(JobError, match=r"holds no python/bin/python3\.N"):
-            own_python.read_python_version(tmp_path / "bad.tar")
+            portable_python.read_python_version(tmp_path / "bad.tar")
         bad = made(tmp_path, tmp_path / "bad.tar")
-        with pytest.raises(install.Refused, match="would write to"):
-            install.install_bundle(bad, install.Root(old_board(tmp_path), say=lambda line: None))
+        with pytest.raises(install.InstallRefusedError, match="would write to"):
+            install.install_bundle(bad, install.RootFileSystem(old_board(tmp_path), say=lambda line: None))
         subprocess.run(["rm", "-r", str(bad)], check=True)
 
 
 def test_targets_and_archive_have_to_fit(place: Path, brought: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is missing or too much on the command line is told, with the command that makes one."""
     assert cli.main(["flash", "agent.toml", "--target", "jetpack4"]) == 2
-    assert "python -m fedquilt.tools.flash.own_python FILE" in capsys.readouterr().err
+    assert "python -m fedquilt.tools.boards.flash.portable_python FILE" in capsys.readouterr().err
     along = ["--own-python", str(brought)]
     assert cli.main(["flash", "agent.toml", "--target", "jetpack6", *along]) == 2
     assert "is for jetpack4 and jetpack5" in capsys.readouterr().err
@@ -97,7 +97,7 @@ def test_targets_and_archive_have_to_fit(place: Path, brought: Path, capsys: pyt
     assert f"holds Python {PYTHON}" in capsys.readouterr().err
 
 
-SECRET = bundle.Board("b", {"agent.toml": b"", "device.key": b"k", "password": b"p"}, 10**9)
+SECRET = bundle.BoardFiles("b", {"agent.toml": b"", "device.key": b"k", "password": b"p"}, 10**9)
 
 
 def agent(systemd: int) -> str:
@@ -156,11 +156,11 @@ def test_libraries_and_not_their_plugins_come_along(tmp_path: Path) -> None:
             pytest.skip("there is no dpkg-deb here")
         packages.append(tmp_path / f"{name}_1_arm64.deb")
     (tmp_path / "scratch").mkdir()
-    home = own_python.unpack_packages(packages, tmp_path / "scratch")
+    home = portable_python.unpack_packages(packages, tmp_path / "scratch")
     names = {path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file()}
     assert names == {"bin/python3.11", "libexec/python3.11", "libc/libc.so.6", "lib/python3.11/os.py"}
-    assert own_python.pack_folder(home, tmp_path / "p.tar") > 0
-    assert own_python.read_python_version(tmp_path / "p.tar") == "3.11"
+    assert portable_python.pack_folder(home, tmp_path / "p.tar") > 0
+    assert portable_python.read_python_version(tmp_path / "p.tar") == "3.11"
 
 
 def test_the_command_line_tells_what_is_missing(
@@ -168,5 +168,5 @@ def test_the_command_line_tells_what_is_missing(
 ) -> None:
     """No apt: in one line."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert own_python.main([str(tmp_path / "p.tar")]) == 2
+    assert portable_python.main([str(tmp_path / "p.tar")]) == 2
     assert "apt" in capsys.readouterr().err

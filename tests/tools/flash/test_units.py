@@ -11,21 +11,22 @@ import pytest
 from flashed_sites import URL, exec_line, serving, told
 
 import command_lines
-from fedquilt import config, profiles
+from fedquilt import profiles
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
-from fedquilt.tools.flash import bundle
-from fedquilt.tools.flash.bundle import Board
+from fedquilt.formats import toml
+from fedquilt.tools.boards.flash import bundle
+from fedquilt.tools.boards.flash.bundle import BoardFiles
 
 
-def unit(board: Board, name: str = "fedquilt-agent.service") -> list[str]:
+def unit(board: BoardFiles, name: str = "fedquilt-agent.service") -> list[str]:
     return bundle.render_units(board)[name].decode().splitlines()
 
 
 def test_the_agents_memory_is_its_budget_and_what_the_daemon_takes() -> None:
     """Without a budget, which is then half of the board's memory, three quarters."""
-    assert f"MemoryMax={10**9 + bundle.DAEMON_BYTES}" in unit(Board("d", {}, 10**9))
-    assert "MemoryMax=75%" in unit(Board("d", {}, None))
+    assert f"MemoryMax={10**9 + bundle.DAEMON_BYTES}" in unit(BoardFiles("d", {}, 10**9))
+    assert "MemoryMax=75%" in unit(BoardFiles("d", {}, None))
 
 
 def test_the_owners_bounds_reach_the_clock_helper(tmp_path: Path) -> None:
@@ -53,18 +54,18 @@ def test_the_owners_bounds_reach_the_clock_helper(tmp_path: Path) -> None:
 
 def test_secrets_reach_the_agent_as_credentials() -> None:
     """None without one: systemd would look for it in vain."""
-    keyed = unit(Board("d", {"device.key": b"", "password": b""}, None))
+    keyed = unit(BoardFiles("d", {"device.key": b"", "password": b""}, None))
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in keyed
     assert "LoadCredential=password:/etc/fedquilt/password" in keyed
     (start,) = [line for line in keyed if line.startswith("ExecStart=")]
     assert start.endswith("agent /etc/fedquilt/agent.toml --credentials ${CREDENTIALS_DIRECTORY}")
-    plain = unit(Board("d", {}, None))
+    plain = unit(BoardFiles("d", {}, None))
     assert not [line for line in plain if "redential" in line.split("=")[0] or "--credentials" in line]
 
 
 def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
     """The unit for that is there for no other board; nowhere is a word left to fill in."""
-    enrols, other = Board("d", {"token": b""}, None, enrols=True), Board("d", {}, None)
+    enrols, other = BoardFiles("d", {"token": b""}, None, enrols=True), BoardFiles("d", {}, None)
     assert "ConditionPathExists=/etc/fedquilt/device.crt" in unit(enrols)
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in unit(enrols)
     assert "ExecStartPost=+systemctl start --no-block fedquilt-agent.service" in unit(enrols, "fedquilt-enrol.service")
@@ -88,9 +89,7 @@ def test_a_model_runner_is_a_unit_where_the_settings_ask_for_it(site: Path) -> N
     assert f"PathExists={bundle.MODELS}/current" in unit(made, "fedquilt-serve-model.path")
     for text in units.values():
         assert not re.findall(rb"@[A-Z_]+@", text)
-    assert (
-        agents.parse_settings(config.parse_toml(made.files["agent.toml"].decode(), "")).models.folder == bundle.MODELS
-    )
+    assert agents.parse_settings(toml.parse_toml(made.files["agent.toml"].decode(), "")).models.folder == bundle.MODELS
     assert f"ReadWritePaths=-{bundle.MODELS}" in unit(made)
     (line,) = [line for line in unit(made, "fedquilt-setup.service") if bundle.MODELS in line]
     assert "install -d -o fedquilt -g fedquilt-runner -m 3770" in line
@@ -149,7 +148,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
         pytest.skip("systemd-analyze is not installed: apt install systemd")
     folder = tmp_path / "etc/systemd/system"
     folder.mkdir(parents=True)
-    agent = Board("d", {"device.key": b"", "token": b""}, 10**9, enrols=True)
+    agent = BoardFiles("d", {"device.key": b"", "token": b""}, 10**9, enrols=True)
     runner = told(site, f'{URL}[models]\nserve = "127.0.0.1:8080"\n')
     made = bundle.render_units({"agent": agent, "runner": runner}.get(role) or serving(site, "[enrol]\n[dash]\n"))
     programs = ("opt/fedquilt/current/bin/python", "usr/bin/systemd-sysusers", "usr/bin/systemctl", "usr/bin/touch")

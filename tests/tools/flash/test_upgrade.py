@@ -18,11 +18,11 @@ from boards import HERE, PYTHON, TARGET, plant, wheel
 
 import fedquilt
 from fedquilt import cli
-from fedquilt.edge_agent.upgrade import archive, build, launch
-from fedquilt.edge_agent.upgrade.launch import Choice
-from fedquilt.tools.flash import bundle
-from fedquilt.tools.flash.install import Root, install_bundle
-from fedquilt.tools.identity.authority import Authority
+from fedquilt.edge_agent.upgrade import archive, environment_build, launcher
+from fedquilt.edge_agent.upgrade.launcher import VersionChoice
+from fedquilt.tools.boards.flash import bundle
+from fedquilt.tools.boards.flash.install import RootFileSystem, install_bundle
+from fedquilt.tools.operations.identity.authority import CertificateAuthority
 
 Make = Callable[..., Path]
 SHOWS = "import os, sys; print({name!r}, *sys.argv[1:], os.environ['FEDQUILT_LAUNCHED'])\ndef main(): pass\n"
@@ -40,7 +40,7 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The manifest names all other packages with their versions; the signature is of its bytes in the bundle."""
-    Authority.create(place / "fedquilt-ca", "site", time.time())
+    CertificateAuthority.create(place / "fedquilt-ca", "site", time.time())
     assert flash() == 0
     said = capsys.readouterr().out
     assert "signed by the authority in fedquilt-ca" in said
@@ -48,8 +48,8 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     with archive.open_bundle(place / "agents.tar") as made:
         manifest = made.manifest
         made.verify_wheels()
-        build.require_fitting_machine(manifest)
-        build.require_valid_signature(made, str(place / "fedquilt-ca/ca.crt"), unsigned=False)
+        environment_build.require_fitting_machine(manifest)
+        environment_build.require_valid_signature(made, str(place / "fedquilt-ca/ca.crt"), unsigned=False)
     assert (manifest.version, manifest.machine, manifest.python) == (
         fedquilt.__version__,
         platform.machine(),
@@ -85,7 +85,7 @@ def test_a_bundle_has_no_settings(place: Path, capsys: pytest.CaptureFixture[str
 # -- a flashed board ------------------------------------------------------------------------------
 
 
-def started(root: Root) -> subprocess.CompletedProcess[str]:
+def started(root: RootFileSystem) -> subprocess.CompletedProcess[str]:
     """What the unit's command does in this root, with its paths moved there."""
     text = (root.path / "etc/systemd/system/fedquilt-agent.service").read_text()
     (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
@@ -96,7 +96,7 @@ def started(root: Root) -> subprocess.CompletedProcess[str]:
 
 def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_path: Path, make: Make) -> None:
     """The unit's own command starts it; flashing the board once more sets aside what came over the air."""
-    root = Root(plant(tmp_path / "root", python=sys.executable), say=lambda line: None)
+    root = RootFileSystem(plant(tmp_path / "root", python=sys.executable), say=lambda line: None)
 
     def flashed(name: str) -> Path:
         files = {"fedquilt/__init__.py": "", "fedquilt/cli.py": SHOWS.format(name=name)}
@@ -109,10 +109,10 @@ def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_p
     versions, identity = root.path / "var/lib/fedquilt-agent", os.readlink(root.path / "opt/fedquilt/current")
     assert (told["folder"], told["flashed"], told["running"]) == (str(versions), identity, "")
     (versions / ("b" * 64) / "bin").mkdir(parents=True)
-    program = launch.python_path(versions, "b" * 64)
+    program = launcher.python_path(versions, "b" * 64)
     program.write_text("#!/bin/sh\necho second\n")
     program.chmod(0o755)
-    launch.write_choice(versions, Choice(identity, "b" * 64, ""))
+    launcher.write_choice(versions, VersionChoice(identity, "b" * 64, ""))
     assert started(root).stdout == "second\n"
     install_bundle(flashed("third"), root)
     done = started(root)
@@ -123,7 +123,7 @@ def test_a_flashed_board_starts_what_was_flashed_or_what_came_over_the_air(tmp_p
 
 def test_the_unit_may_write_where_versions_lie(make: Make) -> None:
     """Versions lie outside of the agent's home, in which tasks write and the agent does not start either."""
-    board = bundle.Board("orin-1", {"agent.toml": b""}, None)
+    board = bundle.BoardFiles("orin-1", {"agent.toml": b""}, None)
     text = bundle.render_units(board)["fedquilt-agent.service"].decode()
     assert "StateDirectory=fedquilt fedquilt-agent\n" in text
     assert "WorkingDirectory" not in text

@@ -14,8 +14,8 @@ from boards import required, wheel
 
 import fedquilt
 from fedquilt.core import JobError, StoreError
-from fedquilt.tools.flash import targets, wheels
-from fedquilt.tools.flash.wheels import Wheel
+from fedquilt.tools.boards.flash import targets, wheels
+from fedquilt.tools.boards.flash.wheels import Wheel
 
 JP6, JP7 = targets.find_target("jetpack6"), targets.find_target("jetpack7")
 
@@ -94,7 +94,7 @@ def test_our_own_wheel_is_whole_and_always_the_same(tmp_path: Path) -> None:
     assert not [name for name in names if name.endswith(".pyc") or "__pycache__" in name]
     for wanted in (
         "fedquilt/edge_agent/agent.py",
-        "fedquilt/tools/flash/units/fedquilt-agent.service",
+        "fedquilt/tools/boards/flash/units/fedquilt-agent.service",
         "fedquilt/py.typed",
     ):
         assert wanted in names

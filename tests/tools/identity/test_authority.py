@@ -14,23 +14,23 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
 
 from fedquilt.core import JobError, SiteRight, StoreError
-from fedquilt.edge_agent.enrol import create_signing_request
-from fedquilt.tools.identity.authority import DAY_S, Authority
+from fedquilt.edge_agent.enrolment import create_signing_request
+from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority
 
 NOW_S = 1_800_000_000.0
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
+def authority(tmp_path: Path) -> CertificateAuthority:
     """A new authority."""
-    return Authority.create(tmp_path / "ca", "site", NOW_S)
+    return CertificateAuthority.create(tmp_path / "ca", "site", NOW_S)
 
 
 def new_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def verify(authority: Authority, cert: Path, purpose: str, at_s: float) -> subprocess.CompletedProcess[str]:
+def verify(authority: CertificateAuthority, cert: Path, purpose: str, at_s: float) -> subprocess.CompletedProcess[str]:
     """What OpenSSL, which both brokers and boards use, says of a certificate at a moment."""
     program = shutil.which("openssl")
     if program is None:
@@ -39,41 +39,41 @@ def verify(authority: Authority, cert: Path, purpose: str, at_s: float) -> subpr
     return subprocess.run([*command, "-attime", str(int(at_s)), str(cert)], capture_output=True, text=True)
 
 
-def test_secrets_are_readable_by_their_owner_alone(authority: Authority) -> None:
+def test_secrets_are_readable_by_their_owner_alone(authority: CertificateAuthority) -> None:
     """The key, the register and the folder."""
     modes = {path.name: path.stat().st_mode & 0o777 for path in [authority.folder, *authority.folder.iterdir()]}
     assert modes == {"ca": 0o700, "ca.key": 0o600, "register.db": 0o600, "ca.crt": 0o644, "crl.pem": 0o644}
 
 
-def test_an_authority_is_never_made_over_another(authority: Authority) -> None:
+def test_an_authority_is_never_made_over_another(authority: CertificateAuthority) -> None:
     """And what is opened is what was made."""
     with pytest.raises(JobError, match="holds an authority already"):
-        Authority.create(authority.folder, "other", NOW_S)
-    assert Authority(authority.folder).cert == authority.cert
+        CertificateAuthority.create(authority.folder, "other", NOW_S)
+    assert CertificateAuthority(authority.folder).cert == authority.cert
 
 
 @pytest.mark.parametrize(("name", "url"), [("", None), ("x" * 65, None), ("a\nb", None), ("site", "file:///crl")])
 def test_a_name_or_address_that_cannot_be_used_is_refused(tmp_path: Path, name: str, url: str | None) -> None:
     """Before anything is written."""
     with pytest.raises(JobError):
-        Authority.create(tmp_path / "ca", name, NOW_S, url)
+        CertificateAuthority.create(tmp_path / "ca", name, NOW_S, url)
     assert not (tmp_path / "ca").exists()
 
 
-def test_a_missing_damaged_or_mixed_up_authority_says_so(authority: Authority, tmp_path: Path) -> None:
+def test_a_missing_damaged_or_mixed_up_authority_says_so(authority: CertificateAuthority, tmp_path: Path) -> None:
     """Which folder, and the mend."""
     with pytest.raises(StoreError, match="ca init"):
-        Authority(tmp_path)
-    other = Authority.create(tmp_path / "other", "other", NOW_S)
+        CertificateAuthority(tmp_path)
+    other = CertificateAuthority.create(tmp_path / "other", "other", NOW_S)
     shutil.copy(other.folder / "ca.crt", authority.folder / "ca.crt")
     with pytest.raises(StoreError, match="not of one pair"):
-        Authority(authority.folder)
+        CertificateAuthority(authority.folder)
     (authority.folder / "ca.key").write_text("nothing")
     with pytest.raises(StoreError, match="damaged"):
-        Authority(authority.folder)
+        CertificateAuthority(authority.folder)
 
 
-def test_a_server_is_trusted_by_a_clock_that_says_1970(authority: Authority, tmp_path: Path) -> None:
+def test_a_server_is_trusted_by_a_clock_that_says_1970(authority: CertificateAuthority, tmp_path: Path) -> None:
     """In full: OpenSSL checks the chain, the use and the dates, a day after the epoch as today."""
     issued, _ = authority.issue("broker", "server", NOW_S, hosts=["broker.site", "10.0.0.1"])
     (tmp_path / "broker.crt").write_text(issued.pem)
@@ -86,7 +86,7 @@ def test_a_server_is_trusted_by_a_clock_that_says_1970(authority: Authority, tmp
 
 
 def test_a_devices_certificate_cannot_pose_as_a_server_nor_a_servers_as_a_device(
-    authority: Authority, tmp_path: Path
+    authority: CertificateAuthority, tmp_path: Path
 ) -> None:
     """Its use is in it: a stolen board cannot be the broker for others."""
     server, _ = authority.issue("broker", "server", NOW_S, hosts=["broker.site"])
@@ -101,7 +101,9 @@ def test_a_devices_certificate_cannot_pose_as_a_server_nor_a_servers_as_a_device
         assert (verify(authority, tmp_path / "one.crt", purpose, NOW_S).returncode == 0) is right, (one.name, purpose)
 
 
-def test_a_devices_certificate_begins_a_day_before_and_never_outlives_the_authority(authority: Authority) -> None:
+def test_a_devices_certificate_begins_a_day_before_and_never_outlives_the_authority(
+    authority: CertificateAuthority,
+) -> None:
     """A broker's clock may be behind; a board whose clock is before the beginning knows that it is wrong."""
     issued = authority.sign("orin-7", "device", new_key().public_key(), NOW_S, days=99999)
     cert = x509.load_pem_x509_certificate(issued.pem.encode())
@@ -115,7 +117,7 @@ def request(name: str, key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> s
     return csr.public_bytes(serialization.Encoding.PEM).decode()
 
 
-def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(authority: Authority) -> None:
+def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(authority: CertificateAuthority) -> None:
     """Each with its own sentence; nothing is ever signed of them."""
     good = create_signing_request(new_key(), "orin-7")
     lines = good.splitlines()
@@ -139,7 +141,7 @@ def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(autho
     assert authority.register.list_certificates() == []
 
 
-def test_a_name_is_a_devices_or_a_servers_never_both(authority: Authority) -> None:
+def test_a_name_is_a_devices_or_a_servers_never_both(authority: CertificateAuthority) -> None:
     """Or a board could ask for the name that has the coordinator's rights."""
     authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
     with pytest.raises(JobError, match="device's name"):
@@ -150,7 +152,7 @@ def test_a_name_is_a_devices_or_a_servers_never_both(authority: Authority) -> No
 
 
 @pytest.mark.parametrize("host", ["", "a b", "-x", "x/y", "*"])
-def test_a_host_that_is_none_is_refused(authority: Authority, host: str) -> None:
+def test_a_host_that_is_none_is_refused(authority: CertificateAuthority, host: str) -> None:
     """Also a star: no server of the fleet is any server."""
     with pytest.raises(JobError, match="neither a host's name"):
         authority.issue("broker", "server", NOW_S, hosts=[host])
@@ -160,7 +162,7 @@ def test_a_host_that_is_none_is_refused(authority: Authority, host: str) -> None
 @pytest.mark.parametrize("url", [None, "http://site/crl.pem"])
 def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, url: str | None) -> None:
     """Expired certificates need no listing; a name that nobody knows is an error."""
-    authority = Authority.create(tmp_path / "ca", "site", NOW_S, url)
+    authority = CertificateAuthority.create(tmp_path / "ca", "site", NOW_S, url)
     old = authority.sign("orin-7", "device", new_key().public_key(), NOW_S - 400 * DAY_S)
     new = authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
     token = authority.register.create_token("orin-7", 60.0, NOW_S)
@@ -179,7 +181,7 @@ def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, u
 # -- sites ----------------------------------------------------------------------------------------
 
 
-def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: Authority) -> None:
+def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: CertificateAuthority) -> None:
     """Neither for an enrolled device nor for a board of another site; the same site may get another right."""
     with authority.register.transaction():
         authority.sign("cam-1", "device", new_key().public_key(), NOW_S)
@@ -196,7 +198,7 @@ def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: Authority) ->
     assert authority.valid_sites(NOW_S) == [("gate", SiteRight(("door-7",), 1))]
 
 
-def test_no_device_is_enrolled_under_the_name_of_a_sites_board(authority: Authority) -> None:
+def test_no_device_is_enrolled_under_the_name_of_a_sites_board(authority: CertificateAuthority) -> None:
     authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
     request = create_signing_request(new_key(), "cam-9")
     with pytest.raises(JobError, match="'cam-9' is a name of a board of site plant"):

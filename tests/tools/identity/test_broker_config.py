@@ -13,10 +13,10 @@ from certified import Certified
 from waiting import LIMIT_S
 
 from fedquilt.core import JobError, LinkError
-from fedquilt.tools.identity import broker_config
-from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
-from fedquilt.transport.broker import Broker
-from fedquilt.transport.mqtt import MqttLink
+from fedquilt.tools.operations.identity import broker_config
+from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
 
 
 class Site(Certified):
@@ -177,7 +177,7 @@ def test_the_broker_announces_its_packet_limit(site: Site, stage: Any) -> None:
 
 def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: Path) -> None:
     """Other hosts, a revoked one, or one in its last third: a new one is made. The key is 0600."""
-    authority = Authority.create(tmp_path / "ca", "site", 0.0)
+    authority = CertificateAuthority.create(tmp_path / "ca", "site", 0.0)
     out = tmp_path / "out"
 
     def written(hosts: list[str], at_s: float) -> bytes:
@@ -198,7 +198,7 @@ def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: 
 @pytest.mark.parametrize("crl_url", [None, "http://site/crl.pem"])
 def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, crl_url: str | None) -> None:
     """Denied unless allowed, by the certificate's name; without an address of the list it says what is missing."""
-    authority = Authority.create(tmp_path / "ca", "site", clock_s(), crl_url)
+    authority = CertificateAuthority.create(tmp_path / "ca", "site", clock_s(), crl_url)
     authority.issue("tower", "observer", clock_s())
     said = broker_config.write_config(
         authority, "emqx", ["b"], tmp_path / "out", clock_s(), fleet="lab", installed="/x/y/"
@@ -233,7 +233,7 @@ def test_the_rules_that_the_pages_show_are_those_that_are_written() -> None:
 
 def test_hosts_and_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     """Before anything is written."""
-    authority = Authority.create(tmp_path / "ca", "site", clock_s())
+    authority = CertificateAuthority.create(tmp_path / "ca", "site", clock_s())
     for hosts, installed, match in ((["b"], "etc", "full path"), (["b"], '/a"b', "full path"), ([], None, "--host")):
         with pytest.raises(JobError, match=match):
             broker_config.write_config(authority, "mosquitto", hosts, tmp_path / "out", clock_s(), installed=installed)

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from waiting import LIMIT_S
 
-from fedquilt import bundle, config, tensors
+from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.simulation import agents
 
-DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
 JOB = """
 name = "digits"
@@ -63,7 +64,7 @@ def agent_toml(folder: Path, **more: Any) -> Path:
     folder.mkdir()
     (folder / "ca.crt").write_bytes(Path("fedquilt-ca/ca.crt").read_bytes())
     table = {"device": "orin-7", "home": "home", "broker": {"url": "mqtts://127.0.0.1", **files}, **more}
-    (folder / "agent.toml").write_text(config.format_toml(table))
+    (folder / "agent.toml").write_text(toml.format_toml(table))
     return folder / "agent.toml"
 
 
@@ -173,9 +174,9 @@ def test_an_operator_brings_up_a_fleet_that_only_its_boards_can_join(
     port = listening(endpoint)
 
     (folder / "job.toml").write_text(JOB.format(digits=DIGITS))
-    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
-    bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
-    plan = agents.Plan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "boards")
+    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    job_bundle.write_bundle(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
+    plan = agents.FleetPlan(settings.load_job(folder / "job.toml"), folder / "job.bundle", folder / "boards")
     for table in plan.make_agent_tables():
         device = table["device"]
         files = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key"}

@@ -13,11 +13,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent.enrol import create_signing_request
-from fedquilt.enrolment import Request
-from fedquilt.tools.identity.authority import DAY_S, Authority
-from fedquilt.tools.identity.desk import Desk, response_for
-from fedquilt.tools.identity.register import Issued, Register
+from fedquilt.edge_agent.enrolment import create_signing_request
+from fedquilt.security.enrolment import SigningRequest
+from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority
+from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService, response_for
+from fedquilt.tools.operations.identity.register import CertificateRegister, IssuedCertificate
 
 NOW_S = 1_800_000_000.0
 
@@ -27,14 +27,14 @@ class Office:
 
     def __init__(self, folder: Path) -> None:
         self.now_s = NOW_S
-        self.authority = Authority.create(folder, "site", NOW_S)
-        self.desk = Desk(self.authority, days=90, clock=lambda: self.now_s)
+        self.authority = CertificateAuthority.create(folder, "site", NOW_S)
+        self.desk = EnrolmentService(self.authority, days=90, clock=lambda: self.now_s)
 
     def token(self, pattern: str) -> str:
         return self.authority.register.create_token(pattern, DAY_S, self.now_s)
 
-    def enrol(self, device: str, token: str | None, key: ec.EllipticCurvePrivateKey | None = None) -> Issued:
-        return self.desk.enrol_device(Request(device, create_signing_request(key or new_key(), device), token))
+    def enrol(self, device: str, token: str | None, key: ec.EllipticCurvePrivateKey | None = None) -> IssuedCertificate:
+        return self.desk.enrol_device(SigningRequest(device, create_signing_request(key or new_key(), device), token))
 
     def revoked(self) -> set[str]:
         crl = x509.load_pem_x509_crl((self.authority.folder / "crl.pem").read_bytes())
@@ -84,7 +84,7 @@ def test_tokens_that_are_unknown_late_missing_or_for_others_are_refused(office: 
         with pytest.raises(JobError, match=said):
             office.enrol(device, given)
     with pytest.raises(JobError, match="no signing request"):
-        office.desk.enrol_device(Request("orin-7", "text", token))
+        office.desk.enrol_device(SigningRequest("orin-7", "text", token))
     assert office.enrol("orin-7", token).name == "orin-7"
 
 
@@ -119,7 +119,7 @@ def test_renewal_takes_a_valid_certificate_and_is_only_done_when_due(office: Off
     """Before the last third the same one comes back; an answer that was lost comes again."""
     key = new_key()
     first = office.enrol("orin-7", office.token("orin-7"), key)
-    request = Request("orin-7", create_signing_request(key, "orin-7"))
+    request = SigningRequest("orin-7", create_signing_request(key, "orin-7"))
     office.now_s += 59 * DAY_S
     assert office.desk.renew_certificate(request, first.serial) == first
     office.now_s += 2 * DAY_S
@@ -137,9 +137,9 @@ def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(of
     key = new_key()
     held = office.enrol("orin-7", office.token("orin-7"), key)
     server, _ = office.authority.issue("broker", "server", NOW_S, hosts=["site"])
-    own = Request("orin-7", create_signing_request(key, "orin-7"))
-    other = Request("orin-8", create_signing_request(key, "orin-8"))
-    rekeyed = Request("orin-7", create_signing_request(new_key(), "orin-7"))
+    own = SigningRequest("orin-7", create_signing_request(key, "orin-7"))
+    other = SigningRequest("orin-8", create_signing_request(key, "orin-8"))
+    rekeyed = SigningRequest("orin-7", create_signing_request(new_key(), "orin-7"))
     for request, serial, said in (
         (own, None, "own certificate"),
         (own, "beef", "own certificate"),
@@ -193,6 +193,6 @@ def test_a_register_opened_twice_in_a_process_is_still_locked_for_others(office:
     """Whoever closes a file ends all locks of its process on it, SQLite's too."""
     path = office.authority.folder / "register.db"
     with office.authority.register.transaction():
-        Register(path).close()
+        CertificateRegister(path).close()
         tried = subprocess.run([sys.executable, "-c", WRITES, path], capture_output=True, text=True)
     assert "database is locked" in tried.stderr

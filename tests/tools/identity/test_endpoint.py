@@ -15,11 +15,12 @@ import pytest
 from cryptography import x509
 from waiting import LIMIT_S, until
 
-from fedquilt import enrolment
 from fedquilt.core import JobError, LinkError
-from fedquilt.edge_agent import enrol, settings
-from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
-from fedquilt.tools.identity.endpoint import Endpoint
+from fedquilt.edge_agent import enrolment as edge_agent_enrolment
+from fedquilt.edge_agent import settings
+from fedquilt.security import enrolment
+from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.operations.identity.endpoint import EnrolmentServer
 
 
 class Site:
@@ -28,8 +29,8 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ahead_s = 0.0  # of the endpoint's clock
-        self.authority = Authority.create(folder / "ca", "site", clock_s())
-        self.endpoint = Endpoint(
+        self.authority = CertificateAuthority.create(folder / "ca", "site", clock_s())
+        self.endpoint = EnrolmentServer(
             self.authority, "127.0.0.1", 0, ["localhost", "127.0.0.1"], clock=lambda: clock_s() + self.ahead_s
         )
         self.endpoint.start()
@@ -79,17 +80,17 @@ def serial(board: settings.AgentSettings) -> int:
 def test_a_board_enrols_once_renews_when_due_and_is_otherwise_left_alone(site: Site) -> None:
     """The key is made on the board, mode 0600; the token is gone; a renewal keeps the key."""
     board = site.board("orin-7", site.token("orin-*"))
-    files = enrol.paths_from_settings(board)
-    assert "orin-7 is enrolled, until" in enrol.enrol(board, now())
+    files = edge_agent_enrolment.paths_from_settings(board)
+    assert "orin-7 is enrolled, until" in edge_agent_enrolment.enrol(board, now())
     assert files.key.stat().st_mode & 0o777 == 0o600
     assert not files.token.exists()
     key, first = files.key.read_bytes(), serial(board)
     for path in site.authority.folder.iterdir():
         assert b"".join(key.split(b"\n")[1:-2]) not in path.read_bytes()
-    assert "is enrolled" in enrol.enrol(board, now())
+    assert "is enrolled" in edge_agent_enrolment.enrol(board, now())
     assert serial(board) == first
     site.ahead_s = 300 * DAY_S
-    assert "orin-7 is renewed" in enrol.enrol(board, now(300))
+    assert "orin-7 is renewed" in edge_agent_enrolment.enrol(board, now(300))
     assert files.key.read_bytes() == key
     assert serial(board) != first
 
@@ -98,51 +99,51 @@ def test_a_board_whose_clock_says_1970_asks_and_the_endpoint_decides(site: Site)
     """It cannot know whether its certificate is due; one that is not comes back as it is."""
     board = site.board("orin-7", site.token("orin-7"))
     epoch = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
-    enrol.enrol(board, epoch)
+    edge_agent_enrolment.enrol(board, epoch)
     first = serial(board)
-    assert "is renewed" in enrol.enrol(board, epoch)
+    assert "is renewed" in edge_agent_enrolment.enrol(board, epoch)
     assert serial(board) == first
     site.ahead_s = 300 * DAY_S
-    enrol.enrol(board, epoch)
+    edge_agent_enrolment.enrol(board, epoch)
     assert serial(board) != first
 
 
 def test_a_refusal_is_the_endpoints_sentence_and_the_token_stays(site: Site) -> None:
     """Used, unknown, another's; the board that has a valid certificate keeps it."""
     token = site.token("orin-7")
-    enrol.enrol(site.board("orin-7", token), now())
+    edge_agent_enrolment.enrol(site.board("orin-7", token), now())
     thief = site.board("orin-8", token)
     with pytest.raises(JobError, match="refuses orin-8: this token is for orin-7"):
-        enrol.enrol(thief, now())
-    assert enrol.paths_from_settings(thief).token.exists()
+        edge_agent_enrolment.enrol(thief, now())
+    assert edge_agent_enrolment.paths_from_settings(thief).token.exists()
     again = site.board("orin-7", "guess")
-    assert "is enrolled" in enrol.enrol(again, now())
+    assert "is enrolled" in edge_agent_enrolment.enrol(again, now())
 
 
 def test_a_revoked_board_is_told_so_when_it_renews(site: Site) -> None:
     """Though the chain and the dates of its certificate are in order."""
     board = site.board("orin-7", site.token("orin-7"))
-    enrol.enrol(board, now())
+    edge_agent_enrolment.enrol(board, now())
     site.authority.revoke("orin-7", clock_s())
     with pytest.raises(JobError, match="refuses orin-7: the certificate of orin-7 was revoked at"):
-        enrol.enrol(board, now(300))
+        edge_agent_enrolment.enrol(board, now(300))
 
 
 def test_an_expired_certificate_is_refused_by_tls_and_the_board_says_what_to_do(site: Site) -> None:
     """By its own clock it would be due only; the endpoint's OpenSSL knows better."""
     board = site.board("orin-7", site.token("orin-7"))
-    enrol.enrol(board, now())
-    files = enrol.paths_from_settings(board)
+    edge_agent_enrolment.enrol(board, now())
+    files = edge_agent_enrolment.paths_from_settings(board)
     held = site.authority.register.list_certificates("orin-7")[-1]
-    key = enrol.load_or_create_key(files).public_key()
+    key = edge_agent_enrolment.load_or_create_key(files).public_key()
     with site.authority.register.transaction():
         gone = site.authority.sign("orin-7", "device", key, clock_s() - 400 * DAY_S, days=30)
     assert gone.ends_s < held.ends_s
     files.cert.write_text(gone.pem)
     with pytest.raises(LinkError, match="has expired: put a new token into"):
-        enrol.enrol(board, datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc))
+        edge_agent_enrolment.enrol(board, datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc))
     with pytest.raises(JobError, match=r"expired on .* by this board's clock, which says 20.*: set the clock"):
-        enrol.enrol(board, now())
+        edge_agent_enrolment.enrol(board, now())
 
 
 def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_path: Path) -> None:
@@ -152,10 +153,10 @@ def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_
     try:
         board = site.board("orin-7", "token", f"https://localhost:{other.endpoint.port}")
         with pytest.raises(LinkError, match="is not to be trusted"):
-            enrol.enrol(board, now())
+            edge_agent_enrolment.enrol(board, now())
         elsewhere = site.board("orin-7", "token", f"https://127.0.0.2:{site.endpoint.port}")
         with pytest.raises(LinkError, match=r"cannot be reached|not to be trusted"):
-            enrol.enrol(elsewhere, now())
+            edge_agent_enrolment.enrol(elsewhere, now())
     finally:
         other.close()
 
@@ -166,7 +167,7 @@ def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_
 def test_an_address_that_is_none_is_named_before_anything_is_sent(site: Site, url: str) -> None:
     """`wait` would repeat what can never succeed, or end in a traceback."""
     with pytest.raises(JobError, match="is no endpoint's address"):
-        enrol.enrol(site.board("orin-7", "token", url), now())
+        edge_agent_enrolment.enrol(site.board("orin-7", "token", url), now())
 
 
 def test_a_clock_that_is_far_ahead_is_named_as_what_is_wrong(site: Site) -> None:
@@ -175,7 +176,7 @@ def test_a_clock_that_is_far_ahead_is_named_as_what_is_wrong(site: Site) -> None
     site.ahead_s = -400 * DAY_S
     ssl.get_server_certificate(("127.0.0.1", site.endpoint.port))  # after it, a new certificate is made
     with pytest.raises(LinkError, match=r"out of date by this board's clock, which says 20.*: set the clock"):
-        enrol.enrol(board, now())
+        edge_agent_enrolment.enrol(board, now())
 
 
 def ask(site: Site, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
@@ -231,7 +232,7 @@ def test_a_revocation_list_that_cannot_be_read_is_answered_and_logged(
 def test_a_port_in_use_says_so(site: Site) -> None:
     """And names it."""
     with pytest.raises(LinkError, match=f"cannot listen on 127.0.0.1:{site.endpoint.port}"):
-        Endpoint(site.authority, "127.0.0.1", site.endpoint.port, ["localhost"])
+        EnrolmentServer(site.authority, "127.0.0.1", site.endpoint.port, ["localhost"])
 
 
 def test_the_endpoints_own_certificate_is_made_anew_while_it_runs(site: Site) -> None:

@@ -18,12 +18,14 @@ import pytest
 from waiting import until
 
 from fedquilt import cli, open_metrics
-from fedquilt.coordinator.boards import Board
-from fedquilt.coordinator.exposed import Exposed
-from fedquilt.tools import metrics as tool
+from fedquilt.coordinator.fleet.device_status import DeviceStatus
+from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
+from fedquilt.tools.operations import metrics as tool
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
-OURS = {each.name + ("_total" if each.kind == "counter" else "") for each in Exposed(list).metric_families()} | {
+OURS = {
+    each.name + ("_total" if each.kind == "counter" else "") for each in CoordinatorMetrics(list).metric_families()
+} | {
     "process_cpu_seconds_total",
     "process_resident_memory_bytes",
 }
@@ -110,8 +112,8 @@ def asked(url: str) -> Any:
 def test_prometheus_itself_reads_a_coordinator_and_answers_every_panel(tmp_path: Path) -> None:
     """With the configuration that ships: boards are read from the metrics, rules run, panels' expressions are taken."""
     pytest.importorskip("prometheus_client", reason="metrics are an extra")
-    boards = [(Board("a", online=True), None), (Board("b"), None)]
-    counts = Exposed(lambda: boards)
+    boards = [(DeviceStatus("a", online=True), None), (DeviceStatus("b"), None)]
+    counts = CoordinatorMetrics(lambda: boards)
     with open_metrics.serve_metrics("127.0.0.1:0", counts.metric_families) as place:
         tool.write_monitoring_files(tmp_path, place.removeprefix("http://").removesuffix("/metrics"))
         path = tmp_path / "prometheus.yml"  # by default it looks once a minute, which a test need not wait for

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
-from fedquilt.methods.fedstitch import METHOD, Params
-from fedquilt.testing.toys import SMALL, build_donors, image_members, run_method
-from fedquilt.tools import demo, report
-from fedquilt.tools.report import front
+from fedquilt.methods.fedstitch import METHOD, SearchParams
+from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method
+from fedquilt.tools import report
+from fedquilt.tools.lab import demo
+from fedquilt.tools.report import candidate_costs
 from fedquilt.tools.simulation import agents
 
 
@@ -49,9 +50,9 @@ def test_a_price_makes_the_job_choose_a_cheaper_network() -> None:
     assert chosen(price_ms=1e9, board="jetson-tx2")["read_bytes"] <= dear["read_bytes"]
     bundle, _ = build_donors()
     with pytest.raises(JobError, match="say of which board"):
-        METHOD.init(bundle, Params(price_ms=1.0), 0)
+        METHOD.init(bundle, SearchParams(price_ms=1.0), 0)
     with pytest.raises(JobError, match="jetson-tx9"):
-        METHOD.init(bundle, Params(board="jetson-tx9"), 0)
+        METHOD.init(bundle, SearchParams(board="jetson-tx9"), 0)
 
 
 def test_the_report_prints_and_draws_the_front(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,11 +70,11 @@ def test_the_report_prints_and_draws_the_front(tmp_path: Path, capsys: pytest.Ca
             "data": {"path": str(demo.HERE / "digits.npz"), "partition": "iid", "limit": 240},
         }
     )
-    run, status = agents.run_fleet_virtually(agents.Plan(job, demo.HERE / "bundle", tmp_path / "home"))
+    run, status = agents.run_fleet_virtually(agents.FleetPlan(job, demo.HERE / "bundle", tmp_path / "home"))
     assert status == "done"
     capsys.readouterr()
     with Store(tmp_path / "home") as store:
-        found = front.load_candidates(store, run)
+        found = candidate_costs.load_candidates(store, run)
         page = report.main(store, run, tmp_path / "page.html").read_text()
     printed = capsys.readouterr().out
     assert "ms, jetson-nano" in printed
@@ -93,7 +94,7 @@ def test_a_narrow_terminal_shows_a_row_of_numbers_for_each_candidate(monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     fleet = {"devices": 2, "boards": ["jetson-tx2"]}
     found = candidates()
-    printed = front.format_table(
+    printed = candidate_costs.format_table(
         found, settings.parse_job({"name": "n", "method": "fedstitch", "rounds": 1, "fleet": fleet})
     )
     assert max(len(line) for line in printed[: len(found) + 1]) <= 80

@@ -17,10 +17,10 @@ from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.report import partition
-from fedquilt.tools.report.partition import Counts
+from fedquilt.tools.report.partition import ClassCounts
 from fedquilt.tools.simulation import agents
 
-DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -30,9 +30,9 @@ def job(folder: Path, more: str = 'partition = "dirichlet"\nalpha = 0.3\n', data
     return file
 
 
-def hand() -> Counts:
+def hand() -> ClassCounts:
     """Two devices, three classes; the second device has nothing of the first class."""
-    return Counts(
+    return ClassCounts(
         ("a", "b&c"), ("cat", "dog", "<owl>"), np.array([[8, 1, 0], [0, 2, 4]]), np.array([[1, 0, 0], [0, 1, 0]])
     )
 
@@ -41,7 +41,7 @@ def test_counts_are_those_of_what_devices_load(tmp_path: Path) -> None:
     """The very shares of `fedquilt fleet`, seed and all."""
     parsed = settings.load_job(job(tmp_path))
     counts = partition.count_examples(parsed)
-    members, _ = agents.Plan(parsed, tmp_path, tmp_path).load_devices()
+    members, _ = agents.FleetPlan(parsed, tmp_path, tmp_path).load_devices()
     assert counts.devices == tuple(member.device for member in members)
     for own, train, held in zip(members, counts.train, counts.held, strict=True):
         assert np.bincount(own.train.y, minlength=10).tolist() == train.tolist()
@@ -81,7 +81,7 @@ def test_everything_drawn_lies_in_the_picture(devices: int, classes: int) -> Non
     rng = np.random.default_rng(0)
     held = rng.integers(1, 5, (devices, classes))
     names = tuple(f"jetson-orin-nano-super-{number}" for number in range(devices))
-    counts = Counts(names, tuple(map(str, range(classes))), held * 4, held)
+    counts = ClassCounts(names, tuple(map(str, range(classes))), held * 4, held)
     drawn = ElementTree.fromstring(partition.draw_counts(counts))
     width, height = float(drawn.get("width", "")), float(drawn.get("height", ""))
     paths = [path for path in drawn.iter(f"{SVG}path") if "fill: none" not in path.get("style", "")]
@@ -106,7 +106,7 @@ def test_the_table_for_people_counts_devices_and_classes() -> None:
         "b&c            7         1    .    3      4",
         "2 devices with 7 to 10 examples, 17 in all, of 3 classes; 2 are held out",
     ]
-    wide = Counts(("a",), tuple(map(str, range(40))), np.eye(1, 40, 7, dtype=int) * 3 + 1, np.zeros((1, 40), int))
+    wide = ClassCounts(("a",), tuple(map(str, range(40))), np.eye(1, 40, 7, dtype=int) * 3 + 1, np.zeros((1, 40), int))
     assert partition.format_counts(wide)[:2] == [
         "device  examples  held out  classes  largest class",
         "a             43         0       40         7 (9%)",

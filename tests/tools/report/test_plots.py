@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fedquilt.tools.report import plots
-from fedquilt.tools.report.plots import Bar, Dots, Line, render_svg
+from fedquilt.tools.report.plots import DotRow, PlotBar, PlotLine, render_svg
 
 pytest.importorskip("matplotlib", reason="plots are drawn by matplotlib")
 
@@ -40,7 +40,7 @@ def width(shape: list[tuple[float, float]]) -> float:
 
 def test_a_line_goes_through_its_points() -> None:
     """(0, 0) lies at the axis's lower left, (10, 100) at its upper right, the middle between them."""
-    drawn = render_svg(plots.plot_lines([Line("a", [0, 5, 10], [0, 50, 100])], "Title", "x", "y"))
+    drawn = render_svg(plots.plot_lines([PlotLine("a", [0, 5, 10], [0, 50, 100])], "Title", "x", "y"))
     (line,) = [shape for shape in shapes(drawn, f"stroke: {FIRST}; stroke-width: 1.8") if len(shape) == 3]
     (left, below), (middle, half), (right, above) = line
     assert (left, right) == (plots.LEFT, plots.WIDTH - plots.RIGHT)
@@ -51,7 +51,7 @@ def test_a_line_goes_through_its_points() -> None:
 
 def test_a_band_lies_around_its_line() -> None:
     """From the lower edge to the upper one."""
-    plot = plots.plot_lines([Line("a", [0, 1], [50, 50], [40, 40], [60, 60])], "t", "x", "y", most=100.0)
+    plot = plots.plot_lines([PlotLine("a", [0, 1], [50, 50], [40, 40], [60, 60])], "t", "x", "y", most=100.0)
     (band,) = shapes(render_svg(plot), f"fill: {FIRST}; opacity: 0.16")
     (line,) = shapes(render_svg(plot), f"stroke: {FIRST}; stroke-width: 1.8")
     heights = {y for _, y in band}
@@ -60,7 +60,7 @@ def test_a_band_lies_around_its_line() -> None:
 
 def test_values_that_are_no_numbers_are_left_out() -> None:
     """They are not drawn at 0, and nothing of them is in the picture."""
-    drawn = render_svg(plots.plot_lines([Line("a", [0, 1, 2], [1.0, math.nan, 3.0])], "t", "x", "y"))
+    drawn = render_svg(plots.plot_lines([PlotLine("a", [0, 1, 2], [1.0, math.nan, 3.0])], "t", "x", "y"))
     assert [len(shape) for shape in shapes(drawn, "stroke-width: 1.8")] == [2]
     assert "nan" not in drawn
     assert tips(drawn) == ["a: 1 at 0", "a: 3 at 2"]
@@ -68,7 +68,7 @@ def test_values_that_are_no_numbers_are_left_out() -> None:
 
 def test_one_point_is_a_dot_and_no_line() -> None:
     """With its numbers as a tooltip, and larger than a line's dots."""
-    drawn = render_svg(plots.plot_lines([Line("a", [3], [4])], "t", "x", "y"))
+    drawn = render_svg(plots.plot_lines([PlotLine("a", [3], [4])], "t", "x", "y"))
     assert shapes(drawn, "stroke-width: 1.8") == []
     assert tips(drawn) == ["a: 4 at 3"]
 
@@ -77,15 +77,17 @@ def test_nothing_to_show_says_so() -> None:
     """No lines, bars that are all unknown, no dots."""
     for plot in (
         plots.plot_lines([], "t", "x", "y"),
-        plots.plot_bars([Bar("a", [None])], "t", "x"),
-        plots.plot_dots([Dots("a", [])], "t", "x"),
+        plots.plot_bars([PlotBar("a", [None])], "t", "x"),
+        plots.plot_dots([DotRow("a", [])], "t", "x"),
     ):
         assert "not known of this run" in texts(render_svg(plot))
 
 
 def test_bars_are_as_long_as_their_parts_and_the_unknown_has_none() -> None:
     """Three to one; a device without a meter has words in place of a bar."""
-    drawn = render_svg(plots.plot_bars([Bar("a", [3.0, 1.0]), Bar("b", [None, None])], "t", "J", ("idle", "work")))
+    drawn = render_svg(
+        plots.plot_bars([PlotBar("a", [3.0, 1.0]), PlotBar("b", [None, None])], "t", "J", ("idle", "work"))
+    )
     three, nothing = (width(shape) for shape in shapes(drawn, f"fill: {FIRST}"))
     one, _ = (width(shape) for shape in shapes(drawn, f"fill: {SECOND}"))
     assert three == pytest.approx(3 * one, abs=0.2)
@@ -97,7 +99,7 @@ def test_bars_are_as_long_as_their_parts_and_the_unknown_has_none() -> None:
 
 def test_dots_have_a_figure_and_a_stroke_at_their_mean() -> None:
     """A dot for each value, each with its tooltip."""
-    drawn = render_svg(plots.plot_dots([Dots("a", [1.0, 2.0, 6.0])], "t", "x"))
+    drawn = render_svg(plots.plot_dots([DotRow("a", [1.0, 2.0, 6.0])], "t", "x"))
     assert tips(drawn) == ["a: 1", "a: 2", "a: 6"]
     assert len(shapes(drawn, f"stroke: {FIRST}; stroke-width: 2")) == 1
     assert "3" in texts(drawn)
@@ -105,11 +107,11 @@ def test_dots_have_a_figure_and_a_stroke_at_their_mean() -> None:
 
 def test_an_axis_of_per_cent_ends_at_100() -> None:
     """Of a single value of 96 the ticks would go on; where values lie above, they do."""
-    one = plots.plot_lines([Line("", [1], [96])], "t", "x", "y", most=100.0)
+    one = plots.plot_lines([PlotLine("", [1], [96])], "t", "x", "y", most=100.0)
     assert "120" not in texts(render_svg(one))
-    above = plots.plot_lines([Line("", [1, 2], [0, 110])], "t", "x", "y", most=100.0)
+    above = plots.plot_lines([PlotLine("", [1, 2], [0, 110])], "t", "x", "y", most=100.0)
     assert "125" in texts(render_svg(above))
-    dots = [plots.plot_dots([Dots("a", [70.13])], "t", "%", most=most) for most in (100.0, math.inf)]
+    dots = [plots.plot_dots([DotRow("a", [70.13])], "t", "%", most=most) for most in (100.0, math.inf)]
     assert ["120" in texts(render_svg(each)) for each in dots] == [False, True]
 
 
@@ -124,9 +126,9 @@ def test_names_are_text_and_nothing_else() -> None:
         "<!-- y -->",
     ):
         for plot in (
-            plots.plot_lines([Line(name, [1], [1])], name, name, name),
-            plots.plot_bars([Bar(name, [1.0])], name, name, (name,)),
-            plots.plot_dots([Dots(name, [1.0])], name, name),
+            plots.plot_lines([PlotLine(name, [1], [1])], name, name, name),
+            plots.plot_bars([PlotBar(name, [1.0])], name, name, (name,)),
+            plots.plot_dots([DotRow(name, [1.0])], name, name),
         ):
             drawn = render_svg(plot)
             assert not [each for each in ElementTree.fromstring(drawn).iter() if "script" in each.tag]
@@ -136,7 +138,7 @@ def test_names_are_text_and_nothing_else() -> None:
 
 def test_a_picture_takes_its_ink_from_the_page_and_tells_what_it_shows() -> None:
     """No black or white of its own; a label for who cannot see it; nothing from elsewhere; equal bytes every time."""
-    plot = plots.plot_lines([Line("a", [0, 1], [0, 72.5])], "Accuracy", "rounds", "%")
+    plot = plots.plot_lines([PlotLine("a", [0, 1], [0, 72.5])], "Accuracy", "rounds", "%")
     drawn = render_svg(plot)
     assert "currentColor" in drawn
     assert not re.search("#000000|#ffffff|DejaVu", drawn)
@@ -152,14 +154,14 @@ def test_a_picture_takes_its_ink_from_the_page_and_tells_what_it_shows() -> None
 
 def test_a_picture_alone_is_a_file_with_a_background_of_its_own() -> None:
     """Well-formed, light or dark."""
-    file = plots.render_file(plots.plot_lines([Line("a", [0, 1], [0, 1])], "t", "x", "y"))
+    file = plots.render_file(plots.plot_lines([PlotLine("a", [0, 1], [0, 1])], "t", "x", "y"))
     assert "prefers-color-scheme" in file
     assert ElementTree.fromstring(file).tag == f"{SVG}svg"
 
 
 def test_plots_are_stacked_below_each_other() -> None:
     """As high as all together, the second below the first."""
-    found = [plots.plot_lines([Line("a", [1], [2])], "one", "x", "y"), plots.plot_nothing("two")]
+    found = [plots.plot_lines([PlotLine("a", [1], [2])], "one", "x", "y"), plots.plot_nothing("two")]
     root = ElementTree.fromstring(render_svg(*found))
     assert float(root.get("height", "")) == pytest.approx(sum(plot.height for plot in found), abs=1)
     places = {"".join(each.itertext()): float(each.get("y", "")) for each in root.iter(f"{SVG}text")}
@@ -184,7 +186,10 @@ def test_ticks_are_round_and_enclose_the_values(low: float, high: float, expecte
 
 def test_rounds_are_counted_in_whole_numbers() -> None:
     """No tick at half a round."""
-    assert "0.5" not in texts(render_svg(plots.plot_lines([Line("a", [0, 1, 2], [0, 1, 2.5])], "t", "rounds", "y")))[:5]
+    assert (
+        "0.5"
+        not in texts(render_svg(plots.plot_lines([PlotLine("a", [0, 1, 2], [0, 1, 2.5])], "t", "rounds", "y")))[:5]
+    )
 
 
 def test_numbers_have_no_more_digits_than_a_label_needs() -> None:

@@ -13,14 +13,25 @@ from xml.etree import ElementTree
 import pytest
 from evaluations import of_classes, total
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Started, Surveyed
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    EligibilityRecorded,
+    JobEnded,
+    JobStarted,
+    RoundClosed,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
+)
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
 from fedquilt.core import BlobRef, Update, Usage
-from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle
 from fedquilt.tools import report
 from fedquilt.tools.report import matrix
 from fedquilt.tools.simulation import agents
@@ -31,7 +42,7 @@ else:
     import tomli as tomllib
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
-DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+DIGITS = Path(agents.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
@@ -80,23 +91,23 @@ def update(device: str, round: int, accuracy: float | None = None, **usage: Any)
 
 
 METERED = {"energy_j": 12.5, "idle_j": 4.5, "energy_source": "INA3221", "peak_bytes": 300_000_000, "base_bytes": 10**8}
-FACTS: list[AnyFact] = [
-    Started(BLOB),
-    Surveyed(0, ("a", "b", "c"), {"hot": ("d",)}),
-    Asked(0, 0, ("a", "b")),
-    Answered(0, update("a", 0, 0.25, **METERED), 3.0),
-    Declined(0, "b", "memory", "too big for 64 MB"),
-    Closed(0),
-    Committed(0, BLOB, False, {}, ("one <b>bold</b> note",), 4.0, evaluation=total(of_classes(0.25, 8))),
-    Asked(1, 0, ("a",)),
-    Answered(1, update("a", 1, 0.875), 3.0),
-    Closed(1),
-    Committed(1, BLOB, False, {}, (), 4.0, evaluation=total(of_classes(0.875, 8))),
-    Ended("done"),
+FACTS: list[AnyEvent] = [
+    JobStarted(BLOB),
+    EligibilityRecorded(0, ("a", "b", "c"), {"hot": ("d",)}),
+    CohortSelected(0, 0, ("a", "b")),
+    UpdateAccepted(0, update("a", 0, 0.25, **METERED), 3.0),
+    TaskDeclined(0, "b", "memory", "too big for 64 MB"),
+    RoundClosed(0),
+    RoundCommitted(0, BLOB, False, {}, ("one <b>bold</b> note",), 4.0, evaluation=total(of_classes(0.25, 8))),
+    CohortSelected(1, 0, ("a",)),
+    UpdateAccepted(1, update("a", 1, 0.875), 3.0),
+    RoundClosed(1),
+    RoundCommitted(1, BLOB, False, {}, (), 4.0, evaluation=total(of_classes(0.875, 8))),
+    JobEnded("done"),
 ]
 
 
-def run_of(store: Store, facts: list[AnyFact], **changes: object) -> str:
+def run_of(store: Store, facts: list[AnyEvent], **changes: object) -> str:
     run = store.add_job(settings.parse_job({"name": "leaves", "method": "fedavg", "rounds": 1, **changes}), store.home)
     for fact in facts:
         store.append_event(run, fact)
@@ -104,7 +115,7 @@ def run_of(store: Store, facts: list[AnyFact], **changes: object) -> str:
     return run
 
 
-def page_of(tmp_path: Path, facts: list[AnyFact], **changes: object) -> tuple[str, Page]:
+def page_of(tmp_path: Path, facts: list[AnyEvent], **changes: object) -> tuple[str, Page]:
     with Store(tmp_path / "runs") as store:
         run = run_of(store, facts, **changes)
         text = report.main(store, run, tmp_path / "out" / "page.html").read_text()
@@ -207,11 +218,11 @@ def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
 def test_boards_without_meters_have_no_joules(tmp_path: Path) -> None:
     """Not 0 J: no tile, no picture, and a dash in the table."""
     facts = [
-        Started(BLOB),
-        Asked(0, 0, ("a",)),
-        Answered(0, update("a", 0), 2.0),
-        Closed(0),
-        Committed(0, BLOB, False, {}, (), 2.0),
+        JobStarted(BLOB),
+        CohortSelected(0, 0, ("a",)),
+        UpdateAccepted(0, update("a", 0), 2.0),
+        RoundClosed(0),
+        RoundCommitted(0, BLOB, False, {}, (), 2.0),
     ]
     text, _ = page_of(tmp_path, facts)
     assert "Energy of each device" not in text
@@ -221,11 +232,11 @@ def test_boards_without_meters_have_no_joules(tmp_path: Path) -> None:
 
 def test_a_large_fleet_is_drawn_in_part_and_told_in_whole(tmp_path: Path) -> None:
     """A hundred devices and a hundred rounds: the pictures stay small, the table has every device."""
-    facts: list[AnyFact] = [Started(BLOB)]
+    facts: list[AnyEvent] = [JobStarted(BLOB)]
     for number in range(100):
         device = f"dev-{number:03d}"
-        facts += [Asked(number, 0, (device,)), Answered(number, update(device, number, **METERED), 2.0)]
-        facts += [Closed(number), Committed(number, BLOB, False, {}, (), 2.0)]
+        facts += [CohortSelected(number, 0, (device,)), UpdateAccepted(number, update(device, number, **METERED), 2.0)]
+        facts += [RoundClosed(number), RoundCommitted(number, BLOB, False, {}, (), 2.0)]
     text, page = page_of(tmp_path, facts, rounds=200)
     shown = "".join(page.shown)
     assert "40 of 100 rounds are drawn" in shown
@@ -256,8 +267,8 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
 ) -> None:
     """By the commands: a simulated fleet on the digits, evaluated, reported."""
     network = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
-    first = tensors.encode_tensors(numpy_engine.init_tensors(network, seed=0))
-    bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 1200}, {"model": first})
+    first = tensors.encode_tensors(engine.init_tensors(network, seed=0))
+    job_bundle.write_bundle(tmp_path / "bundle", {"network": network, "flops": 1200}, {"model": first})
     table = {
         "name": "digits",
         "method": "fedavg",
@@ -268,7 +279,7 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
         "fleet": {"devices": 3, "boards": ["jetson-nano"]},
         "data": {"path": str(DIGITS), "partition": "iid"},
     }
-    plan = agents.Plan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
+    plan = agents.FleetPlan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
     agents.run_fleet_virtually(plan)
     home = ["--home", str(plan.home)]
     assert main(["evaluate", "digits", *home]) == 0
@@ -300,7 +311,7 @@ def test_the_partition_is_drawn_for_the_devices_that_took_part_and_for_no_others
 
     def picture(*devices: str) -> str:
         with Store(tmp_path) as store:
-            facts: list[AnyFact] = [Started(BLOB), Surveyed(0, devices), Asked(0, 0, devices)]
+            facts: list[AnyEvent] = [JobStarted(BLOB), EligibilityRecorded(0, devices), CohortSelected(0, 0, devices)]
             return report.load_run_data(store, run_of(store, facts, **changes)).partition
 
     two = picture("jetson-nano-00", "jetson-nano-01")

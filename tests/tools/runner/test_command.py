@@ -24,7 +24,7 @@ import classifiers
 
 from fedquilt.cli import main
 from fedquilt.core import JobError
-from fedquilt.tools import runner
+from fedquilt.tools.operations import runner
 
 FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
 

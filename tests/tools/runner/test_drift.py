@@ -11,9 +11,9 @@ pytest.importorskip("onnxruntime")  # the runner's package needs it
 import documents
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools.runner.drift import (
-    Drift,
-    Reference,
+from fedquilt.tools.operations.runner.drift import (
+    DriftCounts,
+    ReferenceDistribution,
     chi_squared_quantile,
     compute_excess_distance,
     compute_features,
@@ -41,7 +41,7 @@ def scene(
     return x.astype(np.float32), np.stack([0.5 - mean, mean - 0.5], axis=1) * 8
 
 
-def seen(drift: Drift, x: np.ndarray, scores: np.ndarray) -> float | None:
+def seen(drift: DriftCounts, x: np.ndarray, scores: np.ndarray) -> float | None:
     names, values = compute_features(x, scores)
     drift.add_examples(names, values, scores.argmax(axis=1).tolist())
     return drift.compute_score()
@@ -51,7 +51,7 @@ def test_the_same_distribution_raises_no_alarm_over_20_seeds() -> None:
     """Images that follow the reference are compared 100 times a seed: not one of the 2,000 looks shows any drift."""
     alarms = looks = 0
     for seed in SEEDS:
-        rng, drift = np.random.default_rng(seed), Drift()
+        rng, drift = np.random.default_rng(seed), DriftCounts()
         for _ in range(122):  # 20 until there is a reference, and 2 until LEAST images are compared with it
             score = seen(drift, *scene(rng, EVERY))
             looks += score is not None
@@ -77,7 +77,7 @@ def test_real_images_raise_no_alarm_until_they_are_brighter(name: str) -> None:
         return made, made.reshape(len(made), -1) @ (2 * means.T) - np.square(means).sum(axis=1)
 
     for seed in range(5):
-        drift, order = Drift(), np.random.default_rng(seed).permutation(len(x))
+        drift, order = DriftCounts(), np.random.default_rng(seed).permutation(len(x))
         scores = [seen(drift, *answered(each)) for each in np.split(order[: 122 * EVERY], 122)]
         assert [score for score in scores if score is not None] == [0.0] * 100
         assert (seen(drift, *answered(order[122 * EVERY :][:500], brighter=0.1)) or 0) > 0.25, seed
@@ -95,7 +95,7 @@ def test_real_images_raise_no_alarm_until_they_are_brighter(name: str) -> None:
 def test_a_shift_is_seen_on_every_seed(shift: dict[str, float], least: float, by: tuple[str, ...]) -> None:
     """After 500 images that are brighter, noisier or of other shares, drift is above what starts a job."""
     for seed in SEEDS:
-        rng, drift = np.random.default_rng(seed), Drift()
+        rng, drift = np.random.default_rng(seed), DriftCounts()
         for _ in range(40):
             seen(drift, *scene(rng, EVERY))
         assert drift.compute_score() == 0.0
@@ -109,7 +109,7 @@ def test_a_shift_is_seen_on_every_seed(shift: dict[str, float], least: float, by
 
 def test_it_comes_back_to_0_when_the_inputs_do() -> None:
     """Examples that lie far back weigh little."""
-    rng, drift = np.random.default_rng(0), Drift()
+    rng, drift = np.random.default_rng(0), DriftCounts()
     seen(drift, *scene(rng, 1000))
     assert (seen(drift, *scene(rng, 500, brighter=0.2)) or 0) > 0.5
     assert seen(drift, *scene(rng, 3000)) == 0.0
@@ -118,7 +118,7 @@ def test_it_comes_back_to_0_when_the_inputs_do() -> None:
 def test_pictures_that_resemble_the_one_before_raise_no_alarm() -> None:
     """Brightness that wanders slowly, as of a camera: images in a row are not so many independent ones."""
     for seed in SEEDS:
-        rng, drift, wander, alarms = np.random.default_rng(seed), Drift(), 0.0, 0
+        rng, drift, wander, alarms = np.random.default_rng(seed), DriftCounts(), 0.0, 0
         for _ in range(200):
             levels = []
             for _ in range(EVERY):
@@ -143,7 +143,7 @@ def test_small_samples_need_larger_distances() -> None:
 def test_values_that_are_all_equal_are_left_by_any_other() -> None:
     """Values that are exactly an edge have a bin of their own."""
     assert [find_bin((2.0,), value) for value in (1.0, 2.0, 3.0)] == [0, 1, 2]
-    drift, scores = Drift(size=100), np.tile([[0.0, 1.0]], (100, 1))
+    drift, scores = DriftCounts(size=100), np.tile([[0.0, 1.0]], (100, 1))
     assert seen(drift, np.ones((100, 1, 2, 2), np.float32), scores) is None
     assert seen(drift, np.ones((100, 1, 2, 2), np.float32), scores) == 0.0
     assert (seen(drift, np.full((100, 1, 2, 2), 2, np.float32), scores) or 0) > 0.7
@@ -152,14 +152,14 @@ def test_values_that_are_all_equal_are_left_by_any_other() -> None:
 def test_a_reference_is_kept_as_counts_and_goes_on() -> None:
     """A reference is the same after JSON; its limits and counts do not grow in number with the examples."""
     rng = np.random.default_rng(1)
-    drift = Drift()
+    drift = DriftCounts()
     seen(drift, *scene(rng, 500))
     assert drift.reference is not None
-    kept = msgspec.json.decode(msgspec.json.encode(drift.reference), type=Reference)
+    kept = msgspec.json.decode(msgspec.json.encode(drift.reference), type=ReferenceDistribution)
     assert kept == drift.reference
     assert kept.is_consistent
     assert sum(map(len, kept.counts)) == 19 * len(kept.names)
-    again = Drift(kept)
+    again = DriftCounts(kept)
     assert seen(again, *scene(rng, 500)) == 0.0
     assert not msgspec.structs.replace(kept, counts=kept.counts[:1]).is_consistent
 

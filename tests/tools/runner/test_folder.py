@@ -17,7 +17,7 @@ import classifiers
 from runners import Clock, Running, npy, png
 
 from fedquilt.core import DataError
-from fedquilt.tools.runner.sources import Folder
+from fedquilt.tools.operations.runner.sources import FolderSource
 
 
 def test_a_folder_is_answered_as_files_appear(running: Running, tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_folder_is_answered_as_files_appear(running: Running, tmp_path: Path) 
     lines: list[dict[str, Any]] = []
     clock, place = Clock(), tmp_path / "in"
     place.mkdir()
-    folder = Folder(running.service, place, lambda line: lines.append(json.loads(line)), clock)
+    folder = FolderSource(running.service, place, lambda line: lines.append(json.loads(line)), clock)
     (place / "a.npy").write_bytes(npy(classifiers.image(250)))
     (place / "notes.txt").write_text("no image")
     folder.classify_new()
@@ -50,4 +50,4 @@ def test_a_folder_is_answered_as_files_appear(running: Running, tmp_path: Path) 
     folder.classify_new()
     assert lines[-1]["file"] == "d.npy"
     with pytest.raises(DataError, match="is no folder"):
-        Folder(running.service, tmp_path / "absent", print)
+        FolderSource(running.service, tmp_path / "absent", print)

@@ -26,11 +26,11 @@ import classifiers
 from runners import Running, npy, npz, png
 from waiting import until
 
-from fedquilt.http_server import RefusedError
-from fedquilt.tools import runner
-from fedquilt.tools.runner.http import BODIES_MOST, BODIES_SHARE
-from fedquilt.tools.runner.models import Models
-from fedquilt.tools.runner.service import BODY_MOST, Service
+from fedquilt.host.http_server import RequestRefusedError
+from fedquilt.tools.operations import runner
+from fedquilt.tools.operations.runner.http import BODIES_MOST, BODIES_SHARE
+from fedquilt.tools.operations.runner.models import ModelSwitcher
+from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService
 
 
 def member(name: str, data: bytes) -> bytes:
@@ -131,7 +131,7 @@ def test_bodies_of_all_addresses_together_are_limited(running: Running) -> None:
         for number in range(BODIES_MOST // BODIES_SHARE):
             stack.enter_context(running.server.body_memory(f"10.0.0.{number}"))(BODIES_SHARE)
         reserve = stack.enter_context(running.server.body_memory("10.0.0.250"))
-        with pytest.raises(RefusedError, match="too many requests wait"):
+        with pytest.raises(RequestRefusedError, match="too many requests wait"):
             reserve(1)
 
 
@@ -160,7 +160,7 @@ def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_o
 
 def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:
     """A runner that ends waits for the request under way, which here goes on only once that wait has begun."""
-    service = Service(Models(models, threads=1))
+    service = ModelService(ModelSwitcher(models, threads=1))
     begun, go_on, told = threading.Event(), threading.Event(), list[int]()
     network = service._models.now.network
     scores = network.compute_scores

@@ -16,9 +16,9 @@ import classifiers
 from runners import Clock, Running, digest, npy, npz
 
 from fedquilt.core import DataError
-from fedquilt.tools.runner import service as services
-from fedquilt.tools.runner.models import Models
-from fedquilt.tools.runner.service import Service
+from fedquilt.tools.operations.runner import service as services
+from fedquilt.tools.operations.runner.models import ModelSwitcher
+from fedquilt.tools.operations.runner.service import ModelService
 
 
 def test_served_json_says_what_the_contract_says(running: Running, models: Path) -> None:
@@ -48,7 +48,7 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
     """The reference is on the disk: brighter images are drift for the next process too. No image is kept."""
     rng = np.random.default_rng(0)
 
-    def ask(service: Service, low: int, high: int, count: int) -> None:
+    def ask(service: ModelService, low: int, high: int, count: int) -> None:
         for level in rng.integers(low, high, count):
             service.classify_stored(classifiers.image(int(level))[None])
 
@@ -59,7 +59,7 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
     assert drifted > 0.5
     running.service.write_status()
     assert json.loads((models / "served.json").read_text())["drift"] == drifted
-    again = Service(Models(models, threads=1), models, size=100)
+    again = ModelService(ModelSwitcher(models, threads=1), models, size=100)
     ask(again, 120, 200, 100)
     assert again.make_status()["drift"] > 0.5
     assert again.make_health()["moved"].keys() >= {"mean 0", "class"}
@@ -67,7 +67,7 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
     assert again.make_status()["drift"] == 0.0
     assert {path.name for path in models.iterdir()} == {"a", "b", "current", "served.json", "reference.json"}
     (models / "reference.json").write_bytes(b'{"damaged')
-    assert Service(Models(models, threads=1), models).make_status()["drift"] is None
+    assert ModelService(ModelSwitcher(models, threads=1), models).make_status()["drift"] is None
 
 
 def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) -> None:
@@ -158,7 +158,7 @@ def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models
     for each in kept.values():
         each["counts"].pop()
     (models / "reference.json").write_text(json.dumps(kept))
-    again = Service(Models(models, threads=1), models, size=100)
+    again = ModelService(ModelSwitcher(models, threads=1), models, size=100)
     again.classify_stored(x)
     assert again.make_status()["drift"] is None
     again.classify_stored(x)
@@ -169,7 +169,7 @@ def test_the_oldest_answers_wait_no_longer_for_their_labels(running: Running, mo
     """Of four answers the latest three may be labelled."""
     monkeypatch.setattr(services, "AWAITED_MOST", 3)
     first, *others = running.service.classify_stored(np.stack([classifiers.image(250)] * 4))
-    with pytest.raises(services.UnknownAnswerError, match="or more than 3 came after it"):
+    with pytest.raises(services.UnknownClassificationError, match="or more than 3 came after it"):
         running.service.record_label(first.id, 1)
     assert all(running.service.record_label(each.id, 1) for each in others)
 

@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import methods, tensors
+from fedquilt import methods
+from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered
-from fedquilt.core import Answer, Contribution, Examples, JobError, Method, Site, Task
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import make_job, point_members, run_method, toy_bundle, write_bundle
-from fedquilt.tools import demo
+from fedquilt.coordinator.rounds.events import UpdateAccepted
+from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, Examples, JobError, Method, Task
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.simulation import adversaries, agents, carriers, run
+from fedquilt.tools.lab import demo
+from fedquilt.tools.simulation import adversaries, agents, run
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers import backend
 
 START = {"x": np.array([1.0, 2.0], np.float32), "gain": np.array(1.0, np.float32), "seen": np.array(3, np.int64)}
 LIARS = 2
@@ -35,14 +37,14 @@ def one_further(seen: dict[str, Mapping[str, np.ndarray]], labels: dict[str, np.
     """FedAvg with work that adds 1 + the device's number to each value, and a fold that notes what comes."""
     method = methods.load("fedavg")
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         labels[site.device] = site.train.y
         number = 1 + int(site.device.rpartition("-")[2])
         received = site.load("model")
         model = {name: np.asarray(value + number).astype(value.dtype) for name, value in received.items()}
-        return Answer({"model": model}, weight=float(len(site.train)), metrics={"loss": 0.5})
+        return ClientResult({"model": model}, weight=float(len(site.train)), metrics={"loss": 0.5})
 
-    def fold(state: Any, so_far: Any, update: Contribution) -> Any:
+    def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         seen[update.device] = update.bundles["model"]
         return method.fold(state, so_far, update)
 
@@ -135,7 +137,7 @@ def test_who_lies_is_drawn_by_the_jobs_seed_alone() -> None:
 # -- through the rounds ---------------------------------------------------------------------------
 
 
-def digits(**table: Any) -> settings.Job:
+def digits(**table: Any) -> settings.JobSettings:
     """Six boards that share the digits; a third lies."""
     return settings.parse_job(
         {
@@ -159,7 +161,7 @@ def test_on_a_pool_the_states_are_the_same_to_the_bit(attack: str, tmp_path: Pat
     for name, fleet in (("lies", lying(attack, share=0.3)), ("honest", {})):
         wanted = digits(fleet=fleet)
         prepare.prepare_and_check(wanted, tmp_path / name)
-        members, _ = agents.Plan(wanted, tmp_path / name, tmp_path).load_devices()
+        members, _ = agents.FleetPlan(wanted, tmp_path / name, tmp_path).load_devices()
         for workers in (0, 2):
             outcome = run.simulate(wanted, tmp_path / name, members, workers=workers)
             made[name, workers] = tensors.encode_tensors(outcome.artefact.tensors)
@@ -174,7 +176,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
     """Killed when two honest boards have answered, a third and the adversaries not: these know what all three send."""
     wanted = make_job("fedavg", {"batch": 4}, rounds=2, fleet=lying("inner_product"))
     bundle = write_bundle(tmp_path / "bundle", toy_bundle())
-    carry, held = carriers.make_local_backend(point_members(5), engine=NumpyEngine(1 << 40, base_bytes=0))
+    carry, held = backend.make_local_backend(point_members(5), engine=NumpyEngine(1 << 40, base_bytes=0))
     note, answered = Simulation._record_event, []
 
     class Killed(Exception):
@@ -182,7 +184,7 @@ def test_a_run_that_was_interrupted_in_a_round_ends_with_the_same_bits(
 
     def until_two_have_answered(self: Simulation, fact: Any) -> None:
         note(self, fact)
-        if isinstance(fact, Answered):
+        if isinstance(fact, UpdateAccepted):
             answered.append(fact.update.device)
             if len(answered) == 2:
                 raise Killed

@@ -11,24 +11,25 @@ import msgspec
 import pytest
 from waiting import LIMIT_S, alive, until
 
-from fedquilt import bundle, config, tensors
+from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, Committed
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import costs
 from fedquilt.core import DataError, JobError
+from fedquilt.core.evaluation import main_metric_value
 from fedquilt.data import examples
-from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.evaluation import main_metric_value
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle, toml
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.simulation import agents as fleet
 
-DIGITS = Path(fleet.__file__).parents[1] / "demo" / "digits.npz"
+DIGITS = Path(fleet.__file__).parents[1] / "lab" / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
 
 
-def plan(folder: Path, **changes: object) -> fleet.Plan:
+def plan(folder: Path, **changes: object) -> fleet.FleetPlan:
     table = {
         "name": "fleet",
         "method": "fedavg",
@@ -40,12 +41,12 @@ def plan(folder: Path, **changes: object) -> fleet.Plan:
         "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0},
         **changes,
     }
-    first = tensors.encode_tensors(numpy_engine.init_tensors(NETWORK, seed=0))
-    bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
-    return fleet.Plan(settings.parse_job(table), folder / "bundle", folder / "runs")
+    first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+    job_bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
+    return fleet.FleetPlan(settings.parse_job(table), folder / "bundle", folder / "runs")
 
 
-def facts_of(given: fleet.Plan, run: str) -> list[object]:
+def facts_of(given: fleet.FleetPlan, run: str) -> list[object]:
     with Store(given.home) as store:
         return [fact for _, _, fact in store.read_events(run)]
 
@@ -62,7 +63,7 @@ def test_a_job_asks_the_boards_that_it_selects_and_no_others(tmp_path: Path) -> 
     fleet_of = {"devices": 3, "labels": ["site=lab", "site=hall window"]}
     given = plan(tmp_path, cohort={"select": ["site=lab", "!window"]}, fleet=fleet_of)
     run, ended = fleet.run_fleet_virtually(given)
-    asked = {fact.update.device for fact in facts_of(given, run) if isinstance(fact, Answered)}
+    asked = {fact.update.device for fact in facts_of(given, run) if isinstance(fact, UpdateAccepted)}
     assert (ended, asked) == ("done", {"x86-host-00", "x86-host-02"})
     nobody = plan(tmp_path, cohort={"select": ["attic"]}, fleet=fleet_of)
     with pytest.raises(JobError, match=r"\[cohort\] select = \['attic'\]: no simulated board"):
@@ -82,7 +83,7 @@ def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(t
     assert found.tasks == 3  # two rounds, and the closing evaluation
     assert found.energy_j is not None
     assert "jetson-nano" in str(found.energy_source)
-    sums = [fact.evaluation for fact in facts if isinstance(fact, Committed)]
+    sums = [fact.evaluation for fact in facts if isinstance(fact, RoundCommitted)]
     checks = [main_metric_value(each) for each in sums if each is not None]
     assert checks[-1] > checks[0] + 0.2
     with Store(given.home) as store:
@@ -96,9 +97,11 @@ def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_p
     one, _ = fleet.run_fleet_virtually(virtual)
     other, status = fleet.run_fleet_on_broker(real, None)
     assert status == "done"
-    last = [[f for f in facts_of(p, run) if isinstance(f, Committed)][-1] for p, run in ((virtual, one), (real, other))]
+    last = [
+        [f for f in facts_of(p, run) if isinstance(f, RoundCommitted)][-1] for p, run in ((virtual, one), (real, other))
+    ]
     assert last[0].state == last[1].state
-    peaks = [fact.update.usage.peak_bytes for fact in facts_of(real, other) if isinstance(fact, Answered)]
+    peaks = [fact.update.usage.peak_bytes for fact in facts_of(real, other) if isinstance(fact, UpdateAccepted)]
     assert all(peak is not None and 10e6 < peak < 256e6 for peak in peaks)
 
 
@@ -106,7 +109,7 @@ def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, not at a deadline."""
-    monkeypatch.setattr(fleet.children, "RUN", "raise SystemExit('the port is taken')")
+    monkeypatch.setattr(fleet.child_processes, "RUN", "raise SystemExit('the port is taken')")
     with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
         fleet.run_fleet_on_broker(plan(tmp_path), None)
 
@@ -115,12 +118,14 @@ def test_an_agent_that_is_killed_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once, by name and with how it ended; the others go on, and the round closes with them."""
-    killed = fleet.children.RUN.replace(
+    killed = fleet.child_processes.RUN.replace(
         "import sys;", "import os, sys; 'jetson-tx2-01' in sys.argv[-1] and os.kill(os.getpid(), 9);"
     )
-    monkeypatch.setattr(fleet.children, "RUN", killed)
+    monkeypatch.setattr(fleet.child_processes, "RUN", killed)
     given = plan(tmp_path, cohort={"size": 2}, check={"every": 0})
-    monkeypatch.setattr(fleet.Plan, "queue_or_resume", lambda plan, store: store.add(plan.job, plan.bundle.resolve()))
+    monkeypatch.setattr(
+        fleet.FleetPlan, "queue_or_resume", lambda plan, store: store.add(plan.job, plan.bundle.resolve())
+    )
     _, status = fleet.run_fleet_on_broker(given, None)
     assert status == "done"
     told = [line for line in capsys.readouterr().out.splitlines() if "the agent of" in line]
@@ -134,9 +139,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     job, given = tmp_path / "job.toml", plan(tmp_path, rounds=30, check={"every": 0})
     table = msgspec.to_builtins(given.job)
     job.write_text(
-        config.format_toml(
-            {key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")}
-        )
+        toml.format_toml({key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")})
     )
     words = [sys.executable, "-m", "fedquilt.cli", "fleet", str(job), "--bundle", str(given.bundle)]
     words += ["--home", str(given.home)]
@@ -155,7 +158,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     with Store(given.home) as store:
         (row,) = store.readable_jobs()
         assert row.status == "done"
-        committed = [fact.round for _, _, fact in store.read_events(row.id) if isinstance(fact, Committed)]
+        committed = [fact.round for _, _, fact in store.read_events(row.id) if isinstance(fact, RoundCommitted)]
     assert committed == list(range(30))
     assert "round 0: updates aggregated" not in again.stdout
 
@@ -188,7 +191,9 @@ def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> 
     trained: list[list[float]] = []
     for epochs in (2, 4):
         given = plan(tmp_path / str(epochs), params={"epochs": epochs}, fleet=boards)
-        told = [fact for fact in facts_of(given, fleet.run_fleet_virtually(given)[0]) if isinstance(fact, Answered)]
+        told = [
+            fact for fact in facts_of(given, fleet.run_fleet_virtually(given)[0]) if isinstance(fact, UpdateAccepted)
+        ]
         told = sorted(told, key=lambda fact: (fact.round, fact.update.device))
         spent = [fact.update.usage.energy_j or 0.0 for fact in told]
         assert len(spent) == 9

@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.testing.toys import point_members, toy_bundle
-from fedquilt.tools.simulation.carriers import Hands
-from fedquilt.tools.simulation.pool import Pool
-from fedquilt.tools.simulation.processes import Processes
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.formats import job_bundle
+from fedquilt.testing.toy_networks import point_members, toy_bundle
 from fedquilt.tools.simulation.run import run_rounds, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import PoolError, Work
+from fedquilt.tools.simulation.workers.backend import WorkBackend
+from fedquilt.tools.simulation.workers.pool import WorkerPool
+from fedquilt.tools.simulation.workers.processes import ProcessWorkers
+from fedquilt.tools.simulation.workers.protocol import PoolError, WorkBatch
 
 JOB: dict[str, Any] = {
     "name": "toy",
@@ -37,7 +38,7 @@ MEMBERS = point_members(5, 13)
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
     made = toy_bundle()
-    bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
+    job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
 
 
@@ -53,31 +54,31 @@ class Heard:
 
     def __init__(self) -> None:
         self.counts: list[int] = []
-        self.orders: list[Order] = []
+        self.orders: list[WorkRequest] = []
 
     def expect_requests(self, count: int) -> None:
         self.counts.append(count)
         self.orders = []
 
-    def prefetch(self, order: Order) -> None:
+    def prefetch(self, order: WorkRequest) -> None:
         self.orders.append(order)
 
     def set_sum_receiver(self, sums: Simulation) -> None: ...
 
 
-class Watched(Processes):
+class Watched(ProcessWorkers):
     """Workers that note how many packages they are given."""
 
     def __init__(self, count: int) -> None:
         super().__init__("numpy", count)
         self.given = 0
 
-    def send_work(self, worker: int, work: Work) -> None:
+    def send_work(self, worker: int, work: WorkBatch) -> None:
         self.given += 1
         super().send_work(worker, work)
 
 
-def bundles(found: Iterator[tuple[Order, Outcome]]) -> list[tuple[str, dict[str, Any]]]:
+def bundles(found: Iterator[tuple[WorkRequest, WorkResult]]) -> list[tuple[str, dict[str, Any]]]:
     return [(order.device, outcome.bundles) for order, outcome in found]
 
 
@@ -104,7 +105,7 @@ def test_nothing_is_announced_where_adversaries_listen_to_the_others(folder: Pat
 
 def test_workers_begin_announced_orders_which_are_not_sent_again(folder: Path, tmp_path: Path) -> None:
     """Two workers have two of five before anybody asks; the outcomes are those without announcements."""
-    with begun(folder, tmp_path / "home") as simulation, Pool(workers := Watched(2), MEMBERS) as pool:
+    with begun(folder, tmp_path / "home") as simulation, WorkerPool(workers := Watched(2), MEMBERS) as pool:
         orders = simulation.advance()
         plain = bundles(pool.run_requests(orders))
         workers.given = 0
@@ -118,7 +119,7 @@ def test_workers_begin_announced_orders_which_are_not_sent_again(folder: Path, t
 
 def test_other_orders_than_were_announced_are_carried_out_as_if_nothing_had_been(folder: Path, tmp_path: Path) -> None:
     """An evaluation in between leaves what is announced for later; an order that is missing costs its work alone."""
-    with begun(folder, tmp_path / "home") as simulation, Pool(Watched(2), MEMBERS) as pool:
+    with begun(folder, tmp_path / "home") as simulation, WorkerPool(Watched(2), MEMBERS) as pool:
         orders = simulation.advance()
         plain = bundles(pool.run_requests(orders))
         pool.expect_requests(len(orders))
@@ -135,7 +136,10 @@ def test_a_worker_that_died_when_an_order_was_announced_is_told_when_it_is_asked
     folder: Path, tmp_path: Path
 ) -> None:
     """Announcing is no part of the job: its failure must not end up as the job's own."""
-    with begun(folder, tmp_path / "home") as simulation, Pool(workers := Processes("numpy", 1), MEMBERS) as pool:
+    with (
+        begun(folder, tmp_path / "home") as simulation,
+        WorkerPool(workers := ProcessWorkers("numpy", 1), MEMBERS) as pool,
+    ):
         orders = simulation.advance()
         list(pool.run_requests(orders))
         os.kill(workers.pid, signal.SIGKILL)
@@ -155,7 +159,7 @@ def test_a_run_on_a_pool_gives_the_bits_of_one_that_announces_nothing(
     def run() -> tuple[bytes, list[Any]]:
         tested: list[Any] = []
 
-        def observe(simulation: Simulation, hands: Hands) -> None:
+        def observe(simulation: Simulation, hands: WorkBackend) -> None:
             tested.append(hands.evaluate_test_set(simulation))
 
         job = settings.parse_job({**JOB, "cohort": {"size": 4}})
@@ -175,12 +179,12 @@ def test_a_rounds_seconds_hold_its_asking_and_not_what_is_done_between_the_round
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
 
     class Slow(Heard):
-        def prefetch(self, order: Order) -> None:
+        def prefetch(self, order: WorkRequest) -> None:
             now_s[0] += 1.0
 
-    with begun(folder, tmp_path / "home", rounds=2) as simulation, Pool(Watched(1), MEMBERS) as pool:
+    with begun(folder, tmp_path / "home", rounds=2) as simulation, WorkerPool(Watched(1), MEMBERS) as pool:
         simulation.set_prefetcher(Slow())
-        carry = Hands(lambda orders: [done for _, done in pool.run_requests(orders)], {})
+        carry = WorkBackend(lambda orders: [done for _, done in pool.run_requests(orders)], {})
         for _ in run_rounds([simulation], carry):
             now_s[0] += 100.0
         assert [each.wall_s for each in simulation.rounds] == [5.0, 5.0]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.core import Examples, Site
-from fedquilt.tools.simulation.batching import Half, run_together
+from fedquilt.core import ClientContext, Examples
+from fedquilt.tools.simulation.workers.batching import RestartableClient, run_together
 
 
 @dataclass
@@ -109,19 +109,21 @@ def test_a_half_that_is_called_again_finds_its_site_as_it_was() -> None:
     made: list[int] = []
     nothing = Examples(np.zeros((0, 1)), np.zeros(0, int))
 
-    def site(engine: Any) -> Site:
+    def site(engine: Any) -> ClientContext:
         made.append(1)
         rng = np.random.default_rng(5)
-        return Site("dev", 0, engine, rng, nothing, nothing, {}, lambda name: {}, lambda name: Path(name), Path())
+        return ClientContext(
+            "dev", 0, engine, rng, nothing, nothing, {}, lambda name: {}, lambda name: Path(name), Path()
+        )
 
     drawn: list[int] = []
 
-    def work(site: Site) -> float:
+    def work(site: ClientContext) -> float:
         drawn.append(int(site.rng.integers(1000)))
         return float(site.engine.train(None, 3.0, None, None, site.rng))
 
     engine = Doubling()
-    assert run_together([Half(site, work)], engine) == [(6.0, True)]
+    assert run_together([RestartableClient(site, work)], engine) == [(6.0, True)]
     assert len(made) == 1
     assert len(drawn) == 2
     assert drawn[0] == drawn[1]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fedquilt.tools.simulation import children
-from fedquilt.tools.simulation.children import Command
+from fedquilt.tools.simulation import child_processes
+from fedquilt.tools.simulation.child_processes import ChildCommand
 
 
 def test_ctrl_c_in_the_terminal_of_a_command_reaches_it_alone(tmp_path: Path) -> None:
     """It tells its processes to stop itself; a process in its group would be gone before."""
-    with children.start_processes({"broker": Command(["broker", "--port", "0"], tmp_path / "log")}) as started:
+    with child_processes.start_processes(
+        {"broker": ChildCommand(["broker", "--port", "0"], tmp_path / "log")}
+    ) as started:
         assert os.getpgid(started["broker"].pid) != os.getpgid(0)

@@ -10,23 +10,31 @@ from typing import Any
 import pytest
 from simulated_fleets import HEAVY, Fleet, facts
 
-from fedquilt import tensors
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Declined, Ended, Surveyed
-from fedquilt.edge_agent.duty import Duty
-from fedquilt.edge_agent.task import budget
-from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.testing.toys import point_members
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    EligibilityRecorded,
+    JobEnded,
+    RoundClosed,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
+)
+from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.edge_agent.task_runner import TaskRunner
+from fedquilt.testing.toy_networks import point_members
 from fedquilt.tools.simulation import run
-from fedquilt.tools.simulation.pool import Pool
-from fedquilt.tools.simulation.processes import Processes
-from fedquilt.tools.simulation.simulated_job import Round, Simulation
-from fedquilt.tools.simulation.workers import PoolError
+from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
+from fedquilt.tools.simulation.workers.pool import WorkerPool
+from fedquilt.tools.simulation.workers.processes import ProcessWorkers
+from fedquilt.tools.simulation.workers.protocol import PoolError
 
 FAST, SLOW = "jetson-agx-orin", "jetson-nano"
 
 
 def answered(simulation: Simulation) -> list[tuple[int, str]]:
-    return sorted((fact.round, fact.update.device) for fact in facts(simulation, Answered))
+    return sorted((fact.round, fact.update.device) for fact in facts(simulation, UpdateAccepted))
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -35,7 +43,7 @@ def answered(simulation: Simulation) -> list[tuple[int, str]]:
 def test_a_device_without_the_memory_declines_and_the_others_go_on(fleet: Fleet) -> None:
     """A budget below the bare engine's own: code memory, with figures, in the log."""
     ended = fleet.played(fleet={"budgets": ["512MB", "1MB"]})
-    refusals = facts(ended, Declined)
+    refusals = facts(ended, TaskDeclined)
     assert {(fact.device, fact.code) for fact in refusals} == {("dev-1", "budget")}
     assert "the budget here is 1 MB" in refusals[0].reason
     assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]
@@ -47,7 +55,7 @@ def test_a_fleet_that_cannot_make_its_quorum_fails_with_the_reasons(fleet: Fleet
     ended = fleet.played(devices=2, cohort={"size": 2}, fleet={"budgets": ["512MB", "1MB"]})
     assert ended.status == "failed"
     assert ended.reason.startswith("the task does not fit the memory budget in round 0 on 1 of 2 devices (needs ")
-    assert [fact.attempt for fact in facts(ended, Asked)] == [0]
+    assert [fact.attempt for fact in facts(ended, CohortSelected)] == [0]
 
 
 # -- time -----------------------------------------------------------------------------------------
@@ -55,7 +63,7 @@ def test_a_fleet_that_cannot_make_its_quorum_fails_with_the_reasons(fleet: Fleet
 
 def seconds_of(fleet: Fleet, board: str) -> float:
     ended = fleet.played(devices=1, rounds=1, fleet={"boards": [board], "policy": "max"})
-    return float(facts(ended, Answered)[0].update.usage.wall_s)
+    return float(facts(ended, UpdateAccepted)[0].update.usage.wall_s)
 
 
 def test_a_deadline_closes_the_round_without_the_slow_board(fleet: Fleet) -> None:
@@ -67,7 +75,7 @@ def test_a_deadline_closes_the_round_without_the_slow_board(fleet: Fleet) -> Non
         fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
     )
     assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]
-    assert len(facts(ended, Closed)) == 2
+    assert len(facts(ended, RoundClosed)) == 2
     assert [each.duration_s for each in ended.rounds] == pytest.approx([2 * fast_s] * 2)
     assert ended.status == "done"
 
@@ -76,14 +84,14 @@ def test_a_device_is_called_on_only_when_something_is_due(fleet: Fleet, monkeypa
     """Also when its task was taken back: the moments at which that would have gone on mean nothing any more."""
     fast_s = seconds_of(fleet, FAST)
     early: list[tuple[str, float]] = []
-    step = Duty.step
+    step = TaskRunner.step
 
-    def noted(duty: Duty, now_s: float) -> None:
+    def noted(duty: TaskRunner, now_s: float) -> None:
         if duty.next_step_s(now_s) > now_s:
             early.append((duty.device, now_s))
         step(duty, now_s)
 
-    monkeypatch.setattr(Duty, "step", noted)
+    monkeypatch.setattr(TaskRunner, "step", noted)
     ended = fleet.played(
         rounds=3,
         cohort={"size": 3, "quorum": 0.6, "deadline_s": 2.3 * fast_s},
@@ -111,7 +119,7 @@ def test_over_selected_devices_that_are_slow_are_sent_home(fleet: Fleet) -> None
         cohort={"size": 2, "over_select": 0.5, "turns": 100.0},
         fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
     )
-    assert [fact.devices for fact in facts(ended, Asked)] == [("dev-0", "dev-1", "dev-2")] * 2
+    assert [fact.devices for fact in facts(ended, CohortSelected)] == [("dev-0", "dev-1", "dev-2")] * 2
     assert answered(ended) == [(0, "dev-0"), (0, "dev-2"), (1, "dev-0"), (1, "dev-2")]
     assert all(each.duration_s < slow_s / 2 for each in ended.rounds)
 
@@ -128,7 +136,7 @@ def test_limits_of_the_job_end_it_between_rounds(fleet: Fleet) -> None:
     for name, limit in limits.items():
         ended = fleet.played(rounds=5, fleet=boards, stop={name: limit})
         assert (len(ended.rounds), ended.status) == (2, "done"), name
-        assert facts(ended, Ended)[-1].reason, name
+        assert facts(ended, JobEnded)[-1].reason, name
 
 
 def test_boards_run_at_the_point_that_their_governor_chooses_and_tell_their_joules(fleet: Fleet) -> None:
@@ -136,7 +144,7 @@ def test_boards_run_at_the_point_that_their_governor_chooses_and_tell_their_joul
     told = {}
     for policy in ("paper", "max"):
         ended = fleet.played(devices=1, rounds=1, fleet={"boards": ["jetson-tx2"], "policy": policy})
-        told[policy] = facts(ended, Answered)[0].update.usage
+        told[policy] = facts(ended, UpdateAccepted)[0].update.usage
         assert ended.rounds[0].energy_j == told[policy].energy_j > told[policy].idle_j > 0
         assert "jetson-tx2" in told[policy].energy_source
     assert told["paper"].point != told["max"].point
@@ -158,7 +166,7 @@ def test_a_board_that_is_spent_is_left_alone(
 ) -> None:
     """Some tasks empty it to a half, or heat it; the log says why it is passed over, and the other goes on alone."""
     ended = fleet.played(devices=2, rounds=12, cohort=limit, flops=flops, fleet={"boards": [board, SLOW]})
-    assert (code, ("dev-0",)) in [item for fact in facts(ended, Surveyed) for item in fact.passed.items()]
+    assert (code, ("dev-0",)) in [item for fact in facts(ended, EligibilityRecorded) for item in fact.passed.items()]
     took_part = [number for number, device in answered(ended) if device == "dev-0"]
     assert 0 < len(took_part) < 12
     assert [number for number, device in answered(ended) if device == "dev-1"] == list(range(12))
@@ -176,7 +184,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
     begun, hands = fleet.begin(name, rounds=3, home="again")
     count = 0
 
-    def breaks(asked: Sequence[tuple[Simulation, Order]]) -> Iterable[Outcome]:
+    def breaks(asked: Sequence[tuple[Simulation, WorkRequest]]) -> Iterable[WorkResult]:
         nonlocal count
         for outcome in hands(asked):
             count += 1
@@ -190,14 +198,16 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
     begun._store.close()
     ended = fleet.played(name, rounds=3, home="again")
     assert ended.run == begun.run
-    assert [fact.state for fact in facts(ended, Committed)] == [fact.state for fact in facts(whole, Committed)]
+    assert [fact.state for fact in facts(ended, RoundCommitted)] == [
+        fact.state for fact in facts(whole, RoundCommitted)
+    ]
     assert tensors.pack_state(ended.state) == tensors.pack_state(whole.state)
     assert [told(each) for each in ended.rounds] == [told(each) for each in whole.rounds]
     assert all(each.wall_s >= 0 for each in ended.rounds)
     assert ended.rounds[0].duration_s == whole.rounds[0].duration_s > 0
 
 
-def told(round: Round) -> dict[str, Any]:
+def told(round: SimulatedRound) -> dict[str, Any]:
     """What a round came to, the seconds aside: those of an interrupted one are not known."""
     return {name: value for name, value in vars(round).items() if name not in ("wall_s", "duration_s", "cpu_s")}
 
@@ -266,8 +276,8 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 ) -> None:
     """What the kernel counts as killed for want of memory, before and after, decides which is named."""
     counted = iter(kills)
-    monkeypatch.setattr(budget, "count_oom_kills", lambda: next(counted))
-    with Pool(processes := Processes("numpy", workers), point_members(2, 13)) as pool:
+    monkeypatch.setattr(memory_budget, "count_oom_kills", lambda: next(counted))
+    with WorkerPool(processes := ProcessWorkers("numpy", workers), point_members(2, 13)) as pool:
         pool.wait_until_ready()
         assert (pool.folder / "examples").exists()
         os.kill(processes.pid, signal.SIGKILL)
@@ -285,7 +295,7 @@ def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind
 )
 def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:
     """A library that got no memory says so; one that crashes says nothing of it."""
-    with Pool(processes := Processes("numpy", 1), point_members(2, 13)) as pool:
+    with WorkerPool(processes := ProcessWorkers("numpy", 1), point_members(2, 13)) as pool:
         pool.wait_until_ready()
         (pool.folder / "said").write_text(words)
         os.kill(processes.pid, ends)
@@ -295,5 +305,8 @@ def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Sig
 
 def test_an_engine_that_cannot_be_imported_is_told_with_the_last_words() -> None:
     """Python's own."""
-    with Pool(Processes("abacus", 1), point_members(2, 13)) as pool, pytest.raises(PoolError, match="abacus_engine"):
+    with (
+        WorkerPool(ProcessWorkers("abacus", 1), point_members(2, 13)) as pool,
+        pytest.raises(PoolError, match="abacus_engine"),
+    ):
         pool.wait_until_ready()

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import point_members, toy_bundle
-from fedquilt.tools.simulation.carriers import make_local_backend
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.formats import job_bundle
+from fedquilt.testing.toy_networks import point_members, toy_bundle
 from fedquilt.tools.simulation.run import run_rounds
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
+from fedquilt.tools.simulation.workers.backend import make_local_backend
 
 JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr": 0.1}}
 
@@ -24,7 +25,7 @@ JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
     made = toy_bundle()
-    bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
+    job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
 
 

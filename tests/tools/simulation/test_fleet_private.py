@@ -9,20 +9,21 @@ from typing import Any
 import numpy as np
 from simulated_fleets import Fleet, facts
 
-from fedquilt import methods, tensors
-from fedquilt.coordinator.facts import Answered, Declined, Ended, Rejected
-from fedquilt.core import Answer, Method, Site, Task, UpdateError
-from fedquilt.edge_agent.state import PRIVATE
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds.events import JobEnded, TaskDeclined, UpdateAccepted, UpdateRejected
+from fedquilt.core import ClientContext, ClientResult, Method, Task, UpdateError
+from fedquilt.edge_agent.storage.agent_state import PRIVATE
 
 
 def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Method:
     """Method "local" with a private count of tasks on each device, and one update that the coordinator refuses."""
     method = methods.load("local")
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         before = float(site.local["tasks"][0]) if site.local else 0.0
         seen.append((task.round, site.device, bool(site.local)))
-        return Answer({}, 1.0, {"tasks": before + 1}, {"tasks": np.array([before + 1])})
+        return ClientResult({}, 1.0, {"tasks": before + 1}, {"tasks": np.array([before + 1])})
 
     def fold(state: Any, total: Any, update: Any) -> Any:
         from fedquilt.core import UpdateError
@@ -38,15 +39,15 @@ def test_private_state_counts_only_with_an_update_that_was_taken(fleet: Fleet) -
     """dev-1's second update is refused: at its third task it is where it was after its first."""
     seen: list[tuple[int, str, bool]] = []
     ended = fleet.played("local", devices=2, rounds=3, method=refusing(1, "dev-1", seen))
-    assert [(fact.round, fact.device) for fact in facts(ended, Rejected)] == [(1, "dev-1")]
-    counted = {(f.round, f.update.device): f.update.metrics["tasks"] for f in facts(ended, Answered)}
+    assert [(fact.round, fact.device) for fact in facts(ended, UpdateRejected)] == [(1, "dev-1")]
+    counted = {(f.round, f.update.device): f.update.metrics["tasks"] for f in facts(ended, UpdateAccepted)}
     assert counted == {(0, "dev-0"): 1, (0, "dev-1"): 1, (1, "dev-0"): 2, (2, "dev-0"): 3, (2, "dev-1"): 2}
 
 
-def leaving(seen: list[list[str]], work: Callable[[Task, Site], Answer]) -> Method:
+def leaving(seen: list[list[str]], work: Callable[[Task, ClientContext], ClientResult]) -> Method:
     """ "local" whose devices do this; notes which private tensors each task of dev-0 found."""
 
-    def noted(task: Task, site: Site) -> Answer:
+    def noted(task: Task, site: ClientContext) -> ClientResult:
         if site.device == "dev-0":
             seen.append(sorted(site.local))
         return work(task, site)
@@ -59,10 +60,10 @@ def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) 
     seen: list[list[str]] = []
     there: list[bool] = []
 
-    def caches(task: Task, site: Site) -> Answer:
+    def caches(task: Task, site: ClientContext) -> ClientResult:
         there.append((site.cache / PRIVATE).exists())
         (site.cache / PRIVATE).write_bytes(tensors.encode_tensors({"cached": np.ones(1)}))
-        return Answer({}, 1.0, {}, {})
+        return ClientResult({}, 1.0, {}, {})
 
     fleet.played("local", devices=1, rounds=3, method=leaving(seen, caches))
     assert seen == [[], [], []]
@@ -80,13 +81,13 @@ def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(flee
     """dev-0's first task writes it and then tells a metric that is no number; its second leaves none."""
     seen: list[list[str]] = []
 
-    def fails_once(task: Task, site: Site) -> Answer:
+    def fails_once(task: Task, site: ClientContext) -> ClientResult:
         if task.round == 0 and site.device == "dev-0":
-            return Answer({}, 1.0, {"loss": np.inf}, {"stale": np.ones(1)})
-        return Answer({}, 1.0, {}, {})
+            return ClientResult({}, 1.0, {"loss": np.inf}, {"stale": np.ones(1)})
+        return ClientResult({}, 1.0, {}, {})
 
     ended = fleet.played("local", devices=2, rounds=3, method=leaving(seen, fails_once))
-    assert [(fact.round, fact.device) for fact in facts(ended, Declined)] == [(0, "dev-0")]
+    assert [(fact.round, fact.device) for fact in facts(ended, TaskDeclined)] == [(0, "dev-0")]
     assert seen == [[], [], []]
 
 
@@ -99,12 +100,12 @@ def test_an_update_on_its_way_is_kept_though_an_equal_one_of_another_device_is_r
             raise UpdateError("not this one")
         return plain.fold(state, total, update)
 
-    def work(task: Task, site: Site) -> Answer:
-        return Answer({"model": {name: array + 1 for name, array in site.load("model").items()}}, 1.0, {})
+    def work(task: Task, site: ClientContext) -> ClientResult:
+        return ClientResult({"model": {name: array + 1 for name, array in site.load("model").items()}}, 1.0, {})
 
     method = replace(plain, work=work, fold=fold)
     links, cohort = {"links": ["10MB/s 1s", "300B/s"]}, {"quorum": 0.5, "deadline_s": 1000.0}
     ended = fleet.played("fedavg", devices=2, rounds=1, method=method, fleet=links, cohort=cohort)
-    assert [fact.device for fact in facts(ended, Rejected)] == ["dev-0"]
-    assert [fact.update.device for fact in facts(ended, Answered)] == ["dev-1"]
-    assert [fact.status for fact in facts(ended, Ended)] == ["done"]
+    assert [fact.device for fact in facts(ended, UpdateRejected)] == ["dev-0"]
+    assert [fact.update.device for fact in facts(ended, UpdateAccepted)] == ["dev-1"]
+    assert [fact.status for fact in facts(ended, JobEnded)] == ["done"]

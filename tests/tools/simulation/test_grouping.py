@@ -8,9 +8,9 @@ from pathlib import Path
 import plain
 import pytest
 
-from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.tools.simulation.pool import Pool
-from fedquilt.tools.simulation.workers import Answer, Done, Setup, Work
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.tools.simulation.workers.pool import WorkerPool
+from fedquilt.tools.simulation.workers.protocol import PoolSetup, WorkBatch, WorkerReply, WorkOutcome
 
 TASK = plain.task(engine="torch", deadline_s=0.0)
 
@@ -22,21 +22,23 @@ class Recorded:
         self.ready = (0,)
         self.groups: list[int] = []
         self.joint: Iterator[bool] = iter(())  # of the answers to come
-        self.answers: list[Answer] = []
+        self.answers: list[WorkerReply] = []
 
-    def send_work(self, worker: int, work: Work) -> None:
+    def send_work(self, worker: int, work: WorkBatch) -> None:
         assert work.together
         self.groups.append(len(work.orders))
-        self.answers.append(Answer([Done(Outcome(reason=each.device), next(self.joint)) for each in work.orders]))
+        self.answers.append(
+            WorkerReply([WorkOutcome(WorkResult(reason=each.device), next(self.joint)) for each in work.orders])
+        )
 
-    def receive_replies(self, *, block: bool) -> list[tuple[int, Answer | None]]:
-        found: list[tuple[int, Answer | None]] = [(0, answer) for answer in self.answers]
+    def receive_replies(self, *, block: bool) -> list[tuple[int, WorkerReply | None]]:
+        found: list[tuple[int, WorkerReply | None]] = [(0, answer) for answer in self.answers]
         self.answers = []
         return found
 
     def start(self, folder: Path) -> None: ...
 
-    def send_setup(self, setup: Setup) -> None: ...
+    def send_setup(self, setup: PoolSetup) -> None: ...
 
     def wait_until_ready(self) -> None: ...
 
@@ -48,12 +50,12 @@ class Grouped:
 
     def __init__(self) -> None:
         self.worker = Recorded()
-        self.pool = Pool(self.worker, [], together=True)
+        self.pool = WorkerPool(self.worker, [], together=True)
 
     def call(self, joint: Sequence[bool]) -> list[int]:
         """The groups of one call; each order's answer is its own."""
         self.worker.groups, self.worker.joint = [], iter(joint)
-        orders = [Order(TASK, f"dev-{index}", 0, {}, {}, None, "cache", "out") for index in range(len(joint))]
+        orders = [WorkRequest(TASK, f"dev-{index}", 0, {}, {}, None, "cache", "out") for index in range(len(joint))]
         assert [(order, outcome.reason) for order, outcome in self.pool.run_requests(orders)] == [
             (order, order.device) for order in orders
         ]

@@ -9,14 +9,15 @@ from pathlib import Path
 import plain
 import pytest
 
-from fedquilt.coordinator.settings import Adversaries
+from fedquilt.coordinator.settings import AdversarySettings
 from fedquilt.core import BlobRef, StoreError
-from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.tools.simulation import adversaries, parcels
-from fedquilt.tools.simulation.ray_node import Files
-from fedquilt.tools.simulation.workers import Done
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.tools.simulation import adversaries
+from fedquilt.tools.simulation.workers import packages
+from fedquilt.tools.simulation.workers.protocol import WorkOutcome
+from fedquilt.tools.simulation.workers.ray.node import NodeFiles
 
-LYING = Adversaries(share=0.2, attack="inner_product")
+LYING = AdversarySettings(share=0.2, attack="inner_product")
 
 
 def sha256(payload: bytes) -> str:
@@ -32,7 +33,7 @@ def written(path: Path, payload: bytes) -> str:
     return str(path)
 
 
-def order(folder: Path, **changes: object) -> Order:
+def order(folder: Path, **changes: object) -> WorkRequest:
     task = plain.task(bundles={"model": ref(b"weights")})
     given = {
         "data": {"share": "dev-0", **adversaries.make_attack_data(LYING)},
@@ -44,21 +45,21 @@ def order(folder: Path, **changes: object) -> Order:
         "whole_bytes": 8,
     }
     honest = written(folder / "honest", b"what others sent")
-    made = Order(task=task, device="dev-0", budget_bytes=1, **{**given, **changes})  # type: ignore[arg-type]
+    made = WorkRequest(task=task, device="dev-0", budget_bytes=1, **{**given, **changes})  # type: ignore[arg-type]
     return adversaries.add_honest_mean(made, honest)
 
 
 def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_own_in(tmp_path: Path) -> None:
     """Bundle, private state and what adversaries overheard; everything else stays as it is."""
     given = order(tmp_path)
-    sent, files = parcels.pack_request(given)
+    sent, files = packages.pack_request(given)
     assert str(tmp_path) not in repr(sent)
     assert files == {
         sha256(b"weights"): given.bundles["model"],
         sha256(b"private state"): given.private,
         sha256(b"what others sent"): str(tmp_path / "honest"),
     }
-    there = parcels.unpack_request(sent, lambda content: f"/node/{content}", "/node/caches", "/node/out")
+    there = packages.unpack_request(sent, lambda content: f"/node/{content}", "/node/caches", "/node/out")
     assert there.bundles == {"model": f"/node/{sha256(b'weights')}"}
     assert there.private == f"/node/{sha256(b'private state')}"
     assert there.data == adversaries.add_honest_mean(given, f"/node/{sha256(b'what others sent')}").data
@@ -67,25 +68,25 @@ def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_o
 
 @pytest.mark.parametrize("data", [{}, adversaries.make_attack_data(LYING)])
 def test_an_order_of_a_board_that_overhears_nobody_keeps_its_data(data: dict[str, object]) -> None:
-    given = Order(
+    given = WorkRequest(
         task=plain.task(), device="dev-0", budget_bytes=1, data=data, bundles={}, private=None, cache="", out=""
     )
-    sent, files = parcels.pack_request(given)
+    sent, files = packages.pack_request(given)
     assert (sent.data, files) == (data, {})
-    assert parcels.unpack_request(sent, str, "/node/caches", "/node/out").data == data
+    assert packages.unpack_request(sent, str, "/node/caches", "/node/out").data == data
 
 
 def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written_it(tmp_path: Path) -> None:
     """A bundle of 8 bytes and more in a file, a smaller one with the outcome, private state in its file."""
     given = order(tmp_path)
     small, large, private = b"small", b"larger than eight", b"left for the next round"
-    outcome = Outcome(
+    outcome = WorkResult(
         bundles={"a": ref(small), "b": ref(large)},
         blobs={sha256(small): small, sha256(large): large},
         private=ref(private),
     )
-    made = parcels.Made([Done(outcome, False)], {sha256(private): private})
-    (done,) = parcels.write_outputs([given], made)
+    made = packages.WorkResults([WorkOutcome(outcome, False)], {sha256(private): private})
+    (done,) = packages.write_outputs([given], made)
     assert done.outcome.blobs == {sha256(small): small}
     assert (tmp_path / f"dev-0.{sha256(large)}").read_bytes() == large
     assert (tmp_path / "dev-0.private.safetensors").read_bytes() == private
@@ -94,12 +95,12 @@ def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written
 # -- the files of a node --------------------------------------------------------------------------
 
 
-def files(node: Path, worker: str, store: dict[str, bytes], fetched: list[str], most_bytes: int = 1 << 20) -> Files:
+def files(node: Path, worker: str, store: dict[str, bytes], fetched: list[str], most_bytes: int = 1 << 20) -> NodeFiles:
     def fetch(reference: str) -> bytes:
         fetched.append(reference)
         return store[reference]
 
-    return Files(node, node / worker, fetch, most_bytes)
+    return NodeFiles(node, node / worker, fetch, most_bytes)
 
 
 def test_a_content_is_fetched_once_for_all_workers_of_a_node(tmp_path: Path) -> None:

@@ -13,17 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import bundle, cost_model, profiles, tensors
+from fedquilt import profiles
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples, JobError
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.costs import cost_model
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
-from fedquilt.testing.toys import point_members, toy_bundle
-from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.carriers import Hands
-from fedquilt.tools.simulation.run import Outcomes, simulate
+from fedquilt.testing.toy_networks import point_members, toy_bundle
+from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.run import RunOutcomes, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
-from fedquilt.tools.simulation.workers import SINGLE
+from fedquilt.tools.simulation.workers.backend import WorkBackend
+from fedquilt.tools.simulation.workers.protocol import SINGLE
 
 JOB = {
     "name": "toy",
@@ -38,15 +41,15 @@ JOB = {
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
     made = toy_bundle()
-    bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
+    job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
 
 
-def play(folder: Path, members: list[Member] | None = None, *, job: Any = (), **options: Any) -> Outcomes:
+def play(folder: Path, members: list[DeviceData] | None = None, *, job: Any = (), **options: Any) -> RunOutcomes:
     return simulate(settings.parse_job({**JOB, **dict(job)}), folder, members or point_members(5, 13), **options)
 
 
-def bits(outcome: Outcomes) -> bytes:
+def bits(outcome: RunOutcomes) -> bytes:
     return tensors.encode_tensors(outcome.artefact.tensors)
 
 
@@ -71,12 +74,12 @@ def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder
     given = point_members(5, 13)
     held: list[weakref.ref[np.ndarray]] = []
 
-    def one_by_one() -> Iterator[Member]:
+    def one_by_one() -> Iterator[DeviceData]:
         for member in given:
             assert sum(ref() is not None for ref in held) <= 1
             x = member.train.x.copy()
             held.append(weakref.ref(x))
-            yield Member(member.device, Examples(x, member.train.y), member.held)
+            yield DeviceData(member.device, Examples(x, member.train.y), member.held)
             del x
 
     streamed = simulate(settings.parse_job(JOB), folder, one_by_one())
@@ -89,9 +92,9 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
     kinds = ["jetson-tx2", "raspberry-pi-5"]
     outcome = play(folder, job={"fleet": {"boards": kinds, "policy": "board"}})
     points = [profiles.load_board_profile(name).operating_points()[0] for name in kinds]
-    model = bundle.load_bundle(folder).load("model")
+    model = job_bundle.load_bundle(folder).load("model")
     order = fedavg.training_task_spec(
-        fedavg.init(bundle.load_bundle(folder), settings.parse_params(settings.parse_job(JOB)), 0), {"model": model}
+        fedavg.init(job_bundle.load_bundle(folder), settings.parse_params(settings.parse_job(JOB)), 0), {"model": model}
     )
     work = order.work.total_for_examples(13)
     assert work.flops == 3 * 100.0 * 2 * 13
@@ -108,11 +111,11 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
 def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folder: Path) -> None:
     """Of everybody who holds examples out, and of a test set that nobody has; they cost the devices nothing."""
     members = point_members(4, 13)
-    members[1] = Member(members[1].device, members[1].train, Examples(members[1].held.x[:0], members[1].held.y[:0]))
+    members[1] = DeviceData(members[1].device, members[1].train, Examples(members[1].held.x[:0], members[1].held.y[:0]))
     test = members[0].train
     told: list[tuple[int, Any, dict[str, Any], Any]] = []
 
-    def observe(simulation: Simulation, hands: Hands) -> None:
+    def observe(simulation: Simulation, hands: WorkBackend) -> None:
         told.append(
             (
                 simulation.completed_rounds,
@@ -124,7 +127,7 @@ def test_evaluations_beside_the_rounds_are_of_the_state_that_was_committed(folde
 
     outcome = play(folder, members, test=test, observe=observe)
     assert [each[0] for each in told] == [0, 1, 2, 3]
-    engine, network = NumpyEngine(1 << 40, base_bytes=0), bundle.load_bundle(folder).meta["network"]
+    engine, network = NumpyEngine(1 << 40, base_bytes=0), job_bundle.load_bundle(folder).meta["network"]
     for _, model, devices, tested in told:
         assert sorted(devices) == ["dev-0", "dev-2", "dev-3"]
         for index in (0, 2, 3):
@@ -139,7 +142,7 @@ def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_
     """As on boards: its refusal is in the log, with the reason that its engine gives."""
     members = point_members(3, 13)
     bad = members[1].train
-    members[1] = Member(members[1].device, Examples(bad.x * np.float32(1e30), bad.y), members[1].held)
+    members[1] = DeviceData(members[1].device, Examples(bad.x * np.float32(1e30), bad.y), members[1].held)
     seen: dict[str, str] = {}
     outcome = play(folder, members, workers=2, observe=lambda simulation, hands: seen.update(simulation.refusals))
     assert all(round.devices == ("dev-0", "dev-2") for round in outcome.rounds)
@@ -157,7 +160,7 @@ def test_too_few_and_too_many_workers_are_refused(folder: Path, workers: int) ->
 @pytest.mark.parametrize("engine", ["numpy", "onnx", "torch"])
 def test_a_process_that_forks_the_workers_has_one_thread(engine: str) -> None:
     """What it imports before starts no other: a lock that such a one held would stay locked in every worker."""
-    code = "import os, sys; from fedquilt.tools.simulation import pool_worker; pool_worker.import_engine(sys.argv[1]); "
+    code = "import os, sys; from fedquilt.tools.simulation.workers import worker; worker.import_engine(sys.argv[1]); "
     code += "print(len(os.listdir('/proc/self/task')))"
     told = subprocess.run(
         [sys.executable, "-c", code, engine], env={**os.environ, **SINGLE}, capture_output=True, text=True, check=True

@@ -14,10 +14,11 @@ from carried import Outcome, plan, simulated
 from ray_nodes import Nodes, Watched, cluster, hands
 
 from fedquilt.core import JobError
-from fedquilt.tools.simulation import agents, carriers
-from fedquilt.tools.simulation.pool import Pool
-from fedquilt.tools.simulation.ray_workers import RayWorkers
-from fedquilt.tools.simulation.workers import PoolError
+from fedquilt.tools.simulation import agents
+from fedquilt.tools.simulation.workers import backend
+from fedquilt.tools.simulation.workers.pool import WorkerPool
+from fedquilt.tools.simulation.workers.protocol import PoolError
+from fedquilt.tools.simulation.workers.ray.workers import RayWorkers
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedquilt[ray]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
@@ -40,9 +41,9 @@ def second(nodes: Nodes) -> Iterator[Any]:
     nodes.kill(node)
 
 
-def here(given: agents.Plan, tmp_path: Path) -> Outcome:
+def here(given: agents.FleetPlan, tmp_path: Path) -> Outcome:
     """What the job comes to in this process."""
-    return simulated(given, carriers.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
+    return simulated(given, backend.make_local_backend(given.load_devices()[0])[0], tmp_path / "here")
 
 
 def test_a_worker_that_is_killed_amid_an_order_changes_no_bit(tmp_path: Path, nodes: Nodes, second: Any) -> None:
@@ -107,7 +108,7 @@ def test_a_node_with_another_fedquilt_is_refused_by_name(
     workers = RayWorkers("numpy", "ray", count=None, mixed=True)
     said = r"older \(Ray node \w+\) has other code than this machine: fedquilt 0\.0\.9 \(\w+\), not 0\.1\.0 \(\w+\)"
     try:
-        with pytest.raises(JobError, match=said), Pool(workers, given.load_devices()[0]) as pool:
+        with pytest.raises(JobError, match=said), WorkerPool(workers, given.load_devices()[0]) as pool:
             pool.wait_until_ready()
     finally:
         nodes.kill(node)
@@ -125,11 +126,11 @@ def test_a_node_whose_libraries_differ_is_refused_by_name_unless_nodes_may_be_mi
     node = nodes.add("mixed", {"PYTHONPATH": str(told.parent)})
     given = plan("fedavg", tmp_path)
     try:
-        alike = Pool(RayWorkers("numpy", "ray", count=None, mixed=False), given.load_devices()[0])
+        alike = WorkerPool(RayWorkers("numpy", "ray", count=None, mixed=False), given.load_devices()[0])
         with pytest.raises(JobError, match=r"(mixed|one) .*differs from .*: numpy .*--mixed"), alike:
             alike.wait_until_ready()
         workers = RayWorkers("numpy", "ray", count=None, mixed=True)
-        with Pool(workers, given.load_devices()[0]) as pool:
+        with WorkerPool(workers, given.load_devices()[0]) as pool:
             pool.wait_until_ready()
             assert {each.libraries["numpy"] for each in workers.machines.values()} > {"1.26.4"}
     finally:
@@ -139,7 +140,7 @@ def test_a_node_whose_libraries_differ_is_refused_by_name_unless_nodes_may_be_mi
 def test_more_workers_than_processors_are_refused(tmp_path: Path, nodes: Nodes) -> None:
     """With how many there are."""
     workers = RayWorkers("numpy", "ray", count=40, mixed=False)
-    with pytest.raises(JobError, match=r"40 workers: the Ray cluster has \d+ processors"), Pool(workers, []):
+    with pytest.raises(JobError, match=r"40 workers: the Ray cluster has \d+ processors"), WorkerPool(workers, []):
         pass
 
 
@@ -147,6 +148,9 @@ def test_a_cluster_that_does_not_answer_is_told_with_its_address(monkeypatch: py
     """And with what it needs."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     workers = RayWorkers("numpy", "ray", count=None, mixed=False)
-    with pytest.raises(PoolError, match=r"no Ray could be reached at 127\.0\.0\.1:9 .*same token"), Pool(workers, []):
+    with (
+        pytest.raises(PoolError, match=r"no Ray could be reached at 127\.0\.0\.1:9 .*same token"),
+        WorkerPool(workers, []),
+    ):
         pass
     assert "OMP_NUM_THREADS" in os.environ

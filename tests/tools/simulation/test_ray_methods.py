@@ -11,14 +11,15 @@ from carried import plan, simulated
 from ray_nodes import Watched, cluster, hands
 
 from fedquilt import methods
-from fedquilt.tools.simulation import agents, carriers
-from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation import agents
+from fedquilt.tools.simulation.workers import backend
+from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'fedquilt[ray]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 SOME = ("fedavg", "fedpews", "fedrep", "scaffold")
-Carried = Callable[[agents.Plan], tuple[Watched, Hands]]
+Carried = Callable[[agents.FleetPlan], tuple[Watched, WorkBackend]]
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,9 @@ def carried() -> Iterator[Carried]:
     """Workers by engine, on two nodes with a processor for each; all jobs here have the same devices and examples."""
     with cluster() as nodes, contextlib.ExitStack() as stack:
         nodes.add("two")
-        made: dict[str, tuple[Watched, Hands]] = {}
+        made: dict[str, tuple[Watched, WorkBackend]] = {}
 
-        def find(given: agents.Plan) -> tuple[Watched, Hands]:
+        def find(given: agents.FleetPlan) -> tuple[Watched, WorkBackend]:
             engine = str(given.job.engine)
             if engine not in made:
                 stack.close()  # the processors are free for another engine's workers
@@ -48,7 +49,7 @@ def test_bits_on_two_ray_nodes_are_those_of_one_process(name: str, tmp_path: Pat
     given = plan(name, tmp_path)
     workers, made = carried(given)
     workers.nodes.clear()
-    here = carriers.make_local_backend(given.load_devices()[0])[0]
+    here = backend.make_local_backend(given.load_devices()[0])[0]
     assert simulated(given, made, tmp_path / "ray") == simulated(given, here, tmp_path / "here")
     assert len(workers.machines) == 2
     assert workers.nodes

@@ -12,19 +12,26 @@ import numpy as np
 import pytest
 from simulated_fleets import Fleet, facts
 
-from fedquilt.coordinator.facts import Answered, Asked, Committed, Declined, Ended, Reopened
-from fedquilt.core import Answer, DataError, DiskFullError, Method, ModelError, Site, Task
+from fedquilt.coordinator.rounds.events import (
+    CohortSelected,
+    JobEnded,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+)
+from fedquilt.core import ClientContext, ClientResult, DataError, DiskFullError, Method, ModelError, Task
 from fedquilt.methods import fedavg
-from fedquilt.testing.toys import point_members
+from fedquilt.testing.toy_networks import point_members
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 DEVICES = {"dev-0", "dev-1", "dev-2"}
 
 
-def broken(fail: Callable[[Task, Site], Any], devices: set[str]) -> Method:
+def broken(fail: Callable[[Task, ClientContext], Any], devices: set[str]) -> Method:
     """Return FedAvg whose client half fails on these devices."""
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         if site.device in devices:
             fail(task, site)
         return fedavg.METHOD.work(task, site)
@@ -32,19 +39,19 @@ def broken(fail: Callable[[Task, Site], Any], devices: set[str]) -> Method:
     return replace(fedavg.METHOD, work=work)
 
 
-def diverge(task: Task, site: Site) -> None:
+def diverge(task: Task, site: ClientContext) -> None:
     """Train with a learning rate that no loss survives, until the engine refuses."""
     fedavg.METHOD.work(msgspec.structs.replace(task, params={**task.params, "lr": 1e9, "epochs": 20}), site)
 
 
-def raising(error: Exception) -> Callable[[Task, Site], Any]:
-    def fail(task: Task, site: Site) -> None:
+def raising(error: Exception) -> Callable[[Task, ClientContext], Any]:
+    def fail(task: Task, site: ClientContext) -> None:
         raise error
 
     return fail
 
 
-CAUSES: dict[str, tuple[Callable[[Task, Site], Any], str]] = {
+CAUSES: dict[str, tuple[Callable[[Task, ClientContext], Any], str]] = {
     "diverged": (diverge, r"training diverged in round 0 on 3 of 3 devices \(.*learning rate 1e\+09\)\.\nFix: lower "),
     "data": (
         raising(DataError("a.csv, line 3: the value is missing")),
@@ -67,7 +74,7 @@ CAUSES: dict[str, tuple[Callable[[Task, Site], Any], str]] = {
 
 
 def attempts(ended: Simulation) -> list[tuple[int, int]]:
-    return [(fact.round, fact.attempt) for fact in facts(ended, Asked)]
+    return [(fact.round, fact.attempt) for fact in facts(ended, CohortSelected)]
 
 
 @pytest.mark.parametrize("code", CAUSES)
@@ -77,8 +84,8 @@ def test_what_fails_on_every_device_ends_the_job_in_one_attempt_with_cause_and_f
     ended = fleet.played(method=broken(fail, DEVICES))
     assert ended.status == "failed"
     assert attempts(ended) == [(0, 0)]
-    assert [fact.code for fact in facts(ended, Declined)] == [code] * 3
-    (end,) = facts(ended, Ended)
+    assert [fact.code for fact in facts(ended, TaskDeclined)] == [code] * 3
+    (end,) = facts(ended, JobEnded)
     assert end.code == code
     assert re.match(reason, end.reason), end.reason
     assert end.reason.count("\n") == 1
@@ -90,31 +97,31 @@ def test_what_fails_on_one_device_costs_the_others_no_attempt(fleet: Fleet, code
     ended = fleet.played(method=broken(CAUSES[code][0], {"dev-1"}))
     assert ended.status == "done"
     assert attempts(ended) == [(0, 0), (1, 0)]
-    declined = [(fact.round, fact.device, fact.code) for fact in facts(ended, Declined)]
+    declined = [(fact.round, fact.device, fact.code) for fact in facts(ended, TaskDeclined)]
     assert declined == ([(0, "dev-1", "data")] if code == "data" else [(0, "dev-1", code), (1, "dev-1", code)])
-    assert {fact.update.device for fact in facts(ended, Answered)} == {"dev-0", "dev-2"}
+    assert {fact.update.device for fact in facts(ended, UpdateAccepted)} == {"dev-0", "dev-2"}
 
 
 def test_a_passing_failure_is_tried_again(fleet: Fleet) -> None:
     """An error of the file system that is gone at the second try."""
     left = dict.fromkeys(DEVICES, 1)
 
-    def fail(task: Task, site: Site) -> None:
+    def fail(task: Task, site: ClientContext) -> None:
         if left[site.device]:
             left[site.device] -= 1
             raise OSError(5, "Input/output error")
 
     ended = fleet.played(method=broken(fail, DEVICES))
     assert ended.status == "done"
-    assert [fact.code for fact in facts(ended, Declined)] == ["disk"] * 3
+    assert [fact.code for fact in facts(ended, TaskDeclined)] == ["disk"] * 3
     assert attempts(ended) == [(0, 0), (0, 1), (1, 0)]
-    assert len(facts(ended, Reopened)) == 1
+    assert len(facts(ended, RoundRetried)) == 1
 
 
 def test_an_update_with_nan_that_no_engine_noticed_is_diverged_too(fleet: Fleet) -> None:
     """A method's own arithmetic may spoil what the engine has trained."""
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         answer = fedavg.METHOD.work(task, site)
         spoiled = {name: array * np.float32(np.nan) for name, array in answer.bundles["model"].items()}
         return replace(answer, bundles={"model": spoiled})
@@ -141,8 +148,8 @@ def test_a_loss_that_never_changes_is_noted_with_its_likely_cause(fleet: Fleet) 
     """Once, after five rounds; a training that learns has no such note."""
     params = {"lr": 1e-12, "epochs": 1, "batch": 4}
     still, learns = (fleet.played(rounds=7, params=given) for given in (params, {**params, "lr": 0.05}))
-    notes = [(fact.round, note) for fact in facts(still, Committed) for note in fact.notes]
+    notes = [(fact.round, note) for fact in facts(still, RoundCommitted) for note in fact.notes]
     assert [round for round, _ in notes] == [4]
     assert "the loss has stayed at " in notes[0][1]
     assert notes[0][1].endswith("for 5 rounds: the learning rate is probably too low (1e-12): raise [params] lr")
-    assert not [note for fact in facts(learns, Committed) for note in fact.notes]
+    assert not [note for fact in facts(learns, RoundCommitted) for note in fact.notes]

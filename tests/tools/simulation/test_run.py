@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from fedquilt import methods, tensors
-from fedquilt.coordinator.cohort import select_cohort
-from fedquilt.core import Answer, Contribution, JobError, Method, Site, Task
-from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.testing.toys import make_job, point_members, run_method, toy_bundle, write_bundle
-from fedquilt.tools.simulation import carriers, run
-from fedquilt.tools.simulation.carriers import Hands
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds.cohort_selection import select_cohort
+from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, JobError, Method, Task
+from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
+from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
+from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers import backend
+from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 
@@ -47,7 +49,7 @@ def counting(seen: list[str]) -> Method:
     """FedAvg whose devices count their tasks in their caches: "dev-0 1" and so on."""
     method = methods.load("fedavg")
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         file = site.cache / "tasks"
         count = int(file.read_text()) + 1 if file.exists() else 1
         file.write_text(str(count))
@@ -67,7 +69,7 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
     now_s = 0.0
     monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     simulation = begin(rounds=3)
-    hands, _ = carriers.make_local_backend(point_members(5, 13), engine=engine)
+    hands, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
 
     def carry(asked: Any) -> Any:
         nonlocal now_s
@@ -89,7 +91,7 @@ def test_runs_abreast_are_what_each_is_alone(begin: Any, engine: NumpyEngine) ->
         {"params": {"lr": 0.05}, "rounds": 1},
         {"seed": 2, "rounds": 3, "cohort": {"size": 2}},
     ]
-    carry, _ = carriers.make_local_backend(point_members(5, 13), engine=engine)
+    carry, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
     abreast = [begin("scaffold", **table) for table in tables]
     assert [len(each.rounds) for each in run.run_rounds(abreast, carry) if each.has_ended] == [1, 3, 3]
     assert [sum(len(round.devices) for round in each.rounds) for each in abreast] == [15, 5, 6]
@@ -105,7 +107,7 @@ def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: N
     """Which lives as long as the run."""
     seen: list[str] = []
     method = counting(seen)
-    carry, _ = carriers.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
+    carry, _ = backend.make_local_backend(point_members(5, 13), load=lambda name: method, engine=engine)
     for _ in run.run_rounds([begin(method=method, rounds=2, cohort={"size": 1}) for _ in range(2)], carry):
         pass
     assert sorted(seen) == sorted(
@@ -120,7 +122,7 @@ def test_the_cohort_is_the_coordinators(engine: NumpyEngine) -> None:
     """Two of five devices in each round, drawn from the seed and the round; all of them get a turn."""
     rounds: list[tuple[str, ...]] = []
 
-    def observe(simulation: Simulation, hands: Hands) -> None:
+    def observe(simulation: Simulation, hands: WorkBackend) -> None:
         rounds[:] = [each.devices for each in simulation.rounds]
 
     run_method(
@@ -143,7 +145,7 @@ def test_bytes_are_those_of_contents_and_each_goes_to_a_device_once(engine: Nump
     size = len(tensors.encode_tensors(toy_bundle().load("model")))
     taken: list[tuple[int, int]] = []
 
-    def observe(simulation: Simulation, hands: Hands) -> None:
+    def observe(simulation: Simulation, hands: WorkBackend) -> None:
         taken[:] = [(each.down_bytes, each.up_bytes) for each in simulation.rounds]
 
     run_method("fedavg", toy_bundle(), point_members(3), SMALL, engine=engine, observe=observe, rounds=2)
@@ -158,7 +160,7 @@ def test_a_codec_makes_updates_smaller_and_the_model_another(codec: str, engine:
     taken: dict[str, tuple[int, int]] = {}
 
     def models(codec: str) -> list[bytes]:
-        def observe(simulation: Simulation, hands: Hands) -> None:
+        def observe(simulation: Simulation, hands: WorkBackend) -> None:
             if simulation.rounds:
                 taken[codec] = (simulation.rounds[0].down_bytes, simulation.rounds[0].up_bytes)
 
@@ -197,7 +199,7 @@ def test_an_engine_that_is_given_stays_open_however_many_budgets_there_are(engin
 def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
     """A client half that cannot work on any device ends the job after its attempts, with the first one's reason."""
 
-    def work(task: Task, site: Site) -> Answer:
+    def work(task: Task, site: ClientContext) -> ClientResult:
         raise ValueError("the dog ate it")
 
     broken = replace(methods.load("fedavg"), work=work)
@@ -237,12 +239,12 @@ def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: Nu
     method = methods.load("fedavg")
     seen: list[str] = []
 
-    def fold(state: Any, so_far: Any, update: Contribution) -> Any:
+    def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         seen.append(update.device)
         return method.fold(state, so_far, update)
 
     simulation = begin(method=replace(method, fold=fold), rounds=2)
-    carry, _ = carriers.make_local_backend(point_members(5, 13), engine=engine)
+    carry, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
     for _ in run.run_rounds([simulation], carry):
         pass
     assert seen == [f"dev-{i}" for i in range(5)] * 2

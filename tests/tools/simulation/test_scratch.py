@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.tools.simulation.scratch import Scratch
+from fedquilt.tools.simulation.scratch_folders import ScratchFolder
 
-HOLDS = "from fedquilt.tools.simulation.scratch import Scratch; s = Scratch(); print(s.path, flush=True); input()"
+HOLDS = (
+    "from fedquilt.tools.simulation.scratch_folders import ScratchFolder; "
+    "s = ScratchFolder(); print(s.path, flush=True); input()"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +32,14 @@ def test_a_folder_goes_with_what_is_in_it_however_it_is_left(place: Path) -> Non
     """Also by an error; cleaning up twice does no harm."""
 
     def interrupted() -> None:
-        with Scratch() as folder:
+        with ScratchFolder() as folder:
             (folder / "deep").mkdir()
             (folder / "deep" / "file").write_text("x")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    made = Scratch()
+    made = ScratchFolder()
     made.cleanup()
     made.cleanup()
     assert list(place.iterdir()) == []
@@ -59,7 +62,7 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_holds_stays(place
     (held[0] / "file").write_text("left behind")
     killed.kill()
     killed.communicate()
-    with Scratch() as own:
+    with ScratchFolder() as own:
         assert {path.name for path in place.iterdir()} == {
             "fedquilt-older",
             "fedquilt-scratch-file",
@@ -87,7 +90,7 @@ def test_a_folder_that_was_removed_before_it_could_be_locked_is_made_again(
         return found
 
     monkeypatch.setattr(tempfile, "mkdtemp", seen)
-    with Scratch() as folder:
+    with ScratchFolder() as folder:
         assert folder.exists()
         assert str(folder) != first[0]
 
@@ -105,6 +108,6 @@ def test_a_folder_that_was_removed_before_it_could_be_opened_is_made_again(monke
         return found
 
     monkeypatch.setattr(tempfile, "mkdtemp", taken)
-    with Scratch() as folder:
+    with ScratchFolder() as folder:
         assert folder.exists()
         assert str(folder) != first[0]

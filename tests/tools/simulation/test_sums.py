@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from fedquilt import bundle, tensors
+from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.folding import Folding
-from fedquilt.coordinator.summing import Summing
-from fedquilt.testing.toys import point_members, toy_bundle
-from fedquilt.tools.simulation.pool import Pool
+from fedquilt.coordinator.updates.aggregator import Aggregator
+from fedquilt.coordinator.updates.partial_aggregate import PartialAggregate
+from fedquilt.formats import job_bundle
+from fedquilt.testing.toy_networks import point_members, toy_bundle
 from fedquilt.tools.simulation.run import simulate
-from fedquilt.tools.simulation.sums import Sums
+from fedquilt.tools.simulation.workers.partial_sums import OutcomeSums
+from fedquilt.tools.simulation.workers.pool import WorkerPool
 
 JOB: dict[str, Any] = {
     "name": "toy",
@@ -29,7 +30,7 @@ JOB: dict[str, Any] = {
 def folder(tmp_path: Path) -> Path:
     """A prepared bundle of the toy network."""
     made = toy_bundle()
-    bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
+    job_bundle.write_bundle(tmp_path / "bundle", made.meta, {"model": tensors.encode_tensors(made.load("model"))})
     return tmp_path / "bundle"
 
 
@@ -37,18 +38,18 @@ def folder(tmp_path: Path) -> Path:
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Of how many devices sums have come, and how many updates the coordinator has folded itself."""
     found: dict[str, list[int]] = {"sums": [], "folded": []}
-    apart, added = Folding.add_pending_sum, Summing._add_update
+    apart, added = PartialAggregate.add_pending_sum, Aggregator._add_update
 
-    def put_apart(self: Folding, given: Any, total: Any) -> None:
+    def put_apart(self: PartialAggregate, given: Any, total: Any) -> None:
         found["sums"].append(len(given))
         apart(self, given, total)
 
-    def one(self: Summing, given: Any) -> Any:
+    def one(self: Aggregator, given: Any) -> Any:
         found["folded"].append(1)
         return added(self, given)
 
-    monkeypatch.setattr(Folding, "add_pending_sum", put_apart)
-    monkeypatch.setattr(Summing, "_add_update", one)
+    monkeypatch.setattr(PartialAggregate, "add_pending_sum", put_apart)
+    monkeypatch.setattr(Aggregator, "_add_update", one)
     return found
 
 
@@ -94,7 +95,7 @@ def test_updates_whose_sum_does_not_come_to_be_are_folded_one_by_one(
     folder: Path, taken: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their outcomes have said that it follows, and were examined meanwhile."""
-    monkeypatch.setattr(Pool, "_wait_for_sum", lambda self, package: b"")
+    monkeypatch.setattr(WorkerPool, "_wait_for_sum", lambda self, package: b"")
     on_a_pool = played(folder, 2)
     assert taken == {"sums": [1] * 6 + [6, 6], "folded": [1] * 18}
     assert played(folder, 0) == on_a_pool
@@ -102,6 +103,6 @@ def test_updates_whose_sum_does_not_come_to_be_are_folded_one_by_one(
 
 def test_what_cannot_be_folded_gives_no_sum(tmp_path: Path) -> None:
     """The coordinator comes upon it then, and says what it is."""
-    sums = Sums()
+    sums = OutcomeSums()
     assert not sums.prepare_sum(str(tmp_path / "nothing"), [], [])
     assert sums.pack_sum() == b""

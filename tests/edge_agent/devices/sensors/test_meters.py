@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fedquilt.core import Covers, Power
-from fedquilt.edge_agent.devices.sensors.meters import PATIENCE_S, Widest
+from fedquilt.edge_agent.devices.sensors.meters import PATIENCE_S, WidestRangeMeter
 
 
 @dataclass
@@ -26,19 +26,19 @@ class Fixed:
 def test_the_meter_of_the_board_is_taken_before_one_of_the_processor(turned: bool) -> None:
     """60 W at the wall and 15 W counted by the processor: it is 60 W, however the two are listed."""
     meters = [Fixed("processor", 15.0), Fixed("board", 60.0)]
-    told = Widest(meters[::-1] if turned else meters).read(0.0)
+    told = WidestRangeMeter(meters[::-1] if turned else meters).read(0.0)
     assert (told.total_w, told.source) == (60.0, "board meter")
 
 
 def test_a_rail_is_told_beside_and_never_as_the_board() -> None:
-    told = Widest([Fixed("rail", 5.0)]).read(0.0)
+    told = WidestRangeMeter([Fixed("rail", 5.0)]).read(0.0)
     assert (told.total_w, told.rails_w) == (None, {"rail meter": 5.0})
 
 
 def test_a_narrower_meter_stands_in_only_when_the_wider_one_has_been_silent_for_a_while() -> None:
     """At once it would look as if the board took 15 W all of a sudden."""
     board = Fixed("board", 60.0)
-    both = Widest([Fixed("processor", 15.0), board])
+    both = WidestRangeMeter([Fixed("processor", 15.0), board])
     both.read(0.0)
     board.watts = None
     assert both.read(PATIENCE_S).total_w is None
@@ -50,14 +50,14 @@ def test_watts_that_no_board_draws_are_unknown(watts: float) -> None:
     """A plug that counts in another unit, or whose network failed, is not the fleet's hungriest board."""
     board = Fixed("board", watts)
     board.rails = {"a": watts, "b": 2.0}
-    told = Widest([board]).read(0.0)
+    told = WidestRangeMeter([board]).read(0.0)
     assert (told.total_w, told.rails_w) == (None, {"b": 2.0})
 
 
 def test_a_meter_that_holds_up_the_agent_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """The agent's loop waits for it, so that its broker seems not to answer."""
     passing = iter([0.0, 0.5, 10.0, 13.0, 20.0, 23.0])
-    meters = Widest([Fixed("board", 5.0)], lambda: next(passing))
+    meters = WidestRangeMeter([Fixed("board", 5.0)], lambda: next(passing))
     meters.read(0.0)
     assert caplog.messages == []
     meters.read(1.0)

@@ -17,11 +17,11 @@ def test_an_interrupted_run_prints_what_was_played(
     """The second batch of seeds is interrupted; the first one is reported, and the exit code is not that of success."""
     begun: list[list[int]] = []
 
-    def play(theatre: Any, seeds: Iterable[int], kinds: Sequence[str], among: Sequence[str]) -> search.Played:
+    def play(theatre: Any, seeds: Iterable[int], kinds: Sequence[str], among: Sequence[str]) -> search.SearchResult:
         begun.append(list(seeds))
         if len(begun) == 2:
             raise KeyboardInterrupt
-        return search.Played(len(begun[0]), 3 * len(begun[0]), Counter(), Counter({"noise": 7}), ())
+        return search.SearchResult(len(begun[0]), 3 * len(begun[0]), Counter(), Counter({"noise": 7}), ())
 
     monkeypatch.setattr(search, "play_seeds", play)
     monkeypatch.setattr(search, "prepare_process", lambda: None)
@@ -35,6 +35,6 @@ def test_an_interrupted_run_prints_what_was_played(
 
 def test_rounds_are_given_for_each_second_of_processor_time() -> None:
     """Of all processes together."""
-    played = search.Played(10, 300, Counter(), Counter(), ())
+    played = search.SearchResult(10, 300, Counter(), Counter(), ())
     first, *_ = search.report_lines(played, 2.0)
     assert first == "10 seeds, 300 rounds, 150 rounds for each second of processor time"

@@ -10,29 +10,29 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.coordinator.settings import parse_job
-from fedquilt.coordinator.store import Store
-from fedquilt.disk import Disk
-from fedquilt.edge_agent.state import Local
-from fedquilt.testing.faults.disk import Crash, SimDisk
-from fedquilt.testing.faults.platter import File, Platter
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.edge_agent.storage.agent_state import AgentState
+from fedquilt.host.disk import Disk
+from fedquilt.testing.faults.disk import SimDisk, SimulatedCrash
+from fedquilt.testing.faults.platter import SimulatedFileSystem, StoredFile
 
 ROLLS = range(60)
 
 
 @pytest.fixture
-def platter(tmp_path: Path) -> Platter:
+def platter(tmp_path: Path) -> SimulatedFileSystem:
     """A computer that keeps what is below /home."""
-    return Platter("/home", tmp_path)
+    return SimulatedFileSystem("/home", tmp_path)
 
 
-def names(platter: Platter, folder: str = "/home") -> set[str]:
+def names(platter: SimulatedFileSystem, folder: str = "/home") -> set[str]:
     """Names in a folder."""
     return {entry.name for entry in SimDisk(platter).entries(folder)}
 
 
-def test_it_does_what_the_real_one_does(platter: Platter, tmp_path: Path) -> None:
+def test_it_does_what_the_real_one_does(platter: SimulatedFileSystem, tmp_path: Path) -> None:
     """The same calls leave the same files, and fail with the same errors."""
     (tmp_path / "real").mkdir()
     told = [use(SimDisk(platter), "/home"), use(Disk(), str(tmp_path / "real"))]
@@ -104,11 +104,11 @@ def use(disk: Disk, home: str) -> list[object]:
     return found
 
 
-def test_only_what_was_synced_is_sure_to_survive(platter: Platter) -> None:
+def test_only_what_was_synced_is_sure_to_survive(platter: SimulatedFileSystem) -> None:
     """A file without a sync, or with one of it but not of its folder, may be gone, or torn, or whole."""
     seen = set()
     for seed in ROLLS:
-        computer = Platter("/home", Path())
+        computer = SimulatedFileSystem("/home", Path())
         disk = SimDisk(computer)
         disk.write("/home/a", b"a" * 200)
         disk.sync("/home/a")
@@ -129,7 +129,7 @@ def test_synced_bytes_survive_a_change_in_place_that_does_not_touch_them() -> No
     seen = set()
     for seed in ROLLS:
         for cut in (False, True):
-            computer = Platter("/home", Path())
+            computer = SimulatedFileSystem("/home", Path())
             disk = SimDisk(computer)
             disk.write("/home/a", b"a" * 128)
             disk.sync("/home/a")
@@ -143,10 +143,10 @@ def test_synced_bytes_survive_a_change_in_place_that_does_not_touch_them() -> No
     assert (True, b"") in seen
 
 
-def test_a_renamed_file_is_in_one_place(platter: Platter) -> None:
+def test_a_renamed_file_is_in_one_place(platter: SimulatedFileSystem) -> None:
     """Never in both, never in none, whatever else was synced."""
     for seed in ROLLS:
-        computer = Platter("/home", Path())
+        computer = SimulatedFileSystem("/home", Path())
         disk = SimDisk(computer)
         disk.make_folder("/home/x")
         disk.write("/home/x/a", b"1")
@@ -164,16 +164,16 @@ def test_a_renamed_file_is_in_one_place(platter: Platter) -> None:
 def test_what_coordinator_and_agent_have_stored_survives_from_the_first_moment(tmp_path: Path) -> None:
     """Also the folders that were made for it: a name that is not on the disk loses all that lies below it."""
     for seed in ROLLS:
-        computer = Platter("/home", tmp_path / str(seed))
+        computer = SimulatedFileSystem("/home", tmp_path / str(seed))
         (tmp_path / str(seed)).mkdir()
         disk = SimDisk(computer)
         store = Store(Path("/home/coordinator"), disk=disk)
         id = store.add_job(parse_job({"method": "fedavg", "rounds": 1, "name": "a"}), Path("/bundle"))
         kept = store.depot.store_bytes(b"state")
-        sent = Local(Path("/home/board"), disk=disk).depot.store_bytes(b"update")
+        sent = AgentState(Path("/home/board"), disk=disk).depot.store_bytes(b"update")
         computer.fail_power(random.Random(seed))
         assert disk.is_dir("/home/board/outbox")
-        assert Depot(Path("/home/board/blobs"), disk=disk).load(sent.sha256) == b"update"
+        assert BlobStore(Path("/home/board/blobs"), disk=disk).load(sent.sha256) == b"update"
         with Store(Path("/home/coordinator"), disk=disk) as again:
             assert again.depot.load(kept.sha256) == b"state"
             assert [row.id for row in again.readable_jobs()] == [id]
@@ -185,17 +185,17 @@ def test_a_commit_survives_and_one_under_way_is_there_or_not(tmp_path: Path) -> 
     for seed in ROLLS:
         folder = tmp_path / str(seed)
         folder.mkdir()
-        computer, calls = Platter("/home", folder), [0]
+        computer, calls = SimulatedFileSystem("/home", folder), [0]
 
         def gate(what: str, where: object, calls: list[int] = calls) -> None:
             calls[0] += what == "sync" and str(where).endswith("-wal")
             if calls[0] == 3:
-                raise Crash
+                raise SimulatedCrash
 
         store = Store(Path("/home"), disk=SimDisk(computer, gate))  # type: ignore[arg-type]
         insert = "insert into counters values (?, 1, x'')"
         store._db.execute(insert, ("first",))
-        with pytest.raises(Crash):
+        with pytest.raises(SimulatedCrash):
             store._db.execute(insert, ("second",))
         computer.fail_power(random.Random(seed))
         with Store(Path("/home"), disk=SimDisk(computer)) as again:
@@ -203,7 +203,7 @@ def test_a_commit_survives_and_one_under_way_is_there_or_not(tmp_path: Path) -> 
     assert seen == {1, 2}
 
 
-def test_a_full_disk_takes_a_part_and_says_so(platter: Platter) -> None:
+def test_a_full_disk_takes_a_part_and_says_so(platter: SimulatedFileSystem) -> None:
     """Half of the bytes are there; the error is the operating system's."""
 
     def gate(what: str, where: object) -> OSError | None:
@@ -215,7 +215,7 @@ def test_a_full_disk_takes_a_part_and_says_so(platter: Platter) -> None:
     assert SimDisk(platter).read("/home/a") == b"12"
 
 
-def test_a_bit_that_flips_is_flipped_for_good(platter: Platter) -> None:
+def test_a_bit_that_flips_is_flipped_for_good(platter: SimulatedFileSystem) -> None:
     """`rot` changes one bit of one file, also in the copy that survives a power failure; no file, no change."""
     disk = SimDisk(platter)
     for name in "ab":
@@ -225,20 +225,20 @@ def test_a_bit_that_flips_is_flipped_for_good(platter: Platter) -> None:
     assert platter.flip_bit(0.75)
     platter.fail_power(random.Random(0))
     assert [sum(disk.read(f"/home/{name}")) for name in "ab"] == [0, 1]
-    assert isinstance(platter.top.names["a"], File)
-    assert not Platter("/home", Path()).flip_bit(0.5)
+    assert isinstance(platter.top.names["a"], StoredFile)
+    assert not SimulatedFileSystem("/home", Path()).flip_bit(0.5)
 
 
 def test_a_link_leads_to_the_old_or_the_new_whenever_the_power_fails(tmp_path: Path) -> None:
     """Also between the new link and its name, which is made beside it."""
     seen = set()
     for roll in ROLLS:
-        platter = Platter("/home", tmp_path / str(roll))
+        platter = SimulatedFileSystem("/home", tmp_path / str(roll))
         disk = SimDisk(platter)
         for name in ("old", "new"):
             disk.make_durable_folder(f"/home/{name}")
         disk.repoint_link("/home/current", "old")
-        with contextlib.suppress(Crash):
+        with contextlib.suppress(SimulatedCrash):
             gate = _crash_at(roll % 5)
             SimDisk(platter, gate).repoint_link("/home/current", "new")
         platter.fail_power(random.Random(roll))
@@ -252,6 +252,6 @@ def _crash_at(call: int) -> Callable[[str, object], None]:
 
     def gate(what: str, where: object) -> None:
         if next(left, None) is None:
-            raise Crash
+            raise SimulatedCrash
 
     return gate

@@ -8,8 +8,17 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.testing.faults import search
-from fedquilt.testing.faults.schedule import KINDS, LATER, Crash, Cut, Schedule, Stop, draw_schedule, parse_schedule
-from fedquilt.testing.faults.world import Theatre
+from fedquilt.testing.faults.schedule import (
+    KINDS,
+    LATER,
+    ConnectionLoss,
+    FaultSchedule,
+    JobStop,
+    ProcessCrash,
+    draw_schedule,
+    parse_schedule,
+)
+from fedquilt.testing.faults.world import ScheduleEnvironment
 
 METHODS = ("fedavg", "ditto")
 
@@ -33,22 +42,22 @@ def test_a_text_that_is_none_is_refused(text: str) -> None:
 
 def test_a_failure_is_shrunk_to_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a crash of dev-1, whatever else happens: the other faults go, and the settings become plain."""
-    needed = Crash("dev-1", 40, True, 8.0)
-    long = Schedule(
+    needed = ProcessCrash("dev-1", 40, True, 8.0)
+    long = FaultSchedule(
         seed=3,
         method="ditto",
         rounds=4,
         check=2,
         jobs=2,
-        faults=(Stop(1.0, 20.0), needed, Cut("dev-0", 1.0, 30.0, True)),
+        faults=(JobStop(1.0, 20.0), needed, ConnectionLoss("dev-0", 1.0, 30.0, True)),
     )
 
-    def attempt(theatre: Theatre, plan: Schedule) -> search.Failure | Counter[str]:
-        crashed = any(isinstance(fault, Crash) and fault.call == 40 for fault in plan.faults)
-        return search.Failure(plan, "it fails") if crashed else Counter()
+    def attempt(theatre: ScheduleEnvironment, plan: FaultSchedule) -> search.FailedSchedule | Counter[str]:
+        crashed = any(isinstance(fault, ProcessCrash) and fault.call == 40 for fault in plan.faults)
+        return search.FailedSchedule(plan, "it fails") if crashed else Counter()
 
     monkeypatch.setattr(search, "run_plan", attempt)
-    short = search.shrink_failure(None, search.Failure(long, "it fails"))  # type: ignore[arg-type]
-    assert [type(fault) for fault in short.plan.faults] == [Crash]
+    short = search.shrink_failure(None, search.FailedSchedule(long, "it fails"))  # type: ignore[arg-type]
+    assert [type(fault) for fault in short.plan.faults] == [ProcessCrash]
     assert (short.plan.method, short.plan.rounds, short.plan.jobs, short.plan.check) == ("fedavg", 1, 1, 0)
     assert short.to_lines()[-1].startswith("fedquilt simulate --schedule 'seed=3 ")

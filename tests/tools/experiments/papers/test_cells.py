@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from fedquilt.tools.experiments.papers import cells
-from fedquilt.tools.experiments.single_run import Mark, Run
+from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
+from fedquilt.tools.lab.papers import cells
 
 
-def run(tests: Sequence[float | None], *, first: int = 1, **figures: float) -> Run:
+def run(tests: Sequence[float | None], *, first: int = 1, **figures: float) -> SeedRun:
     """A run with an evaluation on the test set after each round, from `first` on."""
     marks = [
-        Mark(
+        EvaluationPoint(
             rounds=rounds,
             test=test,
             held=None,
@@ -27,7 +27,7 @@ def run(tests: Sequence[float | None], *, first: int = 1, **figures: float) -> R
         )
         for rounds, test in enumerate(tests, first)
     ]
-    return Run(method="fedavg", seed=0, params={}, devices=2, tested=4, marks=tuple(marks), figures=figures)
+    return SeedRun(method="fedavg", seed=0, params={}, devices=2, tested=4, marks=tuple(marks), figures=figures)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.tools.experiments import intervals
-from fedquilt.tools.experiments.papers import claims
+from fedquilt.tools.experiments import tables
+from fedquilt.tools.lab.papers import claims
 
 
 def test_a_claim_holds_if_the_whole_interval_is_on_its_side() -> None:
     """Of 1, 2 and 3 the mean is 2 and the interval, with 4.303 at 2 degrees of freedom, 2 -+ 2.48."""
-    low, high = intervals.confidence_interval([1.0, 2.0, 3.0])
+    low, high = tables.confidence_interval([1.0, 2.0, 3.0])
     assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
     shown = claims.judge_claim([1.0, 2.0, 3.0], "points", at_least=0.0)
     assert (shown["verdict"], shown["reached"]) == ("not shown", False)  # though every seed is ahead
@@ -46,4 +46,4 @@ def test_claims_are_told_with_their_intervals_and_other_figures_as_a_benchs() ->
 def test_quantiles_are_students() -> None:
     """As tables of the distribution have them, where they are reckoned too."""
     for freedom, right in ((1, 12.706), (2, 4.303), (10, 2.228), (11, 2.201), (20, 2.086), (60, 2.000)):
-        assert intervals.t_quantile(freedom) == pytest.approx(right, abs=1e-3)
+        assert tables.t_quantile(freedom) == pytest.approx(right, abs=1e-3)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers.grid import merge_tables
+from fedquilt.tools.lab import papers
+from fedquilt.tools.lab.papers.grid import merge_tables
 
 pytest.importorskip("torch", reason="a network is trained")
 

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("torch", reason="a transformer is pre-trained and federated")
 
-from fedquilt.testing.toys import write_images
-from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers import fedsdg
-from fedquilt.tools.experiments.papers.grid import merge_tables
+from fedquilt.testing.toy_networks import write_images
+from fedquilt.tools.lab import papers
+from fedquilt.tools.lab.papers import fedsdg
+from fedquilt.tools.lab.papers.grid import merge_tables
 
 
 @pytest.mark.nightly
@@ -53,7 +53,7 @@ def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(tmp_path: Pat
 
 def test_claims_are_of_each_concentration_and_of_the_most_that_is_sent() -> None:
     """Ahead of FedLoRA by 10 points or so in each of three seeds; of local by 5, 0 and -5; some 110 % of bytes."""
-    from fedquilt.tools.experiments.papers import results
+    from fedquilt.tools.lab.papers import results
 
     held = {"fedsdg": [0.90, 0.80, 0.85], "fedlora": [0.80, 0.71, 0.74], "local": [0.85, 0.80, 0.90]}
     rows = {

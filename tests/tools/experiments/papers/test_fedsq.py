@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch", reason="networks are pre-trained and federated")
 
-from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers.grid import merge_tables
+from fedquilt.tools.lab import papers
+from fedquilt.tools.lab.papers.grid import merge_tables
 
 
 @pytest.mark.nightly

@@ -11,22 +11,22 @@ import pytest
 
 from fedquilt import profiles
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import JobError
-from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers import cells, fedstitch, fedstitch_runs
-from fedquilt.tools.experiments.papers.cells import How
-from fedquilt.tools.experiments.papers.grid import Row
+from fedquilt.tools.lab import papers
+from fedquilt.tools.lab.papers import cells, fedstitch
+from fedquilt.tools.lab.papers.cells import ExecutionOptions
+from fedquilt.tools.lab.papers.grid import GridRow
 from fedquilt.tools.simulation import agents
 
-DEMO = Path(agents.__file__).parents[1] / "demo"
+DEMO = Path(agents.__file__).parents[1] / "lab" / "demo"
 BOARD = "jetson-tx2"
 SEARCH = {"expansions": 2, "subrounds": 1, "depth": 3, "samples": 32, "finalists": 1, "k": 1}
 CNN = {"name": "cnn", "channels": 1, "size": 8, "classes": 10, "width": 2, "input": {"channels": 1, "size": 8}}
-TRAINED = Row(play="trained", paper={"rounds": (1.0,)})
+TRAINED = GridRow(play="trained", paper={"rounds": (1.0,)})
 
 
-def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> Job:
+def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> JobSettings:
     """A job as the table's are, on the demo's digits, for two devices."""
     table: dict[str, Any] = {
         "name": "reproduce",
@@ -41,12 +41,12 @@ def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> Job:
     return settings.parse_job({**table, **changes})
 
 
-def how(row: Row) -> How:
+def how(row: GridRow) -> ExecutionOptions:
     """What of a run of the table its job does not say."""
-    return How("fedstitch", row, together=True, first=False, tested=True, device="")
+    return ExecutionOptions("fedstitch", row, together=True, first=False, tested=True, device="")
 
 
-def bundle(given: Job, place: Path) -> Path:
+def bundle(given: JobSettings, place: Path) -> Path:
     """A bundle with random weights."""
     cells.make_bundle("", msgspec.to_builtins(given), None, place)
     return place / "bundle"
@@ -57,7 +57,7 @@ def test_training_tells_each_evaluation_and_what_the_papers_schedule_would_take(
     pytest.importorskip("torch", reason="a network is trained")
     given = job("ft_full", 2, model=CNN, params={"batch": 8}, check={"every": 1})
     folder = bundle(given, tmp_path)
-    run = fedstitch_runs.trained(given, folder, how(TRAINED))
+    run = fedstitch.trained(given, folder, how(TRAINED))
     first, last = run.marks
     planned = run.figures["planned"]
     assert (first.rounds, last.rounds) == (1, 2)
@@ -68,17 +68,17 @@ def test_training_tells_each_evaluation_and_what_the_papers_schedule_would_take(
     watts = planned["energy_j"] / planned["seconds"] / 2  # two boards, alike, at one of their points
     assert any(point.busy_w == pytest.approx(watts) for point in profiles.load_board_profile(BOARD).operating_points())
     given = msgspec.structs.replace(given, params={"batch": 8, "epochs": 1})
-    peak = fedstitch_runs.measure_peak_bytes(folder, given, "1GB")
+    peak = fedstitch.measure_peak_bytes(folder, given, "1GB")
     assert peak is not None
     assert 10**8 < peak < 10**9
-    assert fedstitch_runs.measure_peak_bytes(folder, given, "200MB") is None
+    assert fedstitch.measure_peak_bytes(folder, given, "200MB") is None
 
 
 def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tmp_path: Path) -> None:
     """The demo's donors; nothing is trained, so that one evaluation is all; each of two devices has a run."""
     pytest.importorskip("onnxruntime", reason="blocks are run")
     given = job("fedstitch", 40, 0, params=SEARCH, cohort={"size": 1, "deadline_s": 1e6})
-    run = fedstitch_runs.alone(given, DEMO / "bundle", how(Row(play="alone")))
+    run = fedstitch.alone(given, DEMO / "bundle", how(GridRow(play="alone")))
     assert run.figures.keys() == {"alone"}  # a search has no schedule of the paper's
     assert [(each["devices"], len(each["marks"])) for each in run.figures["alone"]] == [(1, 1), (1, 1)]
     (mark,) = run.marks
@@ -87,7 +87,7 @@ def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tm
     assert mark.test is not None
     assert mark.seconds > 0
     assert 0 <= mark.test <= 1
-    peak = fedstitch_runs.measure_peak_bytes(DEMO / "bundle", given, "1GB")
+    peak = fedstitch.measure_peak_bytes(DEMO / "bundle", given, "1GB")
     assert peak is not None
     assert 3 * 10**7 < peak < 10**9
 
@@ -109,7 +109,7 @@ def test_a_schedule_takes_what_training_takes(tmp_path: Path, method: str) -> No
     )
     folder = bundle(given, tmp_path)
     last = cells.run_with_options(given, folder, how(TRAINED), workers=1).marks[-1]
-    found = fedstitch_runs.measure_schedule(given, folder)
+    found = fedstitch.measure_schedule(given, folder)
     assert (found["rounds"], last.rounds) == (3, 3)
     assert found["seconds"] == pytest.approx(last.seconds, rel=1e-9)
     assert found["energy_j"] == pytest.approx(last.energy_j, rel=1e-9)

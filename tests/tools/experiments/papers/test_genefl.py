@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from fedquilt.testing.toys import write_images
-from fedquilt.tools.experiments import papers, single_run
-from fedquilt.tools.experiments.papers import cells, results
-from fedquilt.tools.experiments.papers.grid import merge_tables
+from fedquilt.testing.toy_networks import write_images
+from fedquilt.tools.experiments import single_run
+from fedquilt.tools.lab import papers
+from fedquilt.tools.lab.papers import cells, results
+from fedquilt.tools.lab.papers.grid import merge_tables
 
 pytest.importorskip("torch", reason="networks are built")
 

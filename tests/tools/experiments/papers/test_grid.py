@@ -8,8 +8,8 @@ import pytest
 
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
-from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers import grid
+from fedquilt.tools.lab import papers
+from fedquilt.tools.lab.papers import grid
 
 GRID = """
 about = "What it is."
@@ -31,7 +31,7 @@ short = { like = "pulled", fixed = true, job.rounds = 1 }
 """
 
 
-def made(folder: Path, text: str = GRID) -> grid.Table:
+def made(folder: Path, text: str = GRID) -> grid.GridTable:
     """The one table of a file with this text."""
     (folder / "made.toml").write_text(text)
     return grid.read_tables(folder / "made.toml")["made"]

@@ -12,8 +12,8 @@ from fedquilt import methods
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError, StoreError
-from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers import cells, grid
+from fedquilt.tools.lab import papers
+from fedquilt.tools.lab.papers import cells, grid
 
 DOCS = Path(__file__).parents[4] / "docs"
 OWN = """
@@ -64,7 +64,10 @@ def test_the_papers_tables_are_right_and_each_of_their_jobs_is_too(tmp_path: Pat
     for name, table in papers.load_tables().items():
         found = table.fill_marks(tmp_path if table.takes_data else None)
         assert found.about.strip().partition("\n")[0].endswith((".", "?", ":")), name
-        wanted = [row.play for row in found.rows.values()] + [found.run, (found.pretrain or grid.Pretrain({})).by]
+        wanted = [row.play for row in found.rows.values()] + [
+            found.run,
+            (found.pretrain or grid.PretrainSettings({})).by,
+        ]
         assert all(hasattr(cells.import_code(table.code), each) for each in wanted if each)
         for points in found.columns.values():
             for row in found.rows.values():
@@ -216,7 +219,7 @@ def test_a_picture_is_drawn_where_there_is_one_and_a_result_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What took minutes is printed although a file cannot be written; the exit code tells a claim that failed."""
-    from fedquilt.tools.experiments.papers import fedsdg
+    from fedquilt.tools.lab.papers import fedsdg
 
     options: dict[str, Any] = {"seeds": None, "rounds": None, "folder": None, "columns": None, "rows": None}
     options["format"] = "text"

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers import claims, results
-from fedquilt.tools.experiments.papers.grid import Claim, Grid, Row, Show
+from fedquilt.tools.lab import papers
+from fedquilt.tools.lab.papers import claims, results
+from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridRow
 
 PEWS: Grid = papers.load_tables()["fedpews-table2"].grid
 
@@ -49,10 +49,10 @@ def test_a_claim_may_be_of_every_row_of_a_ratio_and_of_the_worst_column() -> Non
     """A row that does not tell the value is left out; what is only told is judged by 0."""
     made = Grid(
         about="x",
-        rows={name: Row() for name in ("base", "good", "mute")},
+        rows={name: GridRow() for name in ("base", "good", "mute")},
         claims=(
-            Claim("{row} in {column}", "test", over="base", scale=100.0, unit="points", told=True),
-            Claim("share", "test", row="good", of="base", worst=True, unit="%", at_most=250.0),
+            ClaimSpec("{row} in {column}", "test", over="base", scale=100.0, unit="points", told=True),
+            ClaimSpec("share", "test", row="good", of="base", worst=True, unit="%", at_most=250.0),
         ),
     )
 
@@ -93,11 +93,11 @@ def test_comparisons_without_a_claim_stand_below_the_table_and_above_the_verdict
     """10 and 30 % beside 20 and 20 %: the mean difference is 0, and both intervals cross their limits."""
     made = Grid(
         about="x",
-        rows={"base": Row(), "other": Row()},
-        show=(Show("test", "accuracy %", 100.0),),
+        rows={"base": GridRow(), "other": GridRow()},
+        show=(GridColumn("test", "accuracy %", 100.0),),
         claims=(
-            Claim("{row} over base", "test", over="base", scale=100.0, unit="points", told=True),
-            Claim("other is good", "test", row="other", scale=100.0, unit="%", at_least=5.0),
+            ClaimSpec("{row} over base", "test", over="base", scale=100.0, unit="points", told=True),
+            ClaimSpec("other is good", "test", row="other", scale=100.0, unit="%", at_least=5.0),
         ),
     )
     values = {"base": [0.2, 0.2], "other": [0.1, 0.3]}

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("torch", reason="networks are trained")
 
-from fedquilt.testing.toys import write_images
-from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers import submodels
-from fedquilt.tools.experiments.papers.grid import merge_tables
+from fedquilt.testing.toy_networks import write_images
+from fedquilt.tools.lab import papers
+from fedquilt.tools.lab.papers import submodels
+from fedquilt.tools.lab.papers.grid import merge_tables
 
 
 def test_a_small_run_tells_the_whole_network_and_its_parts(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Delivery of tasks and blobs to devices, and of updates to the coordinator."""

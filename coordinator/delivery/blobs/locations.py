@@ -1,0 +1,184 @@
+"""Locations of blobs besides the broker: the coordinator's HTTP server and an object store."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from fedquilt import open_metrics
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.backend import HTTP, Key, TransferBackend, TransferResult
+from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.coordinator.delivery.blobs.object_store import Bucket, ObjectStoreBlobs
+from fedquilt.coordinator.delivery.blobs.server import BlobServer
+from fedquilt.core import BlobLocation, BlobRef, JobError, Profile
+from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.security.handshake import LinkIdentity
+
+JOBS_MOST: Final = 8  # transfers with an object store at once
+
+
+@dataclass(frozen=True)
+class BlobLocationSettings:
+    """Settings of the locations at which the coordinator offers blobs.
+
+    Args:
+        listen: The address of the coordinator's own server, HOST:PORT, or None for no server.
+        url: The URL of this server as devices reach it, or None for the host of `listen`.
+        bucket: The bucket of an object store, or None for no store.
+        ca: The authority of the store's certificate, in addition to those of the system.
+        limits: The limits on connections to the own server.
+
+    Raises:
+        JobError: If an address is malformed, or devices cannot reach it.
+    """
+
+    listen: str | None = None
+    url: str | None = None
+    bucket: Bucket | None = None
+    ca: Path | None = None
+    limits: ConnectionLimits = ConnectionLimits()
+
+    def __post_init__(self) -> None:
+        if self.listen is not None:
+            host, _ = open_metrics.parse_address(self.listen)
+            if self.url is None and _is_wildcard_address(host):
+                raise JobError(
+                    f"--blobs-http {self.listen} listens at every address of this machine, and boards need one: name "
+                    "it by --blobs-url, for instance https://coordinator.site:8443"
+                )
+        if self.url is not None:
+            _require_server_url(self.url, self.listen is not None)
+
+    def server_url(self, port: int, *, sealed: bool) -> str:
+        """Return the URL of the server that listens at `port`, without a trailing slash.
+
+        Raises:
+            JobError: If the scheme of `url` contradicts whether the fleet uses certificates.
+        """
+        scheme = "https" if sealed else "http"
+        if self.url is None:
+            host, _ = open_metrics.parse_address(self.listen or "")
+            return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        if not self.url.startswith(f"{scheme}://"):
+            why = "the coordinator has a certificate" if sealed else "the coordinator has no certificate (--cert)"
+            raise JobError(f"--blobs-url {self.url}: {why}, so write {scheme}://")
+        return self.url.rstrip("/")
+
+
+class BlobLocationProvider(TransferBackend):
+    """Transfers through the coordinator's own server and an object store.
+
+    Args:
+        where: The locations to offer.
+        depot: The blob store.
+        allowed: The function that returns whether a device (first argument) may fetch a blob (sha256) now.
+        identity: The certificates of the fleet, or None for an unsigned fleet.
+        fleet: The name of the fleet.
+
+    Raises:
+        JobError: If the server cannot listen, or its URL does not match the fleet.
+    """
+
+    def __init__(
+        self,
+        where: BlobLocationSettings,
+        depot: BlobStore,
+        allowed: Callable[[str, str], bool],
+        identity: LinkIdentity | None = None,
+        fleet: str = "fleet",
+    ) -> None:
+        super().__init__(identity, where.ca, most=JOBS_MOST)
+        self._stored = None
+        if where.bucket is not None:
+            self._stored = ObjectStoreBlobs(where.bucket, fleet, depot, self)
+            self._stored.request_clock()
+        self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
+        self._able: set[str] = set()  # devices whose profile lists the carrier "http"
+        self._server: BlobServer | None = None
+        self._base = ""
+        if where.listen is not None:
+            host, port = open_metrics.parse_address(where.listen)
+            self._server = BlobServer(
+                host, port, depot, allowed, self.add_result, identity, ConnectionLimiter(where.limits)
+            )
+            try:
+                self._base = where.server_url(self._server.port, sealed=identity is not None)
+            except JobError:
+                self._server.close()
+                raise
+
+    def record_profile(self, profile: Profile) -> None:
+        (self._able.add if HTTP in profile.carriers else self._able.discard)(profile.device)
+
+    @property
+    def server_address(self) -> str:
+        return self._base
+
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        if device not in self._able:
+            return ()
+        return (
+            *(self._stored.download_locations(device, ref) if self._stored else ()),
+            *self._own_locations(device, ref, None),
+        )
+
+    def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
+        if device not in self._able:
+            return ()
+        stored = self._stored.upload_locations(device, intake.ref) if self._stored else ()
+        self._first_own[device, intake.ref.sha256] = len(stored)
+        return (*stored, *self._own_locations(device, intake.ref, intake))
+
+    def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[BlobLocation, ...]:
+        if self._stored is None or source >= self._first_own.get((device, ref.sha256), 0):
+            return ()
+        return self._stored.uploaded_locations(device, ref)
+
+    def take_ready_blobs(self) -> list[Key]:
+        return [] if self._stored is None else self._stored.take_ready_blobs()
+
+    def take_results(self) -> list[TransferResult]:
+        found = super().take_results()
+        return found if self._stored is None else [each for each in found if not self._stored.handle_result(each)]
+
+    def close_locations(self, key: Key) -> None:
+        self._first_own.pop(key, None)
+        if self._stored is not None:
+            self._stored.delete_upload(key)
+        if self._server is not None:
+            self._server.revoke_token(*key, put=True)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    def _own_locations(self, device: str, ref: BlobRef, intake: BlobWriter | None) -> tuple[BlobLocation, ...]:
+        if self._server is None:
+            return ()
+        token = self._server.issue_token(device, ref, intake)
+        start = 0 if intake is None else intake.at
+        return (BlobLocation(url=f"{self._base}/blobs/{ref.sha256}", token=token, start=start),)
+
+
+def _is_wildcard_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _require_server_url(url: str, listens: bool) -> None:
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fits = False
+    if not fits or parts.username or parts.query or parts.fragment or parts.path not in ("", "/"):
+        raise JobError(f"--blobs-url {url}: write the server's address as http[s]://HOST[:PORT]")
+    if not listens:
+        raise JobError("--blobs-url says how boards reach the server of --blobs-http: give that too")

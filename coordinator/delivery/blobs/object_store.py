@@ -1,0 +1,242 @@
+"""Signed URLs for an S3-compatible object store (AWS Signature Version 4).
+
+A signed URL permits one HTTP method on one object for EXPIRES_S, to anyone who has the URL. The keys stay in this
+process. A store checks times by its own clock, so URLs are signed with that time (`Bucket.offset_s`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Final, Literal
+from urllib.parse import parse_qsl, quote, urlsplit
+
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.backend import Key, TransferBackend, TransferResult
+from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError
+
+EXPIRES_S: Final = 3600  # validity of a signed address
+FORM: Final = "write https://HOST[:PORT]/BUCKET[/PREFIX][?region=REGION]"
+VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+Method = Literal["GET", "PUT", "HEAD", "DELETE"]
+
+
+@dataclass
+class Bucket:
+    """Bucket of an object store, with its access keys. The `repr` contains no key.
+
+    Args:
+        origin: The scheme, host and port of the store.
+        path: The path "/BUCKET", with an optional prefix of all objects.
+        region: The region of the store.
+        key_id: The id of the access key.
+        secret: The secret part of the access key.
+        session: The token of a temporary key, or "" for a permanent key.
+        clock: The clock of this machine, in seconds since 1970.
+    """
+
+    origin: str
+    path: str
+    region: str
+    key_id: str = field(repr=False)
+    secret: str = field(repr=False)
+    session: str = field(default="", repr=False)
+    clock: Callable[[], float] = time.time
+    offset_s: float = 0.0  # the store's clock less `clock`
+
+    @classmethod
+    def from_url(cls, url: str, environment: Mapping[str, str]) -> Bucket:
+        """Return the bucket with this URL, and with the access keys of the environment.
+
+        Raises:
+            JobError: If the URL names no bucket, or a key is missing.
+        """
+        try:
+            parts = urlsplit(url)
+            fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            fits = False
+        given = dict(parse_qsl(parts.query)) if fits else {}
+        path = parts.path.rstrip("/") if fits else ""
+        if not fits or not path or parts.username or parts.fragment or given.keys() - {"region"}:
+            raise JobError(f"--blobs-s3: this is no address of a bucket: {FORM}")
+        key_id, secret, session = (environment.get(name, "") for name in VARIABLES)
+        if not key_id or not secret:
+            raise JobError(
+                f"--blobs-s3: the store's access key is missing: put it into the environment as {VARIABLES[0]} and "
+                f"{VARIABLES[1]}"
+            )
+        return cls(f"{parts.scheme}://{parts.netloc}", path, given.get("region", "us-east-1"), key_id, secret, session)
+
+    def sign_source(self, method: Method, name: str, size: int | None = None) -> BlobLocation:
+        return BlobLocation(url=self.sign_url(method, name, size))
+
+    def sign_url(self, method: Method, name: str, size: int | None = None) -> str:
+        """Return the signed URL of an object, or of the bucket itself if `name` is "".
+
+        With `size`, the URL is valid only for an upload of exactly this many bytes.
+        """
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self.clock() + self.offset_s))
+        scope = f"{stamp[:8]}/{self.region}/s3/aws4_request"
+        headers = {"host": _host_header(self.origin)} | ({} if size is None else {"content-length": str(size)})
+        names = ";".join(sorted(headers))
+        query = {
+            "X-Amz-Algorithm": "AWS4-HMAC-SHA256",
+            "X-Amz-Credential": f"{self.key_id}/{scope}",
+            "X-Amz-Date": stamp,
+            "X-Amz-Expires": str(EXPIRES_S),
+            "X-Amz-SignedHeaders": names,
+        }
+        if self.session:
+            query["X-Amz-Security-Token"] = self.session
+        said = "&".join(f"{quote(key, safe='-_.~')}={quote(query[key], safe='-_.~')}" for key in sorted(query))
+        path = quote(f"{self.path if name else '/' + self.path.split('/')[1]}{'/' if name else ''}{name}", safe="/-_.~")
+        rows = "".join(f"{key}:{headers[key]}\n" for key in sorted(headers))
+        canonical = f"{method}\n{path}\n{said}\n{rows}\n{names}\nUNSIGNED-PAYLOAD"
+        digest = hashlib.sha256(canonical.encode()).hexdigest()
+        key = f"AWS4{self.secret}".encode()
+        for part in (stamp[:8], self.region, "s3", "aws4_request"):
+            key = hmac.digest(key, part.encode(), "sha256")
+        code = hmac.digest(key, f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}".encode(), "sha256").hex()
+        return f"{self.origin}{path}?{said}&X-Amz-Signature={code}"
+
+    def set_clock(self, date: str) -> float:
+        """Set the clock offset from an HTTP date. Return the change in seconds, 0 for an invalid date."""
+        try:
+            before, self.offset_s = self.offset_s, parsedate_to_datetime(date).timestamp() - self.clock()
+        except (TypeError, ValueError, OverflowError):
+            return 0.0
+        return abs(self.offset_s - before)
+
+
+def _host_header(origin: str) -> str:
+    parts = urlsplit(origin)
+    usual = {"http": 80, "https": 443}[parts.scheme]
+    return parts.netloc.rpartition(":")[0] if parts.port == usual else parts.netloc
+
+
+log = logging.getLogger("fedquilt.coordinator.blobs")
+THERE_S: Final = 3600.0  # time for which a stored object is assumed to exist; then it is stored again
+REST_S: Final = 60.0  # pause after the store has refused
+SKEW_S: Final = 60.0  # least difference of the store's clock that is logged
+_CLOCK: Final = ("", "clock")
+_REMOVED: Final = ("", "removed")
+
+
+class ObjectStoreBlobs:
+    """Blobs of one coordinator in an object store. Requests run in threads and never block.
+
+    Args:
+        bucket: The bucket of the store.
+        fleet: The name of the folder of all objects.
+        depot: The local blob store.
+        carriers: The runner of the threads, which passes their results to `handle_result`.
+    """
+
+    def __init__(self, bucket: Bucket, fleet: str, depot: BlobStore, carriers: TransferBackend) -> None:
+        self._bucket, self._fleet, self._depot, self._carriers = bucket, fleet, depot, carriers
+        self._there: dict[str, float] = {}  # sha256 -> time until which the object is assumed to exist
+        self._wanted: dict[str, dict[str, None]] = {}  # sha256 of blobs under way to the store -> devices that wait
+        self._ready: list[Key] = []
+        self._asked: set[Key] = set()  # blobs that devices were given an address for
+        self._clock_known = False
+        self._not_before_s = -math.inf
+
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the locations from which a device can fetch a blob.
+
+        A blob that is missing in the store is uploaded first, and then returned by `take_ready_blobs`.
+        """
+        if time.monotonic() < self._there.get(ref.sha256, -math.inf):
+            return (self._bucket.sign_source("GET", self._download_name(ref.sha256)),)
+        if ref.sha256 in self._wanted:
+            self._wanted[ref.sha256][device] = None
+        elif self._ensure_usable():
+            self._wanted[ref.sha256] = {device: None}
+            source = self._bucket.sign_source("PUT", self._download_name(ref.sha256), ref.size)
+            self._carriers.start_upload(("", ref.sha256), self._depot, ref, (source,), lambda size: None)
+        return ()
+
+    def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        if not self._ensure_usable():
+            return ()
+        self._asked.add((device, ref.sha256))
+        return (self._bucket.sign_source("PUT", self._upload_name(device, ref.sha256), ref.size),)
+
+    def uploaded_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        known = (device, ref.sha256) in self._asked
+        return (self._bucket.sign_source("GET", self._upload_name(device, ref.sha256)),) if known else ()
+
+    def delete_upload(self, key: Key) -> None:
+        if key in self._asked:
+            self._asked.discard(key)
+            source = self._bucket.sign_source("DELETE", self._upload_name(*key))
+            self._carriers.start_job(lambda: self._delete_object(source), TransferResult(_REMOVED, None, None))
+
+    def take_ready_blobs(self) -> list[Key]:
+        """Return the blobs that reached the store since the last call, once per waiting device."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def handle_result(self, ended: TransferResult) -> bool:
+        """Process the result of a request. Return whether the request was made by this object."""
+        if ended.key == _CLOCK and ended.error is not None:
+            self._pause(ended.error)
+        if ended.key[0] != "":
+            return False
+        devices = self._wanted.pop(ended.key[1], {})
+        if ended.key not in (_CLOCK, _REMOVED) and ended.error is None:
+            self._there[ended.key[1]] = time.monotonic() + THERE_S
+            self._ready += [(device, ended.key[1]) for device in devices]
+        elif ended.key not in (_CLOCK, _REMOVED):
+            self._pause(str(ended.error))
+        return True
+
+    def request_clock(self) -> None:
+        source = self._bucket.sign_source("HEAD", "")
+        self._not_before_s = math.inf  # until the store has answered
+        self._carriers.start_job(lambda: self._fetch_clock(source), TransferResult(_CLOCK, None, "no answer"))
+
+    def _ensure_usable(self) -> bool:
+        if time.monotonic() < self._not_before_s:
+            return False
+        if not self._clock_known:
+            self.request_clock()
+        return self._clock_known
+
+    def _fetch_clock(self, source: BlobLocation) -> TransferResult:
+        try:
+            _, date = self._carriers.send_request("HEAD", source)
+        except LinkError as error:
+            return TransferResult(_CLOCK, None, str(error))
+        if self._bucket.set_clock(date) > SKEW_S:
+            log.warning("the clock of %s is %+.0f s from this machine's: set one of them", source.origin, self.offset_s)
+        self._clock_known, self._not_before_s = True, -math.inf
+        return TransferResult(_CLOCK, None, None)
+
+    def _delete_object(self, source: BlobLocation) -> TransferResult:
+        try:
+            self._carriers.send_request("DELETE", source)
+        except LinkError as error:
+            log.debug("an object is left in the store: %s", error)
+        return TransferResult(_REMOVED, None, None)
+
+    @property
+    def offset_s(self) -> float:
+        return self._bucket.offset_s
+
+    def _pause(self, error: str) -> None:
+        log.warning("the object store is not used for %g s: %s", REST_S, error)
+        self._not_before_s, self._clock_known = time.monotonic() + REST_S, False
+
+    def _download_name(self, sha256: str) -> str:
+        return f"{self._fleet}/dn/{sha256}"
+
+    def _upload_name(self, device: str, sha256: str) -> str:
+        return f"{self._fleet}/up/{device}/{sha256}"

@@ -1,0 +1,246 @@
+"""HTTP(S) server from which devices fetch blobs, and to which they upload blobs.
+
+    GET  /blobs/<sha256>   with Range: bytes of a blob
+    PUT  /blobs/<sha256>   with Content-Range: bytes from the upload's offset to the end of the blob
+    HEAD /blobs/<sha256>   Upload-Offset: offset at which the upload continues
+
+Each transfer has a token, which the device receives through the broker. In a fleet with certificates the device must
+also present its certificate. A connection carries one request, and a device may open PER_BOARD connections. Errors are
+explained to the device, and requests are not logged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.backend import TransferResult, failed_result
+from fedquilt.blobs.transfer.blob_writer import BlobWriter, ContentError, WriterClosedError
+from fedquilt.blobs.transfer.http_client import STALL_S, read_pieces, send_file
+from fedquilt.core import BlobRef, JobError, StoreError
+from fedquilt.host.connection_limits import ConnectionLimiter
+from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.security.handshake import LinkIdentity, common_name_of_peer
+
+log = logging.getLogger("fedquilt.coordinator.blobs")
+
+PER_BOARD: Final = 8  # connections: a board has two transfers at once, and lost connections stay for a while
+LEAST_BYTES_PER_S: Final = 1000.0  # pace by which the time for a transfer grows with its size
+AGAIN_MOST: Final = 4  # most times that a blob is transferred for one grant, resumptions included
+GRANTS_MOST: Final = 100_000
+_PATH: Final = re.compile(r"/blobs/([0-9a-f]{64})\Z")
+_RANGE: Final = re.compile(r"bytes=(\d{1,16})-(\d{0,16})\Z")
+_CONTENT_RANGE: Final = re.compile(r"bytes (\d{1,16})-(\d{1,16})/(\d{1,16})\Z")
+
+
+@dataclass
+class AccessGrant:
+    device: str
+    ref: BlobRef
+    intake: BlobWriter | None  # takes the device's bytes; None: the device fetches
+    left_bytes: int  # that may still be transferred
+
+
+class BlobServer:
+    """HTTP(S) server of a blob store, in separate threads. Listens until `close`.
+
+    Args:
+        host, port: Address to listen on. Port 0 selects a free port.
+        depot: Blob store.
+        allowed: Returns whether a device may fetch a blob now, given the ids of both.
+        tell: Called with the end of each upload, in another thread.
+        identity: Certificates of the fleet. Without them the server uses no TLS, and a token is sufficient.
+        connections: Limits on the connections.
+
+    Raises:
+        JobError: If the server cannot listen on the address.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        depot: BlobStore,
+        allowed: Callable[[str, str], bool],
+        tell: Callable[[TransferResult], None],
+        identity: LinkIdentity | None = None,
+        connections: ConnectionLimiter | None = None,
+    ) -> None:
+        self._depot, self._allowed, self._tell, self._identity = depot, allowed, tell, identity
+        self._grants: dict[str, AccessGrant] = {}  # sha256 of a token -> its grant
+        self._tokens: dict[tuple[str, str, bool], str] = {}  # (device, blob, whether it is an upload) -> token
+        self._lock = threading.Lock()
+        self._connections = ConnectionLimiter() if connections is None else connections
+        context = None if identity is None else self._tls_context
+        try:
+            self._http = HttpServer(host, port, self._serve_request, connections=self._connections, context=context)
+        except OSError as error:
+            raise JobError(f"blobs cannot be served at {host}:{port} ({error}): choose another HOST:PORT") from None
+        self._http.start()
+
+    @property
+    def port(self) -> int:
+        return self._http.address[1]
+
+    def issue_token(self, device: str, ref: BlobRef, intake: BlobWriter | None = None) -> str:
+        """Return a token with which a device may fetch a blob, or upload the blob into `intake`.
+
+        An earlier upload token for the blob is revoked.
+        """
+        key = (device, ref.sha256, intake is not None)
+        with self._lock:
+            if intake is None and (known := self._tokens.get(key)) is not None:
+                self._grants[_token_digest(known)].left_bytes = AGAIN_MOST * ref.size
+                return known
+            if len(self._grants) >= GRANTS_MOST:
+                self._remove_token(next(iter(self._tokens)))
+            self._remove_token(key)
+            token = self._tokens[key] = secrets.token_urlsafe(24)
+            self._grants[_token_digest(token)] = AccessGrant(device, ref, intake, AGAIN_MOST * ref.size)
+        return token
+
+    def revoke_token(self, device: str, sha256: str, *, put: bool) -> None:
+        """Revoke a device's token to upload (`put`) or fetch a blob, if there is one."""
+        with self._lock:
+            self._remove_token((device, sha256, put))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _remove_token(self, key: tuple[str, str, bool]) -> None:
+        if (token := self._tokens.pop(key, None)) is not None:
+            self._grants.pop(_token_digest(token), None)
+
+    # -- requests --
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Return the server's TLS context. Raise OSError if the files of the identity cannot be read."""
+        assert self._identity is not None
+        try:
+            return self._identity.tls_context(server=True)
+        except JobError as error:  # files that cannot be read now
+            log.error("%s", error)
+            raise OSError(str(error)) from None
+
+    def _serve_request(self, exchange: HttpExchange) -> None:
+        """Check the token and the device's connection limit, then transfer the blob."""
+        exchange.close_after()
+        exchange.socket.settimeout(STALL_S)
+        grant = self._require_grant(exchange)
+        if not self._connections.assign_owner(exchange.connection, grant.device, PER_BOARD):
+            raise RequestRefusedError(503, f"you have {PER_BOARD} connections open here: let one end first")
+        self._connections.begin_request(exchange.connection, grant.ref.size / LEAST_BYTES_PER_S)
+        self._transfer_blob(exchange, grant)
+
+    def _require_grant(self, request: HttpExchange) -> AccessGrant:
+        """Return the grant of the request's token. Raise RefusedError if it does not allow this request."""
+        found = _PATH.match(request.path)
+        if found is None or request.method not in ("GET", "HEAD", "PUT"):
+            raise RequestRefusedError(404, "there is nothing at this address")
+        sha256, peer = (
+            found[1],
+            common_name_of_peer(request.socket) if isinstance(request.socket, ssl.SSLSocket) else None,
+        )
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        with self._lock:
+            grant = self._grants.get(_token_digest(token)) if kind == "Bearer" else None
+        if grant is None or peer not in (None, grant.device) or grant.ref.sha256 != sha256:
+            raise RequestRefusedError(403, "this token does not open this blob for you, or not any more")
+        if (grant.intake is None) != (request.method == "GET"):
+            raise RequestRefusedError(403, "this token is for the other way")
+        if grant.intake is None and not self._allowed(grant.device, sha256):
+            raise RequestRefusedError(403, "the blob is not offered to you any more")
+        return grant
+
+    def _transfer_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
+        """Send or receive a blob, or answer HEAD with the offset at which an upload continues."""
+        if grant.intake is None:
+            return self._send_blob(request, grant)
+        if request.method == "HEAD":
+            turn = grant.intake.replace_writer()  # bytes of an earlier connection are refused from now on
+            due = grant.intake.next_range()
+            if due is None and not grant.intake.finished:
+                self._end_upload(grant, grant.intake, turn)
+            return request.send_response(204, {"Upload-Offset": str(grant.ref.size if due is None else due[0])})
+        return self._receive_blob(request, grant, grant.intake)
+
+    def _send_blob(self, request: HttpExchange, grant: AccessGrant) -> None:
+        """Send the requested bytes of a blob, and charge them to the grant."""
+        size = grant.ref.size
+        start, end = _parse_range(request.headers.get("range"), size)
+        self._charge_bytes(grant, 0)
+        try:
+            file = self._depot.open_blob_file(grant.ref.sha256)
+        except StoreError:
+            raise RequestRefusedError(404, "the blob is not here any more") from None
+        with open(file, "rb", buffering=0):
+            headers = {"Content-Length": str(end - start), "Accept-Ranges": "bytes"}
+            if "range" in request.headers:
+                headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+            request.send_response(206 if "range" in request.headers else 200, headers, None)
+            send_file(request.socket, file, start, end - start, lambda sent: self._charge_bytes(grant, sent))
+
+    def _receive_blob(self, request: HttpExchange, grant: AccessGrant, intake: BlobWriter) -> None:
+        """Receive the bytes of a blob that are due, and report the end of the upload."""
+        found = _CONTENT_RANGE.match(request.headers.get("content-range", ""))
+        if not request.size or found is None:
+            raise RequestRefusedError(411, "say by Content-Length and Content-Range how many bytes come, and which")
+        start, end, size = int(found[1]), int(found[2]) + 1, int(found[3])
+        turn, due = intake.replace_writer(), intake.next_range()
+        if due is None or (start, end, size) != (due[0], grant.ref.size, grant.ref.size) or end - start != request.size:
+            raise RequestRefusedError(409, "these are not the bytes that are due")
+        self._charge_bytes(grant, 0)
+
+        def write_piece(piece: memoryview) -> None:
+            intake.write(piece, turn)
+            self._charge_bytes(grant, len(piece))
+
+        self._end_upload(grant, intake, turn, lambda: read_pieces(request.open_body(), end - start, write_piece))
+        request.send_response(204)
+
+    def _end_upload(
+        self, grant: AccessGrant, intake: BlobWriter, turn: int, receive: Callable[[], None] = lambda: None
+    ) -> None:
+        key = (grant.device, grant.ref.sha256)
+        try:
+            receive()
+            intake.finish(turn)
+        except WriterClosedError as error:
+            raise RequestRefusedError(409, str(error)) from None
+        except (ContentError, StoreError) as error:
+            self._tell(failed_result(key, intake, error))
+            raise RequestRefusedError(
+                409 if isinstance(error, ContentError) else 500, "the blob was not taken"
+            ) from None
+        self._tell(TransferResult(key, intake, None))
+
+    def _charge_bytes(self, grant: AccessGrant, size: int) -> None:
+        # size 0: a new request, which is refused once no bytes are left
+        with self._lock:
+            grant.left_bytes -= size
+            if grant.left_bytes <= 0 and not size:
+                raise RequestRefusedError(429, "the blob has been asked for too often")
+
+
+def _parse_range(asked: str | None, size: int) -> tuple[int, int]:
+    """Return the start and end of the bytes that a Range header requests, or of the whole blob without one."""
+    if asked is None:
+        return 0, size
+    found = _RANGE.match(asked)
+    start, end = (int(found[1]), min(int(found[2] or size) + 1, size)) if found else (size, size)
+    if start >= end:
+        raise RequestRefusedError(416, "one range of bytes within the blob, please")
+    return start, end
+
+
+def _token_digest(token: str) -> str:
+    # Tokens are looked up by their digest, so that the time of a look-up reveals nothing about them.
+    return hashlib.sha256(token.encode("latin-1", "replace")).hexdigest()

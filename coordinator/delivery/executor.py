@@ -1,0 +1,435 @@
+"""Executors, which connect jobs to devices: they send tasks and receive messages.
+
+`LinkExecutor` uses a broker (MQTT, or one in memory). `fedquilt.tools.simulation` has simulated devices on virtual
+time, whose work runs in this process or in a pool of workers. Rounds, deadlines and the event log are the same for
+both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from fedquilt import wire
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.coordinator.background_worker import LARGE_BYTES
+from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
+from fedquilt.coordinator.delivery.rate_limiter import ROUND_S, RateLimitedLink
+from fedquilt.coordinator.delivery.task_dispatch import KINDS, TaskDispatcher
+from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
+from fedquilt.coordinator.fleet.silent_devices import SilenceDetector
+from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.rounds import claim_bounds
+from fedquilt.coordinator.rounds.message_handler import (
+    DeviceOnline,
+    DeviceRemoved,
+    DeviceReturned,
+    DeviceSilent,
+    RateLimitExceeded,
+    UpdateReceived,
+)
+from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, WireError, WireMessage, shorten_error
+from fedquilt.host.logs import log_ids
+from fedquilt.security.authenticated_link import FleetLink
+from fedquilt.security.handshake import LinkIdentity
+from fedquilt.transport.link import Link, Message
+from fedquilt.transport.malformed_messages import MalformedMessages
+
+log = logging.getLogger("fedquilt.coordinator")
+
+Said: TypeAlias = tuple[str, WireMessage]  # a device, and its presence, profile, telemetry, claim or update
+Heard: TypeAlias = (
+    Said | DeviceOnline | UpdateReceived | RateLimitExceeded | DeviceSilent | DeviceReturned | DeviceRemoved | None
+)  # None: earlier messages may be lost, send everything again
+
+
+class Executor(Protocol):
+    """Connection of a coordinator to its devices. No method waits for a device.
+
+    The coordinator calls `receive_inputs` at the times that `send_pending` returns, or earlier.
+    """
+
+    def fds(self) -> Sequence[int]:
+        """Return file descriptors that become readable if `receive_inputs` is due before its time."""
+        ...
+
+    def receive_inputs(self, now_s: float) -> Iterable[Heard]:
+        """Yield messages and results since the last call.
+
+        Requests made during the iteration take effect at once.
+        """
+        ...
+
+    def send_pending(self, now_s: float) -> float:
+        """Send pending packets. Return the time by which `receive_inputs` must be called."""
+        ...
+
+    def send_task(self, device: str, task: Task, now_s: float) -> None:
+        """Send a device its task, for the first time or again. The task replaces any earlier task.
+
+        Raises:
+            JobError, WireError: If the task contains a value that cannot be sent.
+            LinkError: If the task is larger than the broker accepts.
+        """
+        ...
+
+    def cancel_task(self, device: str) -> None:
+        """Cancel a device's task and the transfers from the device, if any."""
+        ...
+
+    def slow_resends(self, device: str) -> None:
+        """Resend a device's task less often, since the device is working on the task."""
+        ...
+
+    def site_right(self, device: str) -> SiteRight | None:
+        """Return the site right in a device's certificate, or None without a certificate or right."""
+        ...
+
+    def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
+        """Fetch blobs from a device and cancel its other transfers. `UpdateReceived` follows.
+
+        With `in_turn`, the transfer waits until the device has its turn.
+        """
+        ...
+
+    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        """Set how many large updates wait for processing, and their bytes, to limit further transfers.
+
+        Updates that wait or are in transfer are limited to `most_bytes`, but at least two updates are allowed.
+        """
+        ...
+
+    def transfer_wait_s(self, device: str) -> float:
+        """Return how long a device waited for its transfer turn, or infinity while waiting."""
+        ...
+
+    def yield_transfer_turn(self, device: str, now_s: float) -> None:
+        """End a device's transfer turn, if other devices wait for a turn."""
+        ...
+
+    @property
+    def blobs_in_use(self) -> set[str]:
+        """Blobs of updates that the devices themselves have written to the store."""
+        ...
+
+    @property
+    def absence(self) -> BrokerOutage: ...
+
+    def send_ack(self, device: str, ack: wire.Ack) -> None: ...
+
+    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
+        """Send a device a release and let the device fetch its blob. None clears the device's release.
+
+        Raises:
+            JobError, WireError: If the release cannot be sent, or devices of this kind install no releases.
+            LinkError: If the release is larger than the broker accepts.
+        """
+        ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set a later epoch for all further tasks.
+
+        Devices then accept tasks of rounds that they have completed.
+        """
+        ...
+
+    def publish_state(self, job: JobView) -> None: ...
+
+    def keep_alive(self) -> AbstractContextManager[None]:
+        """Return a context in which the connection is kept alive during a long computation.
+
+        The body must not use the executor.
+        """
+        ...
+
+    def close(self) -> None:
+        """Announce that the coordinator ends, and close the connection. Tasks of devices continue."""
+        ...
+
+
+class NoReleaseExecutor:
+    """Base of executors for simulated devices, which install no releases and store blobs directly."""
+
+    absence = BrokerOutage()  # none: they are always within reach
+
+    def fds(self) -> Sequence[int]:
+        # all events are known in advance
+        return ()
+
+    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        # an update is on the coordinator's disk as soon as it is made
+        ...
+
+    def site_right(self, device: str) -> SiteRight | None:
+        return None
+
+    def transfer_wait_s(self, device: str) -> float:
+        return 0.0
+
+    def yield_transfer_turn(self, device: str, now_s: float) -> None:
+        # no device waits for a turn
+        ...
+
+    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
+        raise JobError(
+            "devices that are simulated in this process run no releases: `fedquilt fleet JOB --link broker "
+            "--agents-only` starts agents that do"
+        )
+
+
+class LinkExecutor:
+    """Executor for devices that are connected through a broker.
+
+    A task is a retained message, which is repeated until the device claims the task. Blobs are sent in chunks
+    (`fedquilt.blobs.transfer.transfers`).
+
+    Args:
+        link: Link to the broker.
+        fleet: Name of the fleet.
+        depot: Store of the blobs that devices fetch and upload.
+        epoch: Number of this start of the coordinator.
+        identity: Identity that signs the messages, or None. With an identity, only messages of authenticated devices
+            are accepted.
+        where: Locations besides the broker where blobs are transferred.
+
+    Raises:
+        JobError: If devices would not accept the identity as a coordinator's, or a location cannot be used.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        fleet: str,
+        depot: BlobStore,
+        epoch: int,
+        identity: LinkIdentity | None = None,
+        where: BlobLocationSettings = BlobLocationSettings(),
+    ) -> None:
+        self.garbage, self.absence, self._silence = MalformedMessages(), BrokerOutage(), SilenceDetector()
+        self._returned: list[str] = []  # silent devices heard by the latest message
+        self._topics = wire.Topics(fleet)
+        self._gate = RateLimitedLink(link, self._topics)
+        self._signed = None if identity is None else FleetLink(self._gate, identity, fleet)
+        self._link: Link = self._signed or self._gate
+        self._epoch, self._session = epoch, 0
+        self._issues = TaskDispatcher(self._link, self._topics)
+        self._granted: dict[str, tuple[str, int]] = {}  # device -> job and round of its latest task
+        may_have = self._issues.may_fetch_blob
+        self.places = BlobLocationProvider(where, depot, may_have, identity, fleet)
+        self._transfers = Transfers(
+            self._link, depot, self._topics, "dn", may_have, carriers=self.places, apart_bytes=LARGE_BYTES
+        )
+        self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
+
+    def fds(self) -> Sequence[int]:
+        return self._transfers.fds()
+
+    def receive_inputs(self, now_s: float) -> Iterator[Heard]:
+        self._gate.now_s = now_s
+        self.absence.record_connection(self._link.connected, now_s)
+        if self._link.session != self._session:
+            self._session = self._link.session
+            self._link.subscribe(self._topics.coordinator_filters())
+            self.set_epoch(self._epoch)
+            yield None
+        for message in self._link.receive():
+            said = self._decode_message(message, now_s)
+            while self._returned:
+                yield DeviceReturned(self._returned.pop())
+            if said is not None:
+                yield said
+        for device in self._request_presences(now_s):
+            yield DeviceSilent(device)
+        for device in self._gate.take_blocked_devices():
+            self._silence.forget(device)  # it may send, and is not read
+            yield RateLimitExceeded(device)
+        for sentence in self.garbage.due_lines(now_s):
+            log.warning("%s", sentence)
+        self._transfers.step(now_s)
+        while done := self._transfers.take_finished():
+            for device, sha256, error in done:
+                yield from self._finish_fetch(device, sha256, error)
+        for device, seconds in self._transfers.take_charges().items():
+            self._gate.charge_time(device, seconds)
+        for device in self._issues.take_due_devices(now_s):
+            yield DeviceOnline(device)
+
+    def send_pending(self, now_s: float) -> float:
+        return min(
+            self._transfers.step(now_s),
+            self._issues.next_repetition_s(),
+            self._gate.next_s(),
+            self._silence.next_step_s(),
+        )
+
+    def send_task(self, device: str, task: Task, now_s: float) -> None:
+        try:
+            payload = wire.encode(msgspec.structs.replace(task, epoch=self._epoch))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise JobError(f"a task of {task.method} cannot be sent: {error}") from None
+        if self._granted.get(device) != (task.job, task.round):
+            self._granted[device] = (task.job, task.round)
+            self._gate.charge_time(device, -ROUND_S)
+        self._issues.send_task(device, task, payload, now_s)
+
+    def cancel_task(self, device: str) -> None:
+        self.fetch_blobs(device, ())
+        self._issues.cancel_task(device)
+
+    def slow_resends(self, device: str) -> None:
+        self._issues.slow_resends(device)
+
+    def site_right(self, device: str) -> SiteRight | None:
+        return None if self._signed is None else self._signed.site_right(device)
+
+    def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
+        wanted = {ref.sha256: ref for ref in refs}
+        for sha256 in self._fetching.pop(device, set()) - wanted.keys():
+            self._transfers.cancel(device, sha256)
+        if wanted:
+            self._fetching[device] = set(wanted)
+        for ref in wanted.values():
+            self._transfers.request_blob(device, ref, in_turn=in_turn)
+
+    def set_backlog(self, updates: int, waiting_bytes: int, most_bytes: float) -> None:
+        self._transfers.queue.set_unprocessed(updates, waiting_bytes, most_bytes)
+
+    def transfer_wait_s(self, device: str) -> float:
+        return self._transfers.queue.waiting_s(device)
+
+    def yield_transfer_turn(self, device: str, now_s: float) -> None:
+        # the bytes received so far are kept
+        self._transfers.yield_turn(device, now_s)
+
+    @property
+    def blobs_in_use(self) -> set[str]:
+        # devices do not write to the store themselves
+        return set()
+
+    def send_ack(self, device: str, ack: wire.Ack) -> None:
+        self._publish(self._topics.device_topic(device, "dn", "ack"), msgspec.structs.replace(ack, epoch=self._epoch))
+
+    def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
+        payload = b"" if release is None else wire.encode(release)
+        if release is not None and self._issues.record_release(device, release):
+            self._gate.charge_time(device, -ROUND_S)
+        elif release is None:
+            self._issues.forget_release(device, kind)
+        self._link.publish(self._topics.device_topic(device, "dn", kind), payload, retain=True)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._publish(self._topics.coord, self._presence_message, retain=True)
+
+    def publish_state(self, job: JobView) -> None:
+        # the retained message is deleted at the job's end
+        state, topic = job.rounds, self._topics.round_topic(job.id)
+        over = state.phase in ("done", "failed", "stopped")
+        message = wire.RoundState(
+            job=job.id,
+            method=job.job.method,
+            round=state.round,
+            rounds=job.job.rounds,
+            phase="selecting" if state.phase == "new" else state.phase,
+            asked=tuple(sorted(state.asked)[:200]),
+            answered=tuple(sorted(state.answered)[:200]),
+            deadline_s=state.deadline_s,
+            note=shorten_error(state.reason),
+        )
+        self._publish(topic, message, retain=not over)
+        if over:
+            self._link.publish(topic, b"", retain=True)
+
+    def keep_alive(self) -> AbstractContextManager[None]:
+        return self._link.keep_alive()
+
+    def close(self) -> None:
+        self._publish(self._topics.coord, wire.CoordState(online=False, epoch=self._epoch), retain=True)
+        self.places.close()
+        self._link.close()
+
+    def _decode_message(self, message: Message, now_s: float) -> Said | None:
+        # None: the message is invalid, or handled already
+        try:
+            route = wire.parse_topic(message.topic)
+            if route.direction != "up":
+                return None
+            if route.leaf == "hello":  # a signed link would have taken it
+                raise WireError("it is signed, and this coordinator is not: give it --ca, --cert and --key")
+            if route.leaf in ("presence", "profile") and not message.payload:
+                return None  # cleared retained message: the device was removed from the broker
+            if self._transfers.handle_message(route, message.payload, now_s) or route.kind is None:
+                unasked = self._transfers.take_unrequested()
+                for device in unasked:
+                    self._gate.admit_message(device, 0)
+                if not unasked:  # else anybody may have sent it: a chunk is not signed
+                    self._record_contact(route.device)
+                return None
+            told = claim_bounds.replace_unprintable(wire.decode(message.payload, route.kind), message.payload)
+            if (named := getattr(told, "device", route.device)) != route.device:
+                raise WireError(f"it names another device, {named}")
+            if isinstance(told, Profile):
+                self.places.record_profile(told)
+            if isinstance(told, wire.Presence) and not told.online:
+                self._silence.forget(route.device)
+            elif not message.retained:
+                self._record_contact(route.device)
+            elif isinstance(told, wire.Presence):
+                self._silence.expect_contact(route.device)
+            return route.device, told
+        except WireError as error:
+            if said := self.garbage.count_message(message.topic, error, message.retained, now_s):
+                log.warning("%s", said)
+            return None
+
+    def _remove_device(self, device: str) -> None:
+        """Withdraw a device's task and delete its retained messages on the broker."""
+        self.cancel_task(device)
+        self._silence.forget(device)
+        for kind in KINDS:
+            self.send_release(device, kind, None)
+        for leaf in ("presence", "profile"):
+            self._link.publish(self._topics.device_topic(device, "up", leaf), b"", retain=True)
+
+    def _record_contact(self, device: str) -> None:
+        """Record that a message of a device has just arrived, and whether the device was silent before."""
+        if self._silence.record_contact(device):
+            self._returned.append(device)
+
+    def _request_presences(self, now_s: float) -> list[str]:
+        """Request the presence of quiet devices. Return the devices that have become silent."""
+        quiet = self._silence.step(now_s, self.absence.can_reach_devices(now_s))
+        for device in quiet.ask:
+            self._request_presence(device)
+        return quiet.silent
+
+    def _request_presence(self, device: str) -> None:
+        # not reliable, so that the broker does not queue the request for an offline device
+        self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
+
+    def _finish_fetch(self, device: str, sha256: str, error: str | None) -> Iterator[UpdateReceived]:
+        missing = self._fetching.get(device)
+        if missing is None or sha256 not in missing:
+            return
+        if error is not None:
+            ids = log_ids(device=device)
+            log.warning("%s's update could not be fetched (%s); it will offer it again", device, error, extra=ids)
+            self.fetch_blobs(device, ())
+            yield UpdateReceived(device, error)
+            return
+        missing.remove(sha256)
+        if not missing:
+            del self._fetching[device]
+            yield UpdateReceived(device)
+
+    @property
+    def _presence_message(self) -> wire.CoordState:
+        return wire.CoordState(online=True, epoch=self._epoch)
+
+    def _publish(self, topic: str, message: WireMessage, retain: bool = False, reliable: bool = True) -> None:
+        self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)

@@ -1,0 +1,223 @@
+"""Rate limiter that slows devices which send too much, and then blocks them for a while.
+
+Costs are seconds of work, estimated from the handling of a message. Each device may permanently use RATE of the
+coordinator's time, and BURST_S at once. Work that the coordinator requests is credited: a round's task pays for its
+messages, and a model chunk that is sent for the first time pays for its request. Messages above the limit are dropped.
+The protocol repeats all messages, so an honest device is only slower. A device that continues is blocked for ASIDE_S.
+
+Pure: no I/O and no clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from fedquilt import wire
+from fedquilt.core import WireError
+from fedquilt.host.logs import log_ids
+from fedquilt.transport.link import Link, LinkWrapper, Message
+
+RATE: Final = 0.0075  # of the coordinator's time
+BURST_S: Final = 0.25
+MESSAGE_S: Final = 1e-3  # of a message that comes alone and wakes the coordinator; of many at once a tenth
+HELLO_S: Final = 2e-3  # of a flight of a handshake
+BYTE_S: Final = 10e-9  # of each of its bytes: decoding
+ROUND_S: Final = 20 * MESSAGE_S  # that a device is granted for a round's task: it takes about ten messages
+DROPPED_MOST: Final = 100  # messages of one device that are dropped in a row of busy seconds before it is set aside
+CALM_S: Final = 60.0  # without a dropped message, after which the count begins anew
+ASIDE_S: Final = 600.0  # for which nothing of it is read
+Verdict = Literal["taken", "slowed", "dropped", "aside"]
+"""taken: read the message; slowed: drop it, the first of a row; dropped: drop it; aside: drop it and set it aside."""
+
+
+@dataclass
+class _TokenBucket:
+    left_s: float = BURST_S
+    at_s: float = -math.inf  # when that was so
+    dropped: int = 0
+    dropped_s: float = -math.inf  # when the last one was
+    until_s: float = -math.inf  # it is set aside
+
+
+@dataclass
+class RateLimiter:
+    """Token bucket of each device. Full buckets are removed from time to time."""
+
+    _accounts: dict[str, _TokenBucket] = field(default_factory=dict)
+    _most: int = 1024  # accounts before one looks which can be let go of
+
+    def admit_message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
+        """Decide whether to process a message.
+
+        Args:
+            device: Id of the device.
+            size: Bytes of the message.
+            now_s: Time of the coordinator's clock in seconds.
+            cost_s: Seconds of work that do not depend on the size.
+        """
+        account = self._refill_bucket(device, now_s)
+        if now_s < account.until_s:
+            return "dropped"
+        if account.left_s >= 0:
+            account.left_s -= cost_s + size * BYTE_S
+            return "taken"
+        if now_s >= account.dropped_s + CALM_S:
+            account.dropped = 0
+        account.dropped, account.dropped_s = account.dropped + 1, now_s
+        if account.dropped > DROPPED_MOST:
+            account.until_s, account.dropped = now_s + ASIDE_S, 0
+            return "aside"
+        return "slowed" if account.dropped == 1 else "dropped"
+
+    def charge_time(self, device: str, seconds: float, now_s: float) -> None:
+        """Charge processing time to a device's bucket. Negative values are credits.
+
+        The bucket stays between -BURST_S and BURST_S.
+        """
+        account = self._refill_bucket(device, now_s)
+        account.left_s = min(max(account.left_s - seconds, -BURST_S), BURST_S)
+
+    def _refill_bucket(self, device: str, now_s: float) -> _TokenBucket:
+        account = self._accounts.get(device)
+        if account is None:
+            if len(self._accounts) >= self._most:
+                self._remove_full_buckets(now_s)
+                self._most = max(1024, 2 * len(self._accounts))  # a look takes as long as there are accounts
+            account = self._accounts[device] = _TokenBucket(at_s=now_s)
+        account.left_s = min(account.left_s + RATE * max(now_s - account.at_s, 0.0), BURST_S)
+        account.at_s = now_s
+        return account
+
+    def _remove_full_buckets(self, now_s: float) -> None:
+        for device, account in list(self._accounts.items()):
+            full = account.left_s + RATE * (now_s - account.at_s) >= BURST_S
+            if full and now_s >= max(account.until_s, account.dropped_s + CALM_S):
+                del self._accounts[device]
+
+
+log = logging.getLogger("fedquilt.coordinator")
+KNOWN_MOST: Final = 4096  # devices that are subscribed to by name; with more, what a flood sends is read and dropped
+LOOK_S: Final = 60.0  # between two looks for devices that are not known yet
+LOOKED_S: Final = 1.0  # that a look lasts: what is flooded with comes as well
+
+
+class RateLimitedLink(LinkWrapper):
+    """Link that drops the messages of devices above their rate limit.
+
+    Args:
+        link: Link to the broker.
+        topics: Topics of the fleet.
+    """
+
+    def __init__(self, link: Link, topics: wire.Topics) -> None:
+        super().__init__(link)
+        self.now_s = 0.0  # the owner's clock; set before `receive`
+        self._topics, self._conduct = topics, RateLimiter()
+        self._known: dict[str, None] = {}  # devices, in the order of their first message
+        self._aside: dict[str, float] = {}  # device -> until when it is not read
+        self._flooded: list[str] = []  # set aside, and not told yet
+        self._narrow = False  # devices are subscribed to by name
+        self._look_s = math.inf  # when the next look begins
+        self._looked_s = math.inf  # or the present one ends
+
+    def subscribe(self, filters: Sequence[str]) -> None:
+        if not self._narrow:
+            self._link.subscribe(filters)
+        else:  # the broker may know of the earlier subscription alone
+            self._link.unsubscribe(filters)
+
+    def receive(self) -> list[Message]:
+        self._update_subscriptions()
+        return [message for message in self._link.receive() if self._is_admitted(message)]
+
+    # -- of devices --
+
+    def take_blocked_devices(self) -> list[str]:
+        flooded, self._flooded = self._flooded, []
+        return flooded
+
+    def charge_time(self, device: str, seconds: float) -> None:
+        self._conduct.charge_time(device, seconds, self.now_s)
+
+    def admit_message(self, device: str, size: int, cost_s: float = MESSAGE_S) -> bool:
+        """Return whether to process a message. Block a device that keeps sending too much."""
+        verdict = self._conduct.admit_message(device, size, self.now_s, cost_s)
+        if verdict == "slowed":
+            ids = log_ids(device=device)
+            log.warning("%s sends more than can be answered: what comes too fast is dropped", device, extra=ids)
+        elif verdict == "aside":
+            self._block_device(device)
+        return verdict == "taken"
+
+    def next_s(self) -> float:
+        """Return the time at which `receive` must be called even without a message."""
+        return min((*self._aside.values(), self._looked_s, self._look_s)) if self._narrow else math.inf
+
+    # -- within --
+
+    def _is_admitted(self, message: Message) -> bool:
+        device = wire.device_from_topic(message.topic)
+        if not device:
+            return True
+        if device not in self._known:
+            self._add_known_device(device)
+        if device in self._aside:
+            return False
+        try:
+            route = wire.parse_topic(message.topic)
+        except WireError:
+            return self.admit_message(device, len(message.payload))
+        if route.kind is None:  # a chunk: the coordinator has asked for it, or says otherwise by `admit_message`
+            return True
+        return self.admit_message(device, len(message.payload), HELLO_S if route.leaf == "hello" else MESSAGE_S)
+
+    def _add_known_device(self, device: str) -> None:
+        if len(self._known) <= KNOWN_MOST:
+            self._known[device] = None
+            if self._narrow and len(self._known) <= KNOWN_MOST:
+                self._link.subscribe(self._device_filters([device]))
+            elif self._narrow:
+                self._subscribe_to_all()
+
+    def _block_device(self, device: str) -> None:
+        self._flooded.append(device)
+        self._aside[device] = self.now_s + ASIDE_S
+        if self._narrow:
+            self._link.unsubscribe(self._device_filters([device]))
+        elif len(self._known) <= KNOWN_MOST:
+            self._narrow, self._look_s, self._looked_s = True, self.now_s + LOOK_S, math.inf
+            self._link.subscribe(self._device_filters([each for each in self._known if each not in self._aside]))
+            self._link.unsubscribe(self._topics.coordinator_filters())
+
+    def _subscribe_to_all(self) -> None:
+        self._narrow, self._look_s, self._looked_s = False, math.inf, math.inf
+        self._link.subscribe(self._topics.coordinator_filters())
+        self._link.unsubscribe([*self._device_filters(list(self._known)), self._presence_filter])
+
+    def _update_subscriptions(self) -> None:
+        back = [device for device, until_s in self._aside.items() if self.now_s >= until_s]
+        for device in back:
+            del self._aside[device]
+        if not self._narrow:
+            return
+        if not self._aside:
+            return self._subscribe_to_all()
+        if back:
+            self._link.subscribe(self._device_filters(back))
+        if self.now_s >= self._looked_s:
+            self._link.unsubscribe([self._presence_filter])
+            self._look_s, self._looked_s = self.now_s + LOOK_S, math.inf
+        elif self.now_s >= self._look_s:
+            self._link.subscribe([self._presence_filter])
+            self._look_s, self._looked_s = math.inf, self.now_s + LOOKED_S
+
+    @property
+    def _presence_filter(self) -> str:
+        return f"{self._topics.root}/dev/+/up/presence"
+
+    def _device_filters(self, devices: Sequence[str]) -> list[str]:
+        return [f"{self._topics.root}/dev/{device}/up/#" for device in devices]

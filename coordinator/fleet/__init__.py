@@ -1,0 +1,1 @@
+"""Devices of the coordinator: records, status, leases and fair shares."""

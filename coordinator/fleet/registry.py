@@ -1,0 +1,212 @@
+"""Registry of devices and their latest messages, rebuilt from retained messages at every start."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from fedquilt import wire
+from fedquilt.coordinator.rounds.eligibility import DeviceSnapshot, JobRequirements, ineligibility_reasons
+from fedquilt.core import OperatingPoint, Profile, SiteRight
+from fedquilt.wire import Presence, Telemetry
+
+GRACE_S = 5.0  # a device that returns within this time counts as never gone: no round closes without it
+FRESH_S = 600.0  # older sensor readings are ignored
+KINDS_MOST = 256  # kinds of boards whose operating points are shared
+
+
+@dataclass
+class DeviceRecord:
+    profile: Profile | None = None
+    right: SiteRight | None = None  # None: it is no site
+    announced: bool = False  # online, by the latest presence
+    silent: bool = False  # and yet it does not answer
+    boot: str = ""
+    about: str = ""  # digest of its profile
+    freed: int = 0  # times that disk space was freed
+    gone_s: float = -GRACE_S  # when it went offline
+    telemetry: Telemetry | None = None  # the last one received
+    told_s: float = 0.0  # when it was received
+    aside_s: float = -math.inf  # nothing from it is read until then
+
+    @property
+    def is_online(self) -> bool:
+        return self.announced and not self.silent
+
+
+class DeviceRegistry:
+    """Devices by id, with cached views.
+
+    A view is replaced only when a message or the passing of time changes it. So a query takes time in proportion to
+    the changes since the previous query, not to the number of devices. Times must be given in ascending order.
+    """
+
+    def __init__(self) -> None:
+        self.devices: dict[str, DeviceRecord] = {}
+        self._points: OrderedDict[bytes, tuple[OperatingPoint, ...]] = OrderedDict()  # by their digest
+        self._views: dict[str, DeviceSnapshot] = {}  # as of the last query
+        self._stale: set[str] = set()  # devices with messages since then
+        self._expiring: list[tuple[float, str]] = []  # when time alone changes a device's view
+        self._changed: list[str] = []  # every device whose view has changed, once per change
+        self._seen: tuple[int, dict[str, DeviceSnapshot]] = (0, {})
+        self._able: dict[tuple[str, ...], tuple[int, dict[str, str]]] = {}
+        self._barred: dict[JobRequirements, tuple[int, dict[str, str]]] = {}
+
+    def update_presence(self, device: str, message: Presence, now_s: float) -> bool:
+        """Store a presence message. Return whether the device has just appeared or restarted."""
+        known = self._record_for_update(device)
+        appeared = message.online and (not known.is_online or known.boot != message.boot)
+        if known.is_online and not message.online:
+            known.gone_s = now_s
+        if known.boot != message.boot:
+            known.telemetry = None  # an earlier process sent it: a full disk, for one, is not known any more
+        known.announced, known.boot = message.online, message.boot
+        known.silent = known.silent and message.online
+        return appeared
+
+    def mark_silent(self, device: str, now_s: float) -> None:
+        known = self._record_for_update(device)
+        known.silent, known.gone_s = True, now_s
+
+    def mark_returned(self, device: str) -> None:
+        self._record_for_update(device).silent = False
+
+    def forget_device(self, device: str, now_s: float) -> None:
+        """Delete all data of a device, except its boot id."""
+        self.devices[device] = DeviceRecord(boot=self._record_for_update(device).boot, gone_s=now_s - GRACE_S)
+
+    def find_unreachable(self, devices: Iterable[str], now_s: float) -> frozenset[str]:
+        """Return the given devices that are silent, or have been offline for GRACE_S."""
+        seen = self.device_views(now_s)
+        return frozenset(
+            device for device in devices if device in seen and not seen[device].online and self.devices[device].boot
+        )
+
+    def update_profile(self, device: str, profile: Profile) -> None:
+        # devices of a kind have equal operating points, 80 kB in memory, which are stored once
+        known = self._record_for_update(device)
+        key = hashlib.sha256(msgspec.json.encode(profile.points)).digest()
+        profile = msgspec.structs.replace(profile, points=self._points.setdefault(key, profile.points))
+        self._points.move_to_end(key)
+        while len(self._points) > KINDS_MOST:
+            self._points.popitem(last=False)
+        if profile != known.profile:
+            known.profile, known.about = profile, hashlib.sha256(wire.encode(profile)).hexdigest()[:16]
+
+    def set_site_right(self, device: str, right: SiteRight | None) -> None:
+        """Set the site right of a device. If the right has changed, delete the device's profile."""
+        known = self.devices.get(device)
+        if right == (known.right if known else None):
+            return
+        known = self._record_for_update(device)
+        known.right, known.profile, known.about = right, None, ""
+
+    def site_right(self, device: str) -> SiteRight | None:
+        known = self.devices.get(device)
+        return known.right if known else None
+
+    def update_telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
+        known = self._record_for_update(device)
+        known.freed += bool(known.telemetry and known.telemetry.disk_full and message.disk_full is False)
+        known.telemetry, known.told_s = message, now_s
+
+    def block_device(self, device: str, until_s: float) -> None:
+        self._record_for_update(device).aside_s = until_s
+
+    def latest_profile(self, device: str) -> Profile | None:
+        known = self.devices.get(device)
+        return known.profile if known else None
+
+    def agent_start_key(self, device: str) -> str:
+        """Return a text that changes when the device's agent restarts, changes its profile or frees disk space."""
+        known = self.devices.get(device)
+        return f"{known.boot} {known.about} {known.freed}" if known is not None and known.boot else ""
+
+    def device_views(self, now_s: float) -> dict[str, DeviceSnapshot]:
+        """Return the view of every known device. The result must not be changed.
+
+        Devices that went offline less than GRACE_S ago count as online. The same dictionary is returned until a view
+        changes.
+        """
+        version = self._refresh_views(now_s)
+        if self._seen[0] != version:
+            self._seen = (version, dict(self._views))
+        return self._seen[1]
+
+    def online_devices(self, now_s: float) -> set[str]:
+        """Return the devices with a profile that are online, or were less than GRACE_S ago."""
+        return {device for device, seen in self.device_views(now_s).items() if seen.online and seen.profile is not None}
+
+    def usable_engines(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
+        """Return, for each online device, the first of `engines` that the device has.
+
+        Devices without such an engine are left out. The result must not be changed.
+        """
+        version = self._refresh_views(now_s)
+        upto, found = self._able.get(engines, (0, {}))
+        if upto != version:
+            found = dict(found)
+            for device in self._devices_changed_since(upto):
+                seen = self._views[device]
+                usable = [engine for engine in engines if seen.profile and engine in seen.profile.engines]
+                found.pop(device, None)
+                if seen.online and usable:
+                    found[device] = usable[0]
+            self._able[engines] = (version, found)
+        return found
+
+    def ineligible_devices(self, wants: JobRequirements, now_s: float) -> dict[str, str]:
+        """Return the ineligible devices of a job, with the code of the reason.
+
+        The result must not be changed.
+        """
+        version = self._refresh_views(now_s)
+        upto, found = self._barred.get(wants, (0, {}))
+        if upto != version:
+            again = {device: self._views[device] for device in self._devices_changed_since(upto)}
+            found = {device: code for device, code in found.items() if device not in again}
+            found.update(ineligibility_reasons(again, wants))
+            self._barred[wants] = (version, found)
+        return found
+
+    # -- within --
+
+    def _record_for_update(self, device: str) -> DeviceRecord:
+        self._stale.add(device)
+        return self.devices.setdefault(device, DeviceRecord())
+
+    def _refresh_views(self, now_s: float) -> int:
+        """Bring all views up to date. Return a number that changes whenever a view does."""
+        while self._expiring and self._expiring[0][0] <= now_s:
+            self._stale.add(heapq.heappop(self._expiring)[1])
+        for device in [device for device in self.devices if device in self._stale] if self._stale else ():
+            known = self.devices[device]
+            back_s, fresh_s = known.gone_s + GRACE_S, known.told_s + FRESH_S
+            told = known.telemetry if now_s < fresh_s else None
+            online = known.is_online or (now_s < back_s and not known.silent)
+            view = DeviceSnapshot(online, known.profile, told, now_s < known.aside_s, known.silent)
+            if now_s < known.aside_s:
+                heapq.heappush(self._expiring, (known.aside_s, device))
+            if not known.is_online and now_s < back_s:
+                heapq.heappush(self._expiring, (back_s, device))
+            if told is not None:
+                heapq.heappush(self._expiring, (fresh_s, device))
+            if view != self._views.get(device):
+                self._views[device] = view
+                self._changed.append(device)
+        self._stale.clear()
+        if len(self._changed) > 1000 + 4 * len(self._views):  # boards send telemetry for years
+            self._changed = list(self._views)
+            self._seen = (-1, {})
+            self._able.clear()
+            self._barred.clear()
+        return len(self._changed)
+
+    def _devices_changed_since(self, version: int) -> Iterable[str]:
+        return dict.fromkeys(self._changed[version:])

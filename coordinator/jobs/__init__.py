@@ -1,0 +1,1 @@
+"""Active jobs of a coordinator, from startup to garbage collection."""

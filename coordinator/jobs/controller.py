@@ -1,0 +1,509 @@
+"""Control of one active job: its messages, events, tasks and updates.
+
+A controller uses only devices that are leased to its job, and cancels only its own tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from fedquilt import wire
+from fedquilt.coordinator.background_worker import BackgroundWorker, Then
+from fedquilt.coordinator.delivery.executor import Executor
+from fedquilt.coordinator.fleet import fair_share
+from fedquilt.coordinator.fleet.leases import DeviceLeases
+from fedquilt.coordinator.fleet.registry import DeviceRegistry
+from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.jobs.update_pipeline import UpdatePipeline
+from fedquilt.coordinator.rounds import claim_bounds, cohort_selection, events, message_handler, next_event
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload
+from fedquilt.coordinator.rounds.eligibility import BUSY, NOTHING, SHARE
+from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates import blob_recovery
+from fedquilt.coordinator.updates.model_states import CommitResult
+from fedquilt.coordinator.updates.partial_aggregate import blob_hashes
+from fedquilt.core import FedquiltError, JobError, StoreError, Update, shorten_error
+from fedquilt.host.logs import log_ids
+
+
+def decide_next_event(
+    job: RunningJob,
+    registry: DeviceRegistry,
+    at_work: Collection[str],
+    now_s: float,
+    busy: AbstractSet[str] = frozenset(),
+    most: float = math.inf,
+    late: bool = False,
+    lost_s: float = 0.0,
+    gone: AbstractSet[str] = frozenset(),
+) -> AnyEvent | None:
+    """Return the next event of a job, or None if nothing is due.
+
+    The event records changes in the eligible devices before it selects devices.
+
+    Args:
+        job: Active job.
+        registry: Devices of the fleet.
+        at_work: Devices that are working on a task of the running round.
+        now_s: Time of the coordinator's clock in seconds.
+        busy: Devices that the job must leave to other jobs now.
+        most: Number of devices that may be selected now.
+        late: Whether the time for starting the first round has passed.
+        lost_s: Seconds of the running attempt in which no device was reachable, by which its deadline moves.
+        gone: Selected devices that are known to be offline or silent.
+    """
+    fleet = registry.device_views(now_s)
+
+    def workload_of(device: str) -> DeviceWorkload:
+        return job.device_workload(device, registry.latest_profile(device))
+
+    passed = registry.ineligible_devices(job.wants, now_s)
+    free = fleet.keys() - passed.keys()
+    if short := next_event.devices_to_skip(job.rounds, free, workload_of, registry.agent_start_key):
+        passed, free = {**passed, **short}, free - short.keys()
+    taken = (busy & free) - set(at_work)
+    state = next_event.delay_attempt(job.rounds, lost_s)
+    following = partial(next_event.decide_event, state, now_s, free | set(at_work), workload_of, taken, gone=gone)
+    fact = following(most)
+    if fact is None and late and (ended := next_event.start_timeout_event(job.rounds, len(free))) is not None:
+        return ended
+    if not isinstance(fact, CohortSelected) and (fact is not None or job.rounds.phase != "selecting"):
+        return fact
+    spared = _devices_over_share(job, fact, free - taken, most, following)
+    if taken and not isinstance(
+        fact, CohortSelected
+    ):  # a job that waits does not log each coming and going of other jobs
+        taken = {device for device in taken if job.rounds.passed.get(device) == BUSY}
+    if taken:
+        passed, free = {**passed, **dict.fromkeys(taken, BUSY)}, free - taken
+    if spared:
+        passed, free = {**passed, **dict.fromkeys(spared, SHARE)}, free - spared
+    thrifty = job.job.cohort.prefer == "energy"
+    costs = cohort_selection.energy_costs({device: fleet[device].profile for device in free}) if thrifty else {}
+    noted = next_event.eligibility_event(job.rounds, free, passed, costs)
+    if noted is not None or not isinstance(fact, CohortSelected):
+        return noted or fact
+    return msgspec.structs.replace(fact, coverage=job.describe_coverage(fact, fleet))
+
+
+def _devices_over_share(
+    job: RunningJob, fact: CohortSelected | None, free: set[str], most: float, unlimited: Callable[[], AnyEvent | None]
+) -> set[str]:
+    if fact is None:
+        noted = {device for device in free if job.rounds.passed.get(device) == SHARE}
+        if noted or most >= 1:
+            return noted
+    elif len(fact.devices) < most:
+        return set()
+    wider, asked = unlimited(), fact.devices if fact is not None else ()
+    return set(wider.devices).difference(asked) if isinstance(wider, CohortSelected) else set()
+
+
+log = logging.getLogger("fedquilt.coordinator")
+T = TypeVar("T")
+START_S = 20.0  # after a job is taken up, until a device of its round that has not been heard of is not at work
+AT_ONCE = frozenset((message_handler.FetchUpdate, message_handler.ValidateUpdate))  # actions that nobody sees outside
+Observe = Callable[[JobView, events.AnyEvent], None]
+
+
+class CoordinatorContext:
+    """Services shared by all jobs of a coordinator.
+
+    Args:
+        executor: The link to the devices.
+        store: The home of the coordinator.
+        observe: The callback for each new event, `observe(job, event)`.
+        worker: The worker for operations that take too long for the loop.
+    """
+
+    def __init__(self, executor: Executor, store: Store, observe: Observe, worker: BackgroundWorker) -> None:
+        self.executor, self.store, self.observe, self.worker = executor, store, observe, worker
+        self.registry, self.loans = DeviceRegistry(), DeviceLeases()
+        self.jobs: dict[str, JobController] = {}  # by id, in the order in which they were taken up
+        self.news: dict[str, JobView] = {}  # jobs with changes that have not been published yet
+        self.fetching: dict[str, JobController] = {}  # device -> the job that its blobs are fetched for
+        self.later: list[tuple[JobController, message_handler.Action]] | None = (
+            None  # what is done once messages are heard
+        )
+        self._followed: set[str] = set()  # devices whose claim of a later start has been followed
+        self.garbage = GarbageCollector(store, self.blobs_in_use)
+
+    def start_work(self, item: Callable[[], T], then: Then[T]) -> None:
+        """Pass a work item to the worker. Blobs that the item uses are pinned until `then` has returned."""
+        self.worker.submit(*self.store.depot.pin_during(item, then))
+
+    def cancel_task(self, device: str, job: str, now_s: float) -> None:
+        """Cancel a job's task on a device, and send the device the task of a job that waits for it."""
+        if not self.loans.release_device(device, job, now_s):
+            if (fetched := self.fetching.get(device)) is not None and fetched.id == job:
+                self.executor.fetch_blobs(device, ())
+            return
+        self.executor.cancel_task(device)
+        self.fetching.pop(device, None)
+        self.send_unsent_task(device, now_s)
+
+    def release_device(self, device: str, job: str, now_s: float) -> None:
+        """Release a job's lease of a device, and send the device the task of a job that waits for it."""
+        if self.loans.release_device(device, job, now_s):
+            self.send_unsent_task(device, now_s)
+
+    def send_unsent_task(self, device: str, now_s: float) -> None:
+        for serving in self.jobs.values():
+            if device in serving.unsent:
+                serving.unsent.remove(device)
+                serving.send_task(device, now_s)
+
+    def acknowledge_update(self, device: str, update: Update, accepted: bool, reason: str) -> None:
+        self.executor.send_ack(
+            device, wire.Ack(update.job, update.round, update.attempt, accepted, shorten_error(reason))
+        )
+
+    def adopt_epoch(self, device: str, epoch: int) -> None:
+        """Raise the epoch above a device's epoch, in case the home is an older copy.
+
+        Each device can cause this once, and only for the next LATER_EPOCHS.
+        """
+        if epoch < self.store.epoch:
+            return
+        if device in self._followed or epoch > self.store.epoch + claim_bounds.LATER_EPOCHS:
+            log.warning(
+                "%s claims to know start %d of the coordinator: ignored", device, epoch, extra=log_ids(device=device)
+            )
+            return
+        self._followed.add(device)
+        self.raise_epoch(epoch)
+
+    def raise_epoch(self, above: int) -> None:
+        """Start an epoch above `above`, unless the present epoch is higher already."""
+        if above >= self.store.epoch:
+            self.executor.set_epoch(self.store.begin_epoch(above))
+            for id in self.jobs:
+                self.store.mark_running(id)
+
+    def blobs_in_use(self) -> set[str]:
+        return self.executor.blobs_in_use.union(*(serving.blobs_in_use() for serving in self.jobs.values()))
+
+    def collect_garbage(self) -> None:
+        if self.garbage.is_due(sum(len(serving.job.rounds.answered) for serving in self.jobs.values())):
+            self.garbage.collect()
+
+
+class JobController:
+    """Controller of an active job, with the progress of its tasks and updates.
+
+    Every method with an argument `now_s` raises StoreError if the store cannot be written.
+    """
+
+    def __init__(self, desk: CoordinatorContext, job: RunningJob, submitter: str, since_s: float, now_s: float) -> None:
+        self.job, self.id, self.submitter, self._desk = job, job.id, submitter, desk
+        timeout_s = job.job.cohort.start_timeout_s
+        self._begins_s = math.inf if timeout_s is None else since_s + timeout_s  # when its first round is to have begun
+        self._lost_s = desk.executor.absence.lost_s  # of the time until now
+        self._rounds_s = (0.0, self._device_time_s(now_s))  # boards' time of the latest round, and of all up to its end
+        self.unsent: set[str] = set()  # devices with a task to come: no profile of them yet, or another job has them
+        self.arriving: dict[str, Update] = {}  # device -> its update while its blobs are fetched
+        self.garbage = desk.garbage
+        self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
+        self._opened_s = self._busy_s = now_s  # when it was taken up; when a device was last seen working on it
+        # fleet, `most` and devices that were gone when there was nothing to decide
+        self._undecided: tuple[object, float, AbstractSet[str]] | None = None
+        self.summed = UpdatePipeline(
+            self, desk.worker, desk.start_work, desk.executor, lambda: desk.jobs.get(job.id) is not self
+        )
+        self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
+        self.unreadable: blob_recovery.UnreadableError | None = (
+            None  # what the disk has not given back: it goes on later
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        return self.job.rounds.phase in ("done", "failed", "stopped")
+
+    @property
+    def pending_devices(self) -> frozenset[str]:
+        return self.job.rounds.asked
+
+    @property
+    def _start_deadline_s(self) -> float:
+        # while no device can be reached, the deadline moves
+        return self._begins_s + self._desk.executor.absence.lost_since(self._lost_s)
+
+    def next_decision_s(self, now_s: float) -> float:
+        late_s = self._start_deadline_s if next_event.is_before_first_selection(self.job.rounds) else math.inf
+        return min(self.summed.wait_limit_s(now_s), late_s)
+
+    def activate(self, now_s: float) -> None:
+        """Continue the job where its log ends, and send all open tasks again."""
+        self._desk.store.mark_running(self.id)
+        if self.job.rounds.phase in ("stopped", "failed"):
+            self.record_event(events.JobResumed(), now_s)
+        self.send_all_tasks(now_s)
+        self.schedule_publication()
+
+    def send_all_tasks(self, now_s: float) -> None:
+        for device in sorted(self.pending_devices):
+            self.send_task(device, now_s)
+
+    def cancel_all_tasks(self, now_s: float) -> None:
+        self._cancel_tasks(self.pending_devices | set(self.job.rounds.silent), now_s)
+
+    def measure_idle_time(self, now_s: float) -> fair_share.IdleTime:
+        if not self._is_idle(now_s):
+            self._busy_s = now_s
+        return fair_share.IdleTime(now_s - self._busy_s, self.job.rounds.phase != "selecting")
+
+    def compute_usage(self, now_s: float) -> fair_share.JobUsage:
+        had_s = self._device_time_s(now_s)
+        round_s, until_s = self._rounds_s
+        return fair_share.JobUsage(had_s, max(round_s, had_s - until_s), self.job.rounds.roll, not self._is_idle(now_s))
+
+    def raise_usage_while_idle(self, least_s: float, now_s: float) -> None:
+        """Raise the usage of an idle job to the least usage of all working jobs, `least_s`.
+
+        A job cannot catch up on device time that was unused while its own devices were away. The usage stays the same
+        while the job waits for devices that are leased to other jobs.
+        """
+        if self._is_idle(now_s) and not self._is_waiting_for_leases(now_s):
+            self._desk.loans.raise_usage(self.id, least_s * self.job.job.priority, now_s)
+            self._rounds_s = (self._rounds_s[0], self._device_time_s(now_s))
+
+    def _is_waiting_for_leases(self, now_s: float) -> bool:
+        registry = self._desk.registry
+        barred = registry.ineligible_devices(self.job.wants, now_s)
+        enough = len(registry.device_views(now_s)) - len(barred) >= next_event.devices_to_start(self.job.rounds)
+        return enough and any(device not in barred for device in self._desk.loans.devices_of_other_jobs(self.id))
+
+    def _device_time_s(self, now_s: float) -> float:
+        return self._desk.loans.device_seconds(self.id, now_s) / self.job.job.priority
+
+    def blobs_in_use(self) -> set[str]:
+        state = self.job.rounds
+        folded = state.folded.devices if state.folded else ()
+        accepted = [update for device, update in state.answered.items() if device not in folded]
+        return (
+            self.job.required_blobs()
+            | self.job.sent_blobs()
+            | blob_hashes([*accepted, *self.arriving.values(), *self._begun.values()])
+        )
+
+    def _release_unfinished_update(self, device: str, instead: Update | None = None) -> None:
+        # so a device has at most one unfinished update of a job on the disk, whatever the device announces
+        begun = self._begun.pop(device, None)
+        if begun is not None and (instead is None or begun.bundles != instead.bundles):
+            self.garbage.add_candidates(blob_hashes([begun]))
+
+    def schedule_publication(self) -> None:
+        self._desk.news[self.id] = self.job
+
+    def handle_claim(self, device: str, claim: wire.Claim, now_s: float) -> None:
+        registry = self._desk.registry
+        blob_recovery.warn_of_rolled_back_log(self.job.rounds, self.id, device, claim, self._behind)
+        event = message_handler.ClaimReceived(device, claim)
+        if not claim.accepted:
+            ask = self.job.device_workload(device, registry.latest_profile(device))
+            event = message_handler.ClaimReceived(device, claim, ask, registry.agent_start_key(device))
+        self.handle_input(event, now_s)
+
+    def handle_update_offer(self, device: str, update: Update, told: Update, now_s: float) -> None:
+        """Process a device's announcement of an update. `told` is the part of the message to store."""
+        unfit = self.job.manifest_problem(update, self._desk.registry.latest_profile(device))
+        self.handle_input(message_handler.UpdateAnnounced(device, told, unfit=unfit), now_s)
+
+    def handle_input(self, event: message_handler.Input, now_s: float) -> None:
+        step = message_handler.decide_response(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
+        if step.arriving is None:
+            self.arriving.pop(event.device, None)
+        else:
+            self.arriving[event.device] = step.arriving
+        for fact in step.facts:
+            self.record_event(fact, now_s)
+        for action in step.actions:
+            self._schedule_action(action, now_s)
+
+    # -- actions --
+
+    def _schedule_action(self, action: message_handler.Action, now_s: float) -> None:
+        # actions with an effect outside have to wait until their events are written
+        if self._desk.later is None or type(action) in AT_ONCE:
+            self.carry_out(action, now_s)
+        else:
+            self._desk.later.append((self, action))
+
+    def carry_out(self, action: message_handler.Action, now_s: float) -> None:
+        match action:  # the most frequent first
+            case message_handler.SlowResends(device):
+                self._desk.executor.slow_resends(device)
+            case message_handler.CancelTask(device):
+                self.unsent.discard(device)
+                self._desk.cancel_task(device, self.id, now_s)
+                self._release_unfinished_update(device)
+            case message_handler.AckUpdate(device, update, accepted, reason):
+                self._desk.acknowledge_update(device, update, accepted, reason)
+            case message_handler.FetchUpdate(device, update):
+                self._release_unfinished_update(device, update)
+                self._begun[device] = update
+                self._desk.fetching[device] = self
+                in_turn = self.summed.register_update(device, update, now_s)
+                self._desk.executor.fetch_blobs(device, update.bundles.values(), in_turn=in_turn)
+            case message_handler.ValidateUpdate(device, update):
+                registry = self._desk.registry
+                self.summed.validate_update(
+                    device, update, registry.latest_profile(device), registry.site_right(device), now_s
+                )
+            case message_handler.SendTask(device):
+                self.send_task(device, now_s)
+            case message_handler.DiscardUpdate(update):
+                self.garbage.add_candidates(blob_hashes([update]))
+            case message_handler.RenewTask(device, epoch):
+                self._desk.adopt_epoch(device, epoch)
+                self.send_task(device, now_s)
+
+    def send_task(self, device: str, now_s: float) -> None:
+        """Send a device its task of the running round, at once or when the device becomes available."""
+        job, desk = self.job, self._desk
+        if job.rounds.phase != "open" or device not in job.rounds.asked:  # it may have ended with another device's task
+            return
+        profile = desk.registry.latest_profile(device)
+        # after a restart the profile, which names its engine, may not be here yet
+        if profile is None or not desk.loans.acquire_device(device, self.id, now_s):
+            return self.unsent.add(device)
+        engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
+        try:
+            task = job.build_task(device, engine, profile, now_s)
+        except Exception as error:
+            return self.handle_failure(error, now_s)
+        if task is None:
+            self.record_event(
+                events.TaskDeclined(job.rounds.round, device, NOTHING, "the method has nothing for it now"), now_s
+            )
+            return desk.release_device(device, self.id, now_s)
+        try:
+            return desk.executor.send_task(device, task, now_s)
+        except FedquiltError as error:
+            return self.handle_failure(error, now_s)
+
+    # -- decisions --
+
+    def make_next_decision(self, now_s: float, left: AbstractSet[str] = frozenset(), most: float = math.inf) -> bool:
+        """Make the job's next decision, if one is due. Return whether the job has changed.
+
+        Args:
+            now_s: The time of the coordinator's clock, in seconds.
+            left: The devices to yield to other jobs, in addition to those leased to them.
+            most: The number of devices that may be selected now.
+        """
+        job = self.job
+        self.summed.start_folding()
+        if job.rounds.phase == "closing":
+            return self.summed.start_commit(now_s)
+        if self.summed.wait_for_punctual_updates(now_s):
+            return False
+        try:
+            busy = self._desk.loans.devices_of_other_jobs(self.id) | left
+            if self._has_nothing_to_decide(busy, most, now_s):
+                return False
+            late, lost_s = now_s >= self._start_deadline_s, self.summed.lost_s
+            registry, gone = self._desk.registry, self._unreachable_devices(now_s)
+            at_work = self._devices_at_work(now_s) - gone
+            fact = decide_next_event(job, registry, at_work, now_s, busy, most, late, lost_s, gone)
+            if (
+                fact is None
+                and now_s >= self._opened_s + START_S
+                and self._desk.executor.absence.can_reach_devices(now_s)
+            ):
+                self._undecided = registry.device_views(now_s), most, gone
+        except Exception as error:
+            self.handle_failure(error, now_s)
+            return True
+        if fact is None:
+            return False
+        self.record_event(fact, now_s)
+        return True
+
+    def _has_nothing_to_decide(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
+        # a decision costs time in proportion to the fleet, and updates arrive a few at a time
+        if self._undecided is None or busy:
+            return False
+        fleet, before, gone = self._undecided
+        same = fleet is self._desk.registry.device_views(now_s) and before == most
+        return same and next_event.can_skip_decision(self.job.rounds, now_s, gone)
+
+    def _able_devices(self, now_s: float) -> Collection[str]:
+        return self._desk.registry.usable_engines(self.job.engines, now_s).keys()
+
+    def _is_idle(self, now_s: float) -> bool:
+        return next_event.is_round_idle(
+            self.job.rounds, self._able_devices(now_s), self._desk.loans.devices_of_other_jobs(self.id)
+        )
+
+    def _devices_at_work(self, now_s: float) -> set[str]:
+        # just after a start these are all selected devices, because devices of a signed fleet authenticate first
+        asked = set(self.pending_devices - self._desk.loans.devices_of_other_jobs(self.id))
+        return asked if now_s < self._opened_s + START_S else asked.intersection(self._able_devices(now_s))
+
+    def _unreachable_devices(self, now_s: float) -> frozenset[str]:
+        state = self.job.rounds
+        if state.phase != "open" or not self._desk.executor.absence.can_reach_devices(now_s):
+            return frozenset()
+        return self._desk.registry.find_unreachable(state.asked | state.due, now_s)
+
+    def handle_failure(self, error: Exception, now_s: float) -> None:
+        """End the job after an error of its method, or suspend the job after a failed read.
+
+        Store and memory errors are raised again.
+        """
+        if (hold := blob_recovery.suspension_reason(error)) is not None:
+            self.unreadable = hold
+            return
+        if isinstance(error, StoreError | MemoryError):
+            raise error
+        log.error("%s failed in its method", self.id, exc_info=error, extra=log_ids(run=self.id))
+        self.record_event(events.failure_event(error), now_s)
+
+    def record_event(self, fact: events.AnyEvent, now_s: float, done: CommitResult | None = None) -> None:
+        job = self.job
+        before = job.rounds
+        try:
+            job.record_event(fact, now_s)
+        except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
+            return self.handle_failure(error, now_s)
+        if not isinstance(fact, events.UpdateAccepted) and not self.arriving.keys() <= job.rounds.asked:
+            self.arriving = {device: each for device, each in self.arriving.items() if device in job.rounds.asked}
+        self._desk.observe(job, fact)
+        if not isinstance(fact, events.UpdateAccepted):
+            self._undecided = None
+        match fact:
+            case events.UpdateAccepted():  # the most frequent first
+                self._begun.pop(fact.update.device, None)  # its blobs are in use until they are folded
+            case events.CohortSelected():
+                for device in fact.devices:
+                    self.send_task(device, now_s)
+                self._cancel_tasks(set(job.rounds.silent) - job.rounds.asked, now_s)  # whom this attempt does without
+            case events.UpdateLost():
+                ids = log_ids(run=job.id, round=fact.round, device=fact.device)
+                log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason, extra=ids)
+                self._desk.raise_epoch(self._desk.store.epoch)
+                self.send_task(fact.device, now_s)
+            case events.RoundClosed() | events.JobEnded():
+                self._cancel_tasks(before.asked | set(before.silent), now_s)
+            case events.RoundCommitted() if done is not None:
+                self.garbage.add_candidates(job.blobs_released_by_commit(before))
+                job.start_next_round(done)
+                self._rounds_s = ((had_s := self._device_time_s(now_s)) - self._rounds_s[1], had_s)
+        if isinstance(fact, events.RoundCommitted | events.JobEnded):
+            self._desk.store.snapshots.save_if_due(job.id, job.standing)
+        self.schedule_publication()
+
+    def _cancel_tasks(self, devices: Collection[str], now_s: float) -> None:
+        for device in sorted(devices):
+            self._schedule_action(message_handler.CancelTask(device), now_s)

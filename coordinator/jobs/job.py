@@ -1,0 +1,472 @@
+"""Active job: the method's state and the job state, both rebuilt from the event log.
+
+Every change goes through `record_event`: the event is written, then applied. The computations of the method are
+functions of that state and of blobs on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from fedquilt import metrics
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.rounds import claim_bounds, job_limits
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload
+from fedquilt.coordinator.rounds.eligibility import DeviceSnapshot, JobRequirements
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobConstants,
+    JobStarted,
+    JobState,
+    RoundCommitted,
+    UpdatesAggregated,
+    apply_event,
+)
+from fedquilt.coordinator.rounds.message_handler import UpdateValidated
+from fedquilt.coordinator.rounds.next_event import restart_event, to_process_clock
+from fedquilt.coordinator.rounds.round_bitmap import NEVER
+from fedquilt.coordinator.storage.store import Store, StoredJob
+from fedquilt.coordinator.updates import aggregator, blob_recovery, checks, model_states, tasks
+from fedquilt.coordinator.updates.aggregator import Aggregator
+from fedquilt.coordinator.updates.job_validation import require_matching_bundle, required_packages
+from fedquilt.coordinator.updates.metrics import (
+    aggregate_evaluations,
+    average_metrics,
+    explain_evaluation,
+    explain_missing_metrics,
+    explain_unchanged_loss,
+)
+from fedquilt.coordinator.updates.model_states import CommitResult, Encoded, LoadedState, ModelStates
+from fedquilt.coordinator.updates.partial_aggregate import blob_hashes, total_blob_bytes
+from fedquilt.core import (
+    Action,
+    BlobRef,
+    DeviceView,
+    EvaluationRound,
+    Method,
+    Profile,
+    SiteRight,
+    StoreError,
+    Task,
+    TaskSpec,
+    Tensors,
+    Update,
+    UpdateError,
+    UpdateSchema,
+    WorkEstimate,
+    seed_deriver,
+    update_schema,
+)
+from fedquilt.costs import tiers
+
+HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
+
+
+class RunningJob:
+    """Active job, which continues from its event log after `continue_from`.
+
+    States and updates of at least `large_bytes` are kept on disk and handled by a worker. The running attempt has its
+    whole deadline again or, with `by_wall`, what is left by the wall clock (`next_event.restart_event`).
+
+    Raises:
+        JobError: If the settings, the log or the bundle of the job are not usable.
+        UnreadableError: If the disk fails while the bundle is read.
+        StoreError: If the store cannot be read.
+    """
+
+    def __init__(
+        self,
+        row: StoredJob,
+        store: Store,
+        now_s: float,
+        method: Method,
+        large_bytes: float = math.inf,
+        by_wall: bool = False,
+    ) -> None:
+        self.id, self.job, self._store, self.method, self._large_bytes = row.id, row.job, store, method, large_bytes
+        self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
+        self.bundle = blob_recovery.open_bundle(row.id, row.bundle, store.depot)
+        require_matching_bundle(row.job, self.bundle)
+        self._states = ModelStates(row.id, row.job, method, self.bundle, row.bundle, store.depot, large_bytes)
+        self.wants = JobRequirements(
+            self.engines, row.job.cohort, row.job.wire.codec, tuple(required_packages(row.job, self.bundle).items())
+        )
+        self.state: Any = None
+        self._all_able: tuple[object, WorkEstimate] | None = (
+            None  # fleet at the last look, if the task fitted every device
+        )
+        self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
+        self._encoded: Encoded = {}  # the last of them
+        self._losses: dict[int, float] = {}  # round of work -> its loss, since this process took up the job
+        self._asks: dict[str, DeviceWorkload] = {}  # device -> its work in the running round
+        self._orders: dict[str, TaskSpec] = {}  # device -> its order of the running round, if it has no
+        network = self.bundle.meta.get("network", {})
+        self._predicts = metrics.task_from_network(network), network.get("classes")
+        self._held = tasks.held_out_share(row.job.data)
+        self._alike: tasks.TaskSpecCache  # of the running round, as are the next five
+        self._common: Mapping[str, Tensors | BlobRef]  # tensors of its own: bundles that all of them have
+        self._seeded: Callable[[object], int] | None  # a device's seed
+        self._manifests: checks.ManifestValidator | None  # what its updates may hold
+        self._summing: Aggregator
+        self.standing, after = store.snapshots.load_state(self.id, JobConstants.from_job(row.job), now_s)
+        self.rounds = self.standing.rounds  # state of its rounds
+        wall_s = store.depot.disk.wall_clock_s()
+        for _, at, fact in store.read_events(self.id, after):
+            self._apply_event(fact, apply_event(self.rounds, fact, now_s - (wall_s - at) * by_wall))
+        self.rounds = self.standing.rounds = to_process_clock(self.rounds, now_s, by_wall)
+        self._by_wall = by_wall
+
+    @property
+    def is_large_to_load(self) -> bool:
+        """Whether a worker should load the state and bundle because of their size."""
+        state_bytes = self.rounds.state.size if self.rounds.state else 0
+        return state_bytes + sum(ref.size for ref in self.bundle.files.values()) >= self._large_bytes
+
+    def build_state_loader(self) -> Callable[[], LoadedState]:
+        """Return a function that loads the job's state, or creates and stores the first state.
+
+        A worker may call the function.
+        """
+        return partial(self._states.load_starting_state, self.rounds)
+
+    def continue_from(self, found: LoadedState, now_s: float) -> None:
+        if self.rounds.state is None:
+            self.record_event(JobStarted(found.ref, found.settles), now_s)
+        elif self._by_wall and (fact := restart_event(self.rounds, now_s)) is not None:
+            self.record_event(fact, now_s)
+        self.state = found.state
+        self.use_encoded_bundles(found.encoded)
+        self._reset_round_caches()
+
+    def record_event(self, fact: AnyEvent, now_s: float) -> None:
+        """Write an event to the log, then apply the event.
+
+        Raises:
+            JobError: If the event is not allowed now, or could not be read back. Nothing has been written.
+        """
+        after = apply_event(self.rounds, fact, now_s)
+        self._store.append_event(self.id, fact)
+        self._apply_event(fact, after)
+
+    def required_blobs(self) -> set[str]:
+        """Return the blobs that the job needs after any next event: bundle, state, partial aggregate."""
+        sum = self.rounds.folded.sum if self.rounds.folded else None
+        return {ref.sha256 for ref in (self.rounds.state, sum, *self.bundle.files.values()) if ref is not None}
+
+    def build_task(
+        self, device: str, engine: str, profile: Profile | None, now_s: float, actions: tuple[Action, ...] | None = None
+    ) -> Task | None:
+        """Return a device's task in the running round, or None if the method has no work for the device.
+
+        Args:
+            device: Id of the device.
+            engine: Engine that the device is to use.
+            profile: Profile of the device, or None if unknown.
+            now_s: Time of the coordinator's clock in seconds.
+            actions: Actions of the task, or None for the actions of the round.
+        """
+        known = self._asks.get(device)
+        kept = self._orders.get(device) if known is not None and known.profile == profile else None
+        if (order := kept or self._device_order(device, profile)) is None:
+            return None
+        self._seeded = self._seeded or seed_deriver(self.job.seed, self.job.name, self.rounds.round)
+        asked = actions or self.rounds.actions
+        made = self._alike.task_of_order(
+            order,
+            (engine, asked, self.rounds.attempt, self.rounds.remaining_s(now_s), now_s),
+            lambda: tasks.make_task(
+                order,
+                blob=self._store_bundle,
+                job=self.id,
+                round=self.rounds.round,
+                attempt=self.rounds.attempt,
+                method=self.job.method,
+                engine=engine,
+                work=self._workload_of_order(order, engine, asked).work,
+                actions=asked,
+                seed=0,
+                deadline_s=self.rounds.remaining_s(now_s),
+                wire=self.job.wire,
+                state=self.rounds.state.sha256 if self.rounds.state else "",
+            ),
+            seed=self._seeded(device),
+            tier=tiers.tier_from_profile(profile),
+            counted=self.rounds.history.get(device, NEVER).last_round,
+        )
+        while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
+            del self._encoded[next(iter(self._encoded))]
+        return made
+
+    def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
+        known = self._asks.get(device)
+        if known is None or known.profile != profile:
+            order = self._device_order(device, profile)
+            known = DeviceWorkload(WorkEstimate(), profile)
+            if order is not None:
+                able = [engine for engine in self.engines if profile is not None and engine in profile.engines]
+                known = self._workload_of_order(order, (able or self.engines)[0], self.rounds.actions)._replace(
+                    profile=profile
+                )
+            self._asks[device] = known
+            self._orders.pop(device, None)
+            if order is not None:
+                self._cache_order(device, order)
+        return known
+
+    def _workload_of_order(self, order: TaskSpec, engine: str, actions: tuple[Action, ...]) -> DeviceWorkload:
+        return self._alike.workload_of_order(
+            order, actions, engine, self._active_method is self.method and self.method.uneven
+        )
+
+    def _cache_order(self, device: str, order: TaskSpec) -> None:
+        # Orders with tensors of their own are not cached, because they take memory.
+        self._common = self._common or order.bundles
+        if all(value is self._common.get(name) for name, value in order.bundles.items()):
+            self._orders[device] = order
+
+    def describe_coverage(self, fact: CohortSelected, seen: Mapping[str, DeviceSnapshot]) -> tuple[str, ...]:
+        """Return sentences on the devices that can take part in the round.
+
+        The result is empty if all devices can, except in the first round, and if nothing has changed.
+
+        Args:
+            fact: Selection of the cohort.
+            seen: Views of the fleet. The same object as before means an unchanged fleet.
+        """
+        asked = fact.devices[0] if fact.devices else ""
+        order = self._device_order(asked, seen[asked].profile if asked in seen else None)
+        if order is None or fact.attempt or self.rounds.phase != "selecting":
+            return ()
+        if fact.round and self._all_able is not None and self._all_able[0] is seen and self._all_able[1] == order.work:
+            return ()
+        fleet = {device: each.profile for device, each in seen.items() if each.online and each.profile is not None}
+        if not fleet:
+            return ()
+        members = [
+            tiers.TierDevice(profile, self.standing.examples.get(device)) for device, profile in sorted(fleet.items())
+        ]
+        found = tiers.tier_coverage(members, self.engines, order.work)
+        everybody = all(share.able == share.devices for share in found.values())
+        self._all_able = (seen, order.work) if everybody else None
+        return () if everybody and fact.round else tuple(tiers.format_coverage(found, order.work))
+
+    def manifest_problem(self, update: Update, profile: Profile | None = None) -> str:
+        """Return why an update's manifest is invalid, or "" if valid or not of the running round."""
+        if update.device not in self.rounds.asked or update.round != self.rounds.round or update.job != self.id:
+            return ""
+        if self._manifests is None:
+            known = (
+                update_schema(self._active_method.fold, self.state)
+                if "work" in self.rounds.actions
+                else UpdateSchema({})
+            )
+            self._manifests = checks.ManifestValidator(known, self.job.wire, self.job.max_update_mb)
+        return self._manifests.manifest_problem(update, profile.boards if profile else 0)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether updates or states of the running round are large, or a partial aggregate is stored."""
+        return self._summing.large
+
+    def build_validation(
+        self,
+        device: str,
+        update: Update,
+        profile: Profile | None,
+        now_s: float,
+        *,
+        large: bool,
+        right: SiteRight | None = None,
+    ) -> Callable[[], UpdateValidated]:
+        """Return a function that validates an update, and returns its valid part or why it is rejected.
+
+        Args:
+            device: Sender of the update.
+            update: Update as announced.
+            profile: Profile of the device, or None if unknown.
+            now_s: Time of the coordinator's clock in seconds.
+            large: Whether a worker calls the function, which then uses nothing that the main loop changes.
+            right: Site right of the device, if any.
+
+        Raises, from the function:
+            LostUpdateError: If a blob of the update is damaged or unreadable. The blob is set aside.
+            UnreadableError: If the disk fails while other data is read.
+            StoreError: If the store cannot be read or written.
+        """
+        ask = self.device_workload(device, profile)
+        waited_s = now_s - self.rounds.asked_s.get(device, now_s)
+        limit_s = claim_bounds.longest_work_s(waited_s, self.rounds.max_deadline_s, self.rounds.attempt + 1)
+        limit, standing = self.job.cohort.max_examples, self.standing
+        weight, examples = (
+            standing.weights.largest_allowed(device, limit),
+            standing.reported.largest_allowed(device, limit),
+        )
+        work, checks = "work" in self.rounds.actions, "check" in self.rounds.actions
+        bounds = claim_bounds.ClaimBounds(ask, limit_s, weight, examples, right, checks, *self._predicts)
+        take = self.build_update_reader(update, profile, bounds, large=large)
+
+        def validate() -> UpdateValidated:
+            odd = ""
+            try:
+                believed, odd = claim_bounds.limit_claims(update, bounds)
+                claim_bounds.require_plausible(update, bounds, work=work)
+                taken, reason = take(believed) if work else believed, ""
+            except blob_recovery.UnreadableError as error:
+                if error.again not in blob_hashes([update]):
+                    raise
+                self._store.depot.discard_damaged(error.again)  # its device has it still: other sectors may take it
+                raise blob_recovery.LostUpdateError(device, str(error)) from None
+            except (StoreError, blob_recovery.LostUpdateError):
+                raise
+            except Exception as error:  # whatever a device sends, it is the device's update that is refused
+                plain = isinstance(error, UpdateError)
+                taken, reason = None, str(error) if plain else f"{type(error).__name__}: {error}"
+            return UpdateValidated(device, update, taken, reason, ask, odd)
+
+        return validate
+
+    def build_update_reader(
+        self, update: Update, profile: Profile | None, bounds: claim_bounds.ClaimBounds, *, large: bool = False
+    ) -> Callable[[Update], Update]:
+        """Return a function that decodes and stores an update, and folds it if it is small and next in order."""
+        rounds, summing = self.rounds, self._summing
+        base = self._build_base_finder(update, profile)
+
+        def read(believed: Update) -> Update:
+            if large:
+                return summing.read_large_update(believed, base, bounds)
+            return summing.read_update(believed, rounds, base, bounds)
+
+        return read
+
+    @property
+    def aggregator(self) -> Aggregator:
+        return self._summing
+
+    def _build_base_finder(self, update: Update, profile: Profile | None) -> aggregator.Base:
+        order = self._device_order(update.device, profile) if update.bases else None
+        asked = (
+            {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()
+        )  # after a restart
+        return partial(
+            aggregator.base_tensors, self._store.depot, update, asked | self._sent if update.bases else set()
+        )
+
+    def has_updates_to_fold(self) -> bool:
+        return self.rounds.phase == "open" and self._summing.has_foldable_update(self.rounds)
+
+    def build_fold(self, stored_at: float) -> Callable[[], UpdatesAggregated | None]:
+        """Return a function with which a worker folds the next accepted update.
+
+        The function returns an event if it has stored the partial aggregate, and None otherwise. The aggregate is
+        stored once the updates added since the last time have `stored_at` times its bytes.
+        """
+        return partial(self._summing.fold_next, self.rounds, stored_at)
+
+    def build_commit(self, now_s: float) -> Callable[[], CommitResult]:
+        """Return a function that folds the remaining updates, and stores the next state.
+
+        The main loop or a worker may call the function, but nothing else may fold at that time.
+
+        Raises, from the function:
+            LostUpdateError: If a blob of an update is missing or damaged.
+        """
+        return partial(self._compute_commit, self.rounds, now_s)
+
+    def _compute_commit(self, rounds: JobState, now_s: float) -> CommitResult:
+        """Compute and store the next state. Return it with the commit event and the encoded bundles."""
+        state = self.state
+        if "work" in rounds.actions:
+            state = self._active_method.step(state, self._summing.take_aggregate(rounds))
+            checks.require_finite_state(state, tuple(sorted(rounds.answered)))
+        spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
+        caveat = (
+            job_limits.describe_unmetered_tasks(self.job.stop, spent) if spent.metered or not rounds.round else None
+        )
+        short = (
+            None
+            if finished
+            else job_limits.describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
+        )
+        means = average_metrics(updates)
+        if "work" in rounds.actions and not rounds.settling and "loss" in means:
+            self._losses[rounds.completed_rounds] = means["loss"]
+        told = caveat, short, explain_unchanged_loss(self._losses, self.job.params.get("lr"))
+        explained = (*explain_missing_metrics(updates, means), *explain_evaluation(updates))
+        fact = RoundCommitted(
+            round=rounds.round,
+            state=aggregator.store_tensors(self._store.depot, *tensors.split_state(state)),
+            finished=finished,
+            metrics=means,
+            notes=(*self.method.explain(state), *filter(None, told), *explained),
+            took_s=now_s - rounds.began_s,
+            settled=rounds.settling,
+            evaluation=aggregate_evaluations(updates),
+        )
+        del state  # what is stored is loaded instead
+        state = self._states.load_state(fact.state, rounds.round, again=True)
+        return CommitResult(
+            fact, state, model_states.encode_common_bundles(self.method, state, fact.state, self._store.depot)
+        )
+
+    def use_encoded_bundles(self, found: Encoded) -> None:
+        self._encoded = found
+        self._sent.update(ref.sha256 for _, ref in found.values())
+
+    def blobs_released_by_commit(self, before: JobState) -> set[str]:
+        """Return the blobs that only the committed round needed: updates, aggregate, bundles, old state."""
+        refs = [before.state, before.folded.sum if before.folded else None]
+        return (
+            blob_hashes(before.answered.values()) | self.sent_blobs() | {ref.sha256 for ref in refs if ref is not None}
+        )
+
+    def sent_blobs(self) -> set[str]:
+        return set(self._sent)
+
+    def start_next_round(self, done: CommitResult) -> None:
+        self.state = done.state
+        for held in (self._sent, self._asks, self._orders):
+            held.clear()
+        self.use_encoded_bundles(done.encoded)
+        self._reset_round_caches()
+
+    def _reset_round_caches(self) -> None:
+        self._alike = tasks.TaskSpecCache(self._held)
+        self._common, self._seeded, self._manifests = {}, None, None
+        known = update_schema(self._active_method.fold, self.state)
+        of_update = tensors.total_bytes(known.bundles.values()) if known else 0
+        of_state = self.rounds.state.size if self.rounds.state else 0
+        largest = max(of_update, of_state, *map(total_blob_bytes, self.rounds.answered.values()))
+        large = largest >= self._large_bytes or self.rounds.folded is not None
+        self._summing = Aggregator(self._store.depot, self._active_method, self.state, self.job, large=large)
+
+    def _device_order(self, device: str, profile: Profile | None) -> TaskSpec | None:
+        view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
+        order = self._alike.order_for_device(self._active_method.send, self.state, view)
+        return tasks.with_epochs(order, self.rounds.epochs.get(device))
+
+    @property
+    def _active_method(self) -> Method | EvaluationRound:
+        return self.method.settle if self.rounds.settling and self.method.settle else self.method
+
+    def _apply_event(self, fact: AnyEvent, after: JobState) -> None:
+        for device in fact.epochs if isinstance(fact, CohortSelected) else ():
+            self._asks.pop(device, None)  # of the job's epochs
+        self.standing.apply_event(fact, after)
+        self.rounds = after
+
+    def _store_bundle(self, value: Tensors | BlobRef) -> BlobRef:
+        if isinstance(value, BlobRef):
+            named = {name: ref for name, ref in self.bundle.files.items() if ref == value}
+            self._states.restore_bundle_files(named)
+            return value
+        known = self._encoded.pop(id(value), None)
+        if known is None or not self._store.depot.has_blob(known[1]):
+            known = (value, aggregator.store_tensors(self._store.depot, value))
+        self._encoded[id(value)] = known  # as the latest
+        self._sent.add(known[1].sha256)
+        return known[1]

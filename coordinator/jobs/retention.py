@@ -1,0 +1,165 @@
+"""Removal of runs and their files from a home.
+
+A run is first removed from the database, in one transaction, and its files afterwards. So after a kill at any moment
+every run in the database is complete. Files that remain belong to no run, and the next removal deletes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
+from fedquilt.coordinator.limits import RetentionSettings
+from fedquilt.coordinator.storage.log_index import IndexedLog
+from fedquilt.coordinator.storage.rows import UnreadableRow
+from fedquilt.coordinator.storage.store import Store, StoredJob
+from fedquilt.host.disk import REAL, disk_errors
+
+ENDED: Final = ("done", "failed", "stopped")
+# folders with files named after runs, and their endings
+_NAMED: Final = (("agents", ""), ("sites", ""), ("evaluations", ".json"), ("machines", ".json"))
+_RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others
+
+
+class RemovedFiles(NamedTuple):
+    files: int
+    bytes: int
+    blobs_left: bool  # another coordinator serves the home: it drops the blobs with its next job
+
+
+def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
+    """Return a run by its id, even if this version cannot read the run.
+
+    The name of a job selects its latest run.
+
+    Raises:
+        StoreError: If there is no such run. The message lists the runs.
+    """
+    for row in reversed(store.all_jobs()):
+        if run == row.id or (isinstance(row, StoredJob) and run == row.job.name):
+            return row
+    return store.find_job(run)  # raises, listing those there are
+
+
+def select_expired_runs(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
+    """Return the ids of ended runs that are not protected, oldest first.
+
+    Args:
+        store: Store of the home.
+        now: Wall-clock time in seconds.
+        keep: Number of latest ended runs that are protected, or None.
+        older_s: Seconds for which a run is protected after its end, or None.
+
+    Raises:
+        StoreError: If the home cannot be read.
+    """
+    ended = [row for row in store.all_jobs() if row.status in ENDED]
+    if keep is not None:
+        ended = ended[: max(0, len(ended) - keep)]
+    logs = {} if older_s is None else store.read_logs()
+    return [row.id for row in ended if older_s is None or now - _end_time(row, logs.get(row.id)) > older_s]
+
+
+def exclusive_bytes(store: Store) -> dict[str, int]:
+    """Return the bytes on disk that only one run uses, by run: log, unshared blobs and files."""
+    logs = store.read_logs()
+    shared = Counter(sha256 for each in logs.values() for sha256 in each.needed_blobs)
+    found = {}
+    for run, each in logs.items():
+        refs = (store.depot.ref(sha256) for sha256 in each.needed_blobs if shared[sha256] == 1)
+        size = each.size + sum(ref.size for ref in refs if ref is not None)
+        found[run] = size + sum(_measure_files(store.home / folder / f"{run}{ending}")[1] for folder, ending in _NAMED)
+    return found
+
+
+def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) -> list[str]:
+    """Remove ended runs that the retention settings do not protect, and return their ids.
+
+    A run that is resumed at this moment is kept. Blobs are left to the garbage collector.
+
+    Args:
+        store: Store of the home.
+        retention: Retention settings.
+        now: Wall-clock time in seconds.
+
+    Raises:
+        StoreError: If the home cannot be read or written.
+    """
+    if retention.keep is None and retention.older_than_s is None:
+        return []
+    ids = select_expired_runs(store, now, retention.keep, retention.older_than_s)
+    if gone := store.delete_runs(ids, only_ended=True) if ids else []:
+        _remove_files_of_deleted_runs(store)
+    return gone
+
+
+def _end_time(row: StoredJob | UnreadableRow, log: IndexedLog | None) -> float:
+    return row.created if log is None or not log.whole or log.at is None else log.at
+
+
+def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
+    """Remove runs and every file of the home that no run needs, and return the amount of files.
+
+    Without an active coordinator, this process holds the lock of the home until the process ends.
+
+    Raises:
+        JobError: If a coordinator may be working on one of the runs. Nothing has been removed.
+        StoreError: If the home cannot be read or written.
+    """
+    store.require_inactive(ids)
+    alone = store.acquire_lock()
+    before = _remove_unneeded_files(
+        store, alone
+    )  # on a full disk, this makes the room without which no run can be removed
+    store.delete_runs(ids)
+    after = _remove_unneeded_files(store, alone)
+    return RemovedFiles(before.files + after.files, before.bytes + after.bytes, after.blobs_left)
+
+
+def _remove_unneeded_files(store: Store, alone: bool) -> RemovedFiles:
+    files, total = _remove_files_of_deleted_runs(store)
+    if not alone:
+        return RemovedFiles(files, total, blobs_left=True)
+    collector, before = GarbageCollector(store), _measure_files(store.depot.folder)
+    collector.add_all_blobs()
+    collected = collector.collect()
+    after = _measure_files(store.depot.folder)
+    return RemovedFiles(files + before[0] - after[0], total + before[1] - after[1], blobs_left=not collected)
+
+
+def _remove_files_of_deleted_runs(store: Store) -> tuple[int, int]:
+    """Remove files and folders of deleted runs. Return the number of files and their bytes."""
+    files = total = 0
+    with disk_errors(f"clear {store.home}"):
+        found = list(_files_named_after_runs(store.home))
+        known = {row.id for row in store.all_jobs()}  # a run is in the list before it has files
+        for place in [place for place, run in found if run not in known]:
+            count, size = _measure_files(place)
+            files, total = files + count, total + size
+            if place.is_dir() and not place.is_symlink():
+                REAL.remove(place)
+            else:
+                REAL.unlink(place)
+    return files, total
+
+
+def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
+    """Yield files and folders that are named after a run, with the id of the run."""
+    for folder, ending in _NAMED:
+        if (home / folder).is_dir():
+            yield from (
+                (each, run)
+                for each in (home / folder).iterdir()
+                if each.name.endswith(ending) and _RUN.fullmatch(run := each.name.removesuffix(ending))
+            )
+
+
+def _measure_files(place: Path) -> tuple[int, int]:
+    """Return the number of files at a path, and their bytes."""
+    inside = [each for each in place.rglob("*") if each.is_file() and not each.is_symlink()] if place.is_dir() else []
+    counted = inside or ([place] if place.is_file() else [])
+    return len(counted), sum(each.stat().st_size for each in counted)

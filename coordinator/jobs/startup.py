@@ -1,0 +1,196 @@
+"""Startup of jobs: event logs are read first, then states, large ones by the worker.
+
+A job that is starting up holds the leases of its devices, but is not active yet. Messages about such a job are ignored,
+because devices repeat them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import msgspec
+
+from fedquilt import compression
+from fedquilt.coordinator import job_view, sites
+from fedquilt.coordinator.background_worker import run_and_capture
+from fedquilt.coordinator.jobs.controller import CoordinatorContext
+from fedquilt.coordinator.jobs.job import RunningJob
+from fedquilt.coordinator.rounds import events
+from fedquilt.coordinator.storage.store import StoredJob
+from fedquilt.coordinator.storage.suspended_jobs import Suspension
+from fedquilt.coordinator.updates import blob_recovery
+from fedquilt.coordinator.updates.blob_recovery import UnreadableError
+from fedquilt.coordinator.updates.model_states import LoadedState
+from fedquilt.core import FedquiltError, Method, StoreError
+from fedquilt.host.logs import log_ids
+
+TRIES: Final = 3
+AGAIN_S: Final = 30.0  # from one to the next
+NEW_S: Final = 3600.0  # after a failed try, from which on another one has nothing to do with it
+
+
+class ReadAttempts(NamedTuple):
+    what: str
+    number: int  # of tries so far
+    since_s: float  # the first
+    again_s: float  # the next
+
+
+class DiskRetries:
+    def __init__(self) -> None:
+        self._tried: dict[str, ReadAttempts] = {}  # by job
+
+    def is_waiting(self, job: str, now_s: float) -> bool:
+        return job in self._tried and now_s < self._tried[job].again_s
+
+    def record_failure(
+        self, job: str, what: str, now_s: float, *, counts: bool = True, before: ReadAttempts | None = None
+    ) -> ReadAttempts | None:
+        """Count a failed read of a job's file. Return the time of the retry, or None to give the file up.
+
+        Args:
+            job: The id of the job.
+            what: The file that could not be read.
+            now_s: The time of the coordinator's clock, in seconds.
+            counts: Whether the number of attempts is limited. Without a limit, the job waits as long as necessary.
+            before: The attempts under earlier coordinators. An attempt before their next due time does not count, so
+                that restarts within seconds do not give a job up.
+        """
+        known = self._tried.pop(job, before)
+        if known is None or known.what != what or now_s >= known.again_s + NEW_S:
+            known = ReadAttempts(what, 0, now_s, now_s)
+        early = 0 < known.again_s - now_s <= AGAIN_S  # a wall clock that was set back shows a later time
+        number = known.number + (counts and not early)
+        if number >= TRIES:
+            return None
+        self._tried[job] = ReadAttempts(what, number, known.since_s, known.again_s if early else now_s + AGAIN_S)
+        return self._tried[job]
+
+    def forget(self, job: str) -> None:
+        self._tried.pop(job, None)
+
+
+log = logging.getLogger("fedquilt.coordinator")
+Serve = Callable[[Sequence[tuple[StoredJob, RunningJob]], float], None]
+Result = Callable[[], LoadedState]
+
+
+class JobLoader:
+    """Jobs of a coordinator that are starting up, or waiting for a retry after a failed disk read.
+
+    Args:
+        desk: The services shared by all jobs.
+        load: The function that returns a method by its name.
+        around: The function that adapts a job's method to the coordinator's place in a hierarchy of sites.
+        serve: The callback for loaded jobs, `serve(jobs, now_s)`.
+        by_wall: Whether time goes by the wall clock. For a job that was active here before, no time has passed
+            meanwhile.
+
+    Every method with an argument `now_s` raises StoreError if the store cannot be written.
+    """
+
+    def __init__(
+        self, desk: CoordinatorContext, load: Callable[[str], Method], around: sites.Around, serve: Serve, by_wall: bool
+    ) -> None:
+        self._desk, self._load, self._around, self._serve, self._by_wall = desk, load, around, serve, by_wall
+        self._served: set[str] = set()  # jobs that have been at work here
+        self.jobs: dict[str, RunningJob] = {}  # by id
+        self._held = DiskRetries()
+
+    def is_waiting_for_disk(self, id: str, now_s: float) -> bool:
+        return self._held.is_waiting(id, now_s)
+
+    def open_jobs(self, rows: Sequence[StoredJob], now_s: float) -> None:
+        found = []
+        for row in rows:
+            try:
+                job = self._create_job(row, now_s)
+            except Exception as error:
+                self._handle_error(row, error, now_s)
+                continue
+            self.jobs[row.id] = job
+            for device in sorted(job.rounds.asked):
+                self._desk.loans.acquire_device(device, row.id, now_s)
+            if job.is_large_to_load:
+                self._desk.start_work(job.build_state_loader(), partial(self._activate_job, row))
+            else:
+                found.append(row)
+        self._activate_jobs([(row, run_and_capture(self.jobs[row.id].build_state_loader())) for row in found], now_s)
+
+    def _create_job(self, row: StoredJob, now_s: float) -> RunningJob:
+        made = blob_recovery.open_bundle(row.id, row.bundle, self._desk.store.depot)
+        wire = compression.exclude_buffers(row.job.wire, made.meta)
+        row = row._replace(job=msgspec.structs.replace(row.job, wire=wire))
+        method = self._around(self._load(row.job.method), row.job, made.files)
+        by_wall = self._by_wall and row.id not in self._served
+        return RunningJob(row, self._desk.store, now_s, method, self._desk.worker.large_bytes, by_wall=by_wall)
+
+    def _activate_job(self, row: StoredJob, result: Result, now_s: float) -> None:
+        self._activate_jobs([(row, result)], now_s)
+
+    def _activate_jobs(self, found: Sequence[tuple[StoredJob, Result]], now_s: float) -> None:
+        ready, left = [], set[str]()
+        for row, result in found:
+            job, loans = self.jobs.pop(row.id), self._desk.loans
+            boards = set(loans.leased_devices(row.id))
+            loans.forget_job(row.id, now_s)
+            try:
+                job.continue_from(result(), now_s)
+                ready.append((row, job))
+                self._served.add(row.id)
+            except Exception as error:  # one job that cannot run does not keep the others from running
+                self._handle_error(row, error, now_s)
+                left |= boards
+        if ready:
+            self._serve(ready, now_s)
+        for device in sorted(left):
+            self._desk.send_unsent_task(device, now_s)
+
+    # -- jobs that do not go on --
+
+    def _handle_error(self, row: StoredJob, error: Exception, now_s: float) -> None:
+        if (hold := blob_recovery.suspension_reason(error)) is not None:
+            return self.suspend_job(row, hold, now_s)
+        if isinstance(error, StoreError):
+            raise error
+        ended = events.failure_event(error)
+        log.error("%s cannot run: %s", row.id, ended.reason, exc_info=not isinstance(error, FedquiltError))
+        return self._end_and_observe(row, ended)
+
+    def _end_and_observe(self, job: StoredJob | RunningJob, fact: events.JobEnded) -> None:
+        over = self.end_inactive_job(job, fact)
+        if over.rounds.phase == fact.status:
+            self._desk.observe(over, fact)
+
+    def end_inactive_job(self, job: StoredJob | RunningJob, fact: events.JobEnded) -> job_view.EndedJob:
+        """Store and publish the end of an inactive job, and forget its failed reads."""
+        self._held.forget(job.id)
+        self._desk.store.holds.delete_suspension(job.id)
+        self._desk.news[job.id] = over = job_view.end_and_view_job(self._desk.store, job, fact)
+        return over
+
+    def suspend_job(self, job: StoredJob | RunningJob, error: UnreadableError, now_s: float) -> None:
+        """Suspend a job after a failed read, and schedule a retry.
+
+        After the last retry, discard the damaged blob if it can be rebuilt or requested again. Otherwise end the job as
+        failed.
+        """
+        ids, holds, before = log_ids(run=job.id), self._desk.store.holds, None
+        ahead_s = self._desk.store.depot.disk.wall_clock_s() - now_s
+        if (last := holds.latest_suspension(job.id)) is not None:
+            before = ReadAttempts(last.what, last.tries, last.since - ahead_s, last.again - ahead_s)
+        tried = self._held.record_failure(job.id, error.what, now_s, counts=not error.lasts, before=before)
+        if tried is not None:
+            log.error("%s; %s is taken up again in %.3g s", error, job.id, tried.again_s - now_s, extra=ids)
+            since, again = tried.since_s + ahead_s, tried.again_s + ahead_s
+            return holds.record_suspension(job.id, Suspension(since, again, str(error), error.what, tried.number))
+        holds.delete_suspension(job.id)
+        if error.again:
+            log.error("%s; it is put aside, and made or asked for again", error, extra=ids)
+            self._desk.store.depot.discard_damaged(error.again)
+        else:
+            log.error("%s cannot go on: %s; %s", job.id, error, mend := error.format_fix(job.id), extra=ids)
+            self._end_and_observe(job, events.JobEnded("failed", f"{error}; {mend}"))

@@ -1,0 +1,157 @@
+"""Metrics of a coordinator and its fleet, for Prometheus.
+
+The number of labels is bounded: jobs beyond the first MOST_JOBS are counted together, and devices beyond MOST_BOARDS
+have no samples. Counters start at 0 with each start of the coordinator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from fedquilt import __version__
+from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySample
+from fedquilt.coordinator.fleet.telemetry_store import FRESH_S
+from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobEnded,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
+)
+from fedquilt.open_metrics import MetricFamily
+
+MOST_BOARDS: Final = 2_000
+MOST_JOBS: Final = 50
+OTHERS: Final = "others"  # jobs beyond MOST_JOBS; no job has this name in a label before there are so many
+
+Known = tuple[DeviceStatus, TelemetrySample | None]
+
+_COUNTED: Final = {
+    "rounds": "Rounds that were committed.",
+    "updates": "Updates of boards that were counted.",
+    "attempts": "Further attempts at rounds that had no quorum.",
+    "rejected": "Updates of boards that were refused.",
+    "down_bytes": "Bytes of blobs that boards fetched for tasks whose updates were counted.",
+    "up_bytes": "Bytes of blobs that boards sent with updates that were counted.",
+    "joules": "Joules that boards with a meter used for tasks whose updates were counted, gross.",
+}
+_GAUGES: Final[dict[str, tuple[str, Callable[[DeviceStatus, TelemetrySample], float | None]]]] = {
+    "online": ("Whether the board is online.", lambda b, r: float(b.online)),
+    "silent": ("Whether its broker reports the board online, and it does not answer.", lambda b, r: float(b.silent)),
+    "heard_timestamp_seconds": ("When its last message came.", lambda b, r: b.seen),
+    "working": ("Whether the board has a task.", lambda b, r: float(b.online and b.doing is not None)),
+    "progress_ratio": ("Share of its task that is done.", lambda b, r: b.doing.fraction if b.doing else None),
+    "power_watts": ("Power of the widest meter, mean of half a minute.", lambda b, r: r.power_w),
+    "temperature_celsius": ("Temperature of the hottest zone.", lambda b, r: r.temperature_c),
+    "available_bytes": ("Memory that is available.", lambda b, r: r.available_bytes),
+    "task_bytes": ("Resident memory of the task's process.", lambda b, r: r.task_bytes),
+    "budget_bytes": ("Memory that a task may take.", lambda b, r: b.budget_bytes or None),
+    "battery_ratio": ("Charge of the battery.", lambda b, r: r.battery),
+    "drift_ratio": ("Drift of its model runner's inputs: 0 as at first, 1 unlike it.", lambda b, r: r.drift),
+    "accuracy_ratio": ("Share of its runner's answers that were right, where labels arrive.", lambda b, r: r.accuracy),
+    "served": ("Answers of its model runner since that started.", lambda b, r: r.served),
+    "clock_skew_seconds": ("The board's clock, less the coordinator's.", lambda b, r: b.skew_s),
+    "refused_timestamp_seconds": ("When it declined a task last.", lambda b, r: b.refusal.at if b.refusal else None),
+}
+
+
+class CoordinatorMetrics:
+    """Metrics of one coordinator. Events are recorded in its thread, but any thread may read metrics.
+
+    Args:
+        boards: Returns the status of every device now, with the latest reading.
+        clock: Wall-clock time in seconds.
+    """
+
+    def __init__(self, boards: Callable[[], Sequence[Known]], clock: Callable[[], float] = time.time) -> None:
+        self._boards, self._clock = boards, clock
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in _COUNTED}  # by job
+        self._declined: Counter[tuple[str, str]] = Counter()  # by job and code
+        self._ended: Counter[str] = Counter()  # by status
+        self._round: dict[str, tuple[int, int, float]] = {}  # running job -> round, most rounds, when it was asked
+        self._jobs: set[str] = set()
+
+    def record_event(self, job: JobView, fact: AnyEvent) -> None:
+        name = self._job_label(job.job.name)
+        count = self._counts
+        match fact:
+            case CohortSelected():
+                self._round = {**self._round, name: (fact.round, job.job.rounds, self._clock())}
+            case UpdateAccepted():
+                usage = fact.update.usage
+                count["updates"][name] += 1
+                count["down_bytes"][name] += fact.update.down_bytes
+                count["up_bytes"][name] += fact.update.up_bytes
+                count["joules"][name] += usage.energy_j or 0.0  # type: ignore[assignment]
+            case TaskDeclined():
+                self._declined[name, fact.code] += 1
+            case UpdateRejected():
+                count["rejected"][name] += 1
+            case RoundRetried():
+                count["attempts"][name] += 1
+            case RoundCommitted():
+                count["rounds"][name] += 1
+            case JobEnded():
+                self._ended[fact.status] += 1
+                self._round = {key: value for key, value in self._round.items() if key != name}
+
+    def metric_families(self) -> Iterator[MetricFamily]:
+        now = self._clock()
+        yield MetricFamily(
+            "fedquilt_build", "gauge", "Version of the coordinator.", ("version",), [((__version__,), 1.0)]
+        )
+        for name, about in _COUNTED.items():
+            samples = [((job,), float(value)) for job, value in self._counts[name].copy().items()]
+            yield MetricFamily(f"fedquilt_{name}", "counter", about, ("job",), samples)
+        declined = [(key, float(value)) for key, value in self._declined.copy().items()]
+        about = "Tasks that boards declined, by the code of the reason."
+        yield MetricFamily("fedquilt_declined", "counter", about, ("job", "code"), declined)
+        ended = [((status,), float(self._ended[status])) for status in ("done", "failed", "stopped")]
+        yield MetricFamily("fedquilt_jobs_ended", "counter", "Jobs that ended, by how.", ("status",), ended)
+        running = self._round
+        for name, about, place in (
+            ("round", "Number of the running round, from 0.", 0),
+            ("round_most", "Rounds that the job may take.", 1),
+            ("round_asked_timestamp_seconds", "When boards were last asked in the running round.", 2),
+        ):
+            samples = [((job,), float(values[place])) for job, values in running.items()]
+            yield MetricFamily(f"fedquilt_{name}", "gauge", about, ("job",), samples)
+        yield from _device_families(self._boards(), now)
+
+    def _job_label(self, job: str) -> str:
+        if job not in self._jobs:
+            if len(self._jobs) >= MOST_JOBS:
+                return OTHERS
+            self._jobs.add(job)
+        return job
+
+
+def _device_families(known: Sequence[Known], now: float) -> Iterator[MetricFamily]:
+    online = sum(board.online for board, _ in known)
+    working = sum(board.online and board.doing is not None for board, _ in known)
+    waiting = sum(board.online and board.doing is not None and board.doing.step == "waiting" for board, _ in known)
+    silent = sum(board.silent for board, _ in known)
+    offline = len(known) - online - silent
+    counts = {"online": online, "working": working, "waiting": waiting, "offline": offline, "silent": silent}
+    about = "Boards by state; those that have a task are online too, and those that wait to send its update have one."
+    yield MetricFamily("fedquilt_boards", "gauge", about, ("state",), [((key,), float(n)) for key, n in counts.items()])
+    shown = sorted(known, key=lambda each: each[0].device)[:MOST_BOARDS]
+    about = "Boards without samples of their own, as there are too many."
+    yield MetricFamily("fedquilt_boards_left_out", "gauge", about, (), [((), float(len(known) - len(shown)))])
+    about = "What a board is."
+    what = [((b.device, b.board[:100], b.version[:100], (b.mode or "")[:100]), 1.0) for b, _ in shown]
+    yield MetricFamily("fedquilt_board_info", "gauge", about, ("device", "board", "version", "mode"), what)
+    for name, (about, value) in _GAUGES.items():
+        samples = []
+        for board, reading in shown:
+            fresh = reading if reading is not None and reading.at > now - FRESH_S else TelemetrySample(0)
+            if (found := value(board, fresh)) is not None:
+                samples.append(((board.device,), float(found)))
+        yield MetricFamily(f"fedquilt_board_{name}", "gauge", about, ("device",), samples)

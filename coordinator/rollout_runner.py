@@ -1,0 +1,257 @@
+"""Execution of a home's rollouts: device reports become events, and events become releases.
+
+All decisions are made by `rollouts`. Events are written before any message that depends on them is sent, so that a
+killed coordinator continues where it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.coordinator.delivery.executor import Executor
+from fedquilt.coordinator.delivery.task_dispatch import KINDS
+from fedquilt.coordinator.fleet.registry import DeviceRegistry
+from fedquilt.coordinator.rounds import rollout
+from fedquilt.coordinator.rounds.rollout import (
+    AnyRolloutEvent,
+    ReleaseOffered,
+    Rollout,
+    RolloutAborted,
+    RolloutDevice,
+    RolloutRolledBack,
+    StatusReported,
+)
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.core import FedquiltError, Profile, StoreError, shorten_error
+from fedquilt.host.logs import log_ids
+
+log = logging.getLogger("fedquilt.coordinator")
+
+SETTLE_S: Final = 5.0  # after a new session with the broker, until it has told which boards there are
+RESEND_S: Final = 5.0  # until a release that a board has said nothing of is sent again; then ever more rarely
+RESEND_MOST_S: Final = 60.0
+ASK_S: Final = 600.0  # until a release that a board has not ended with is sent again: it says how far it is
+LOOK_S: Final = 2.0  # between two looks for releases that are to be sent again
+FACTS_MOST: Final = 100  # that a board may add to the log of one rollout in one life of the coordinator
+
+Tell = Callable[[Rollout, AnyRolloutEvent], None]
+
+
+class RolloutRunner:
+    """All rollouts of a store.
+
+    Args:
+        executor: The link to the devices.
+        store: The home of the rollouts.
+        registry: The devices of the coordinator.
+        poll_s: The interval at which the store is searched for new rollouts and requests.
+        tell: The callback for each new event, with the rollout after the event.
+
+    Every method with an argument `now_s` raises StoreError if the store cannot be written.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        store: Store,
+        registry: DeviceRegistry,
+        poll_s: float,
+        tell: Tell = lambda rollout, fact: None,
+    ) -> None:
+        self._executor, self._store, self._registry = executor, store, registry
+        self._every_s, self._tell = poll_s, tell
+        self._states: dict[str, Rollout] = {}  # in the order in which they were queued
+        self._owners: dict[tuple[wire.Kind, str], str] = {}  # kind and device -> the rollout that offered to it last
+        self._told: list[tuple[str, wire.ReleaseStatus]] = []  # and not written yet
+        self._told_s: dict[str, float] = {}  # device -> when it was offered something, or told something new
+        self._sent: dict[tuple[wire.Kind, str], tuple[float, float]] = {}  # when a release was sent, until the next
+        self._facts: Counter[tuple[str, str]] = Counter()  # rollout and device -> facts
+        self._warned: set[str] = set()  # rollouts whose rows cannot be read
+        self._opened_s = math.inf  # when the session with the broker began, as far as it is known here
+        self._poll_s = self._resend_s = -math.inf
+        self._arrived = True  # whether a board has come, or a rollout ended, since the finished ones were looked at
+
+    # -- what happens --
+
+    def receive_report(self, device: str, message: wire.ReleaseStatus) -> None:
+        self._told.append((device, message))
+
+    def resend_releases(self, device: str, now_s: float) -> None:
+        self._arrived = True
+        for kind in KINDS:
+            if (kind, device) in self._owners:
+                self._send_release(kind, device, now_s)
+
+    def resend_all_releases(self, now_s: float) -> None:
+        self._opened_s = now_s
+        for kind, device in self._owners:
+            if self._states[self._owners[kind, device]].device_phase(device) not in rollout.SETTLED:
+                self._send_release(kind, device, now_s)
+
+    def step(self, now_s: float) -> float:
+        self._opened_s = min(self._opened_s, now_s)
+        polled = now_s >= self._poll_s + self._every_s
+        if polled:
+            self._poll_s = now_s
+            self._read_store(now_s)
+        if heard := self._told:
+            self._told = []
+            self._record_reports(heard, now_s)
+        if polled or heard:
+            self._decide_rollouts(now_s)
+        if now_s >= self._resend_s:
+            self._repeat_releases(now_s)
+        return min(self._poll_s + self._every_s, self._resend_s)
+
+    # -- within --
+
+    def _read_store(self, now_s: float) -> None:
+        kept = self._store.rollouts
+        for found in kept.readable_rollouts():
+            state = self._states.get(found.state.id)
+            if state is None:
+                state = self._states[found.state.id] = found.state
+                self._set_owner(state, state.offered)
+                wall_s = self._store.depot.disk.wall_clock_s()
+                if (restarted := rollout.rollout_restart_event(state, wall_s - found.at)) is not None:
+                    self._record_events([(state.id, restarted)], now_s)
+                    state = self._states[state.id]
+                if state.offered:  # it was under way when the last coordinator ended
+                    self._send_releases(state, state.offered, now_s)
+            if found.wish:
+                self._apply_request(state, found.wish, now_s)
+        for id, why in kept.read_errors().items():
+            if id not in self._warned:
+                self._warned.add(id)
+                log.error("%s", why)
+
+    def _apply_request(self, state: Rollout, wish: str, now_s: float) -> None:
+        if wish == "abort" and state.is_under_way:
+            self._record_events([(state.id, RolloutAborted("by request", self._store.rollouts.next_serial()))], now_s)
+        elif wish == "roll back" and state.status == "done":
+            self._record_events([(state.id, RolloutRolledBack(self._store.rollouts.next_serial()))], now_s)
+        self._store.rollouts.set_request(state.id, "")
+
+    def _record_reports(self, heard: Iterable[tuple[str, wire.ReleaseStatus]], now_s: float) -> None:
+        latest: dict[tuple[str, str], Rollout] = {}
+        facts: list[tuple[str, AnyRolloutEvent]] = []
+        for device, message in heard:
+            id = self._owners.get((message.kind, device))
+            if id is None:
+                continue
+            state = latest.get((id, device), self._states[id])
+            fact = rollout.event_from_report(state, device, message)
+            if fact is None:
+                continue
+            self._facts[id, device] += 1
+            if (said := self._facts[id, device]) > FACTS_MOST:
+                if said == FACTS_MOST + 1:
+                    log.warning("%s says ever more of %s: it is not noted any more", device, id)
+                continue
+            latest[id, device] = rollout.apply_rollout_event(state, fact)
+            facts.append((id, fact))
+        self._record_events(facts, now_s)
+
+    def _decide_rollouts(self, now_s: float) -> None:
+        if self._executor.absence.is_disconnected or now_s < self._opened_s + SETTLE_S:
+            return
+        arrived, self._arrived = self._arrived, False
+        for id in list(self._states):
+            while (state := self._states[id]).is_under_way or (arrived and state.status == "done"):
+                without = (
+                    rollout.incompatible_devices(state.plan, self._known_profiles())
+                    if state.status == "queued"
+                    else None
+                )
+                fact = rollout.decide_rollout_event(
+                    state, self.devices_of_rollout(state), now_s, self._store.rollouts.next_serial(), without
+                )
+                if fact is None:
+                    break
+                self._record_events([(id, fact)], now_s)
+
+    def devices_of_rollout(self, state: Rollout) -> dict[str, RolloutDevice]:
+        found = {}
+        for device in {*self._registry.devices, *state.offered}:
+            known = self._registry.devices.get(device)
+            online = known is not None and known.is_online  # one that has just gone is no canary
+            gone_s = known.gone_s if known is not None and not online else -math.inf
+            opened_s = self._opened_s - rollout.earlier_wait_s(state, device, online)
+            since_s = max(opened_s, self._told_s.get(device, -math.inf), gone_s)
+            profile = known.profile if known is not None else None
+            able = profile is None or not rollout.incompatibility_reason(state.plan, profile)
+            found[device] = RolloutDevice(online, since_s, None if profile is None else profile.labels, able)
+        return rollout.select_rollout_devices(state, list(self._states.values()), found)
+
+    def _known_profiles(self) -> dict[str, Profile]:
+        known = self._registry.devices
+        return {device: each.profile for device, each in known.items() if each.profile is not None}
+
+    def _record_events(self, facts: list[tuple[str, AnyRolloutEvent]], now_s: float) -> None:
+        if not facts:
+            return
+        self._store.rollouts.append_events(facts)
+        for id, fact in facts:
+            state = self._states[id] = rollout.apply_rollout_event(self._states[id], fact)
+            self._tell(state, fact)
+            match fact:
+                case ReleaseOffered(devices=devices):
+                    self._set_owner(state, devices)
+                    self._told_s.update(dict.fromkeys(devices, now_s))
+                    self._send_releases(state, devices, now_s)
+                case RolloutAborted() | RolloutRolledBack():
+                    self._arrived = True
+                    self._send_releases(state, state.offered, now_s)
+                case StatusReported(device):
+                    self._told_s[device] = now_s
+                    if state.is_reverted:  # what it says may change what it is to be sent
+                        self._send_releases(state, [device], now_s)
+                case rollout.RolloutCompleted():
+                    self._arrived = True
+
+    def _set_owner(self, state: Rollout, devices: Iterable[str]) -> None:
+        for device in devices:
+            self._owners[state.plan.kind, device] = state.id
+
+    def _send_releases(self, state: Rollout, devices: Iterable[str], now_s: float) -> None:
+        for device in sorted(devices):
+            if self._owners[state.plan.kind, device] == state.id:
+                self._send_release(state.plan.kind, device, now_s)
+
+    def _send_release(self, kind: wire.Kind, device: str, now_s: float) -> None:
+        state = self._states[self._owners[kind, device]]
+        try:
+            self._executor.send_release(device, kind, rollout.release_for_device(state, device))
+        except StoreError:
+            raise
+        except FedquiltError as error:
+            if not state.is_reverted:
+                log.error("%s cannot be sent to %s: %s", state.id, device, error, extra=log_ids(device=device))
+            if state.status == "running":
+                self._record_events(
+                    [(state.id, RolloutAborted(shorten_error(str(error)), self._store.rollouts.next_serial()))], now_s
+                )
+            return
+        if (phase := state.device_phase(device)) not in rollout.SETTLED:
+            before = self._sent.get((kind, device), (0.0, RESEND_S / 2))[1]
+            self._sent[kind, device] = (now_s, ASK_S if phase else min(2 * before, RESEND_MOST_S))
+            self._resend_s = min(self._resend_s, now_s + self._sent[kind, device][1])
+
+    def _repeat_releases(self, now_s: float) -> None:
+        views = self._registry.device_views(now_s)
+        for (kind, device), (sent_s, patience_s) in list(self._sent.items()):
+            state = self._states[self._owners[kind, device]]
+            phase = state.device_phase(device)
+            if phase in rollout.SETTLED:
+                del self._sent[kind, device]
+            elif phase and patience_s < ASK_S:
+                self._sent[kind, device] = (now_s, ASK_S)
+            elif now_s >= sent_s + patience_s and device in views and views[device].online:
+                self._send_release(kind, device, now_s)
+        ends = (sent_s + patience_s for sent_s, patience_s in self._sent.values())
+        self._resend_s = max(min((end for end in ends if end > now_s), default=math.inf), now_s + LOOK_S)

@@ -1,0 +1,1 @@
+"""Decisions of rounds and rollouts: pure, without I/O and clock."""

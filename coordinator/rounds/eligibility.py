@@ -1,0 +1,262 @@
+"""Reasons why a device cannot be selected, as short codes for the event log.
+
+`reason_text` returns the sentence for a code. Pure functions of the registry's view of a device and of a job's
+requirements. Unknown values exclude no device: a device without a battery or a temperature sensor is eligible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from fedquilt import plugins
+from fedquilt.coordinator.rounds.deadline import MemoryShortage
+from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.core import Profile
+from fedquilt.formats import labels
+from fedquilt.wire import Telemetry
+
+BUSY: Final = "busy"  # not a matter of the device and the job alone, nor is the next: `JobController` knows them
+SHARE: Final = "share"
+REASONS: Final[Mapping[str, str]] = {
+    "offline": "offline",
+    "silent": "silent: its broker reports it online, and it does not answer",
+    "flooding": "sent more than can be answered, and is set aside for a while",
+    "profile": "has not said what it is",
+    "labels": "has not the labels that [cohort] select asks for",
+    "engine": "has no engine that the job's method runs on, or one that refused the task",
+    "codec": "does not know the codec of the job's [wire]: its fedquilt is older than the job wants",
+    "plugin": "lacks a package that the job needs, or has another content of it",
+    "battery": "its battery is below [cohort] min_battery, and not charging",
+    "hot": "hotter than [cohort] max_temperature_c",
+    "full": "its disk is full: free some space there",
+    "memory": "declined such work for want of memory: it is asked again after some rounds, or for less",
+    "data": "declined for its data: it is asked again once its agent has started anew, or the run is resumed",
+    "budget": "declined such work for its memory budget: it is asked again after some rounds, or for less",
+    **dict.fromkeys(
+        ("diverged", "exception", "model", "update"),
+        "failed at this round's task, and would fail again: it is asked again in the next round",
+    ),
+    "method": "declined for the job's method: it is asked again once its agent has started anew, or the run is resumed",
+    BUSY: "was at work on another job's task, or left to another job that had had less of the boards' time",
+    SHARE: "was left free: its submitter's jobs had as many boards as [submitter] share of limits.toml allows",
+}
+ABLE: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "codec", "plugin"}
+"""Reasons of devices that are there, and are spared."""
+
+
+class DeviceSnapshot(NamedTuple):
+    online: bool
+    profile: Profile | None = None
+    telemetry: Telemetry | None = None  # None: no recent report
+    flooding: bool = False  # it sent more than can be answered; nothing from it is read now
+    silent: bool = False  # its broker reports it online, and it does not answer
+
+
+class JobRequirements(NamedTuple):
+    engines: tuple[str, ...]
+    cohort: CohortSettings
+    codec: str = "raw"
+    plugins: tuple[tuple[str, str], ...] = ()  # of other packages: `fedquilt.plugins.required_modules`, as pairs
+
+
+Check: TypeAlias = Callable[[DeviceSnapshot, JobRequirements], str | None]
+
+
+def ineligibility_reasons(
+    fleet: Mapping[str, DeviceSnapshot], wants: JobRequirements, checks: Sequence[Check] | None = None
+) -> dict[str, str]:
+    """Return the code of the first reason that applies, by device.
+
+    Eligible devices are left out.
+    """
+    found = {}
+    for device, seen in fleet.items():
+        for check in checks or CHECKS:
+            code = check(seen, wants)
+            if code is not None:
+                found[device] = code
+                break
+    return found
+
+
+def reason_key(code: str) -> str:
+    return code.partition(" ")[0]
+
+
+def reason_text(code: str) -> str:
+    """Return the sentence for a code, or the code itself if unknown."""
+    key, _, rest = code.partition(" ")
+    if key != "plugin" or not rest:
+        return REASONS.get(code, code)
+    package, wanted, found = rest.split("|")
+    if not found:
+        return (
+            f"has no package {package}, of which the job needs {wanted}: install it there, and allow it in agent.toml"
+        )
+    return f"has package {package} {found}, and the job needs {wanted}: install the same content there"
+
+
+def _plugin_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    """Return "plugin PACKAGE|REQUIRED|FOUND" for a missing or different package, or None."""
+    if seen.profile is None:
+        return None
+    for module, proof in wants.plugins:
+        found = seen.profile.versions.get(f"plugin {module}", "")
+        if found != proof:
+            return (
+                f"plugin {proof.split(' ')[0]}|{plugins.format_fingerprint(proof)}|{plugins.format_fingerprint(found)}"
+            )
+    return None
+
+
+def _offline_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    """Return "silent" or "offline" for a device that cannot be reached, or None."""
+    return None if seen.online else "silent" if seen.silent else "offline"
+
+
+def _flooding_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    return "flooding" if seen.flooding else None
+
+
+def _engine_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    if seen.profile is None:
+        return "profile"
+    return None if any(engine in seen.profile.engines for engine in wants.engines) else "engine"
+
+
+def _labels_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    has = () if seen.profile is None else seen.profile.labels
+    return None if labels.is_selected(wants.cohort.select, has) else "labels"
+
+
+def _codec_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    return "codec" if seen.profile is not None and wants.codec not in seen.profile.codecs else None
+
+
+def _battery_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    told = seen.telemetry
+    if told is None or told.battery is None or told.charging:
+        return None
+    return "battery" if told.battery < wants.cohort.min_battery else None
+
+
+def _temperature_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    limit, told = wants.cohort.max_temperature_c, seen.telemetry
+    if limit is None or told is None or told.temperature_c is None:
+        return None
+    return "hot" if told.temperature_c > limit else None
+
+
+def _full_disk_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    """Return "full" if the device's latest telemetry reports a full disk, or None."""
+    return "full" if seen.telemetry is not None and seen.telemetry.disk_full else None
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    _offline_code,
+    _flooding_code,
+    _engine_code,
+    _labels_code,
+    _codec_code,
+    _plugin_code,
+    _battery_code,
+    _temperature_code,
+    _full_disk_code,
+)
+Lasts: TypeAlias = Literal["attempt", "round", "rounds", "start"]
+"""How long a device is not selected. "attempt": until the next attempt. "round": until the next round.
+"rounds": for `AGAIN_ROUNDS` rounds, for as much work. "start": until the device's agent starts anew or announces
+another profile."""
+NOTHING: Final = "none"  # code of a device that the method has no task for
+UPDATE: Final = "update"  # code of an update that was rejected for its content
+FULL: Final = "full"  # code of a device whose disk is full
+AGAIN_ROUNDS: Final = 10  # rounds until a device that declined for lack of memory is asked again for such work
+
+
+class DeclineReason(NamedTuple):
+    """Properties of a reason to decline a task.
+
+    Attributes:
+        lasts: Time for which the device is not selected.
+        recurs: Whether the device would fail again with the same task, so that no attempt is spent on it.
+        cause: The reason as part of "CAUSE in round 3 on 2 of 5 devices".
+        fix: What to do about it.
+    """
+
+    lasts: Lasts
+    recurs: bool
+    cause: str
+    fix: str
+
+
+_RESUME: Final = "then `fedquilt resume` the run"
+_UPGRADE: Final = "install the coordinator's fedquilt and packages on these devices"
+REFUSALS: Final[Mapping[str, DeclineReason]] = {
+    "data": DeclineReason(
+        "start", True, "the data cannot be used", f"correct the data or [data], restart these agents, {_RESUME}"
+    ),
+    "engine": DeclineReason("start", True, "the engine cannot run the task", f"{_UPGRADE}, or set another engine"),
+    "method": DeclineReason(
+        "start", True, "the method refused the task", f"change the job as the reason says, or {_UPGRADE}"
+    ),
+    "codec": DeclineReason("start", True, "the codec is unknown", f"{_UPGRADE}, or set another [wire] codec"),
+    "budget": DeclineReason(
+        "rounds",
+        True,
+        "the task does not fit the memory budget",
+        "raise the devices' budget (agent.toml, or [fleet] budgets), or make the model or [params] batch smaller",
+    ),
+    "memory": DeclineReason(
+        "rounds", False, "memory ran out", f"free memory on these devices or make the task smaller, {_RESUME}"
+    ),
+    "model": DeclineReason("round", True, "the model does not fit", "change the model or donor as the reason says"),
+    "diverged": DeclineReason(
+        "round",
+        True,
+        "training diverged",
+        "lower [params] lr (0.01 to 0.1 is usual with SGD); if feature scales differ, set [input] standardise = true",
+    ),
+    "exception": DeclineReason(
+        "round", True, "the method's code failed", "correct the code at the line named, install it on the devices"
+    ),
+    FULL: DeclineReason("round", True, "the disk is full", f"free disk space on these devices, {_RESUME}"),
+    UPDATE: DeclineReason(
+        "round", True, "the update was rejected", f"remove these devices, or correct what they send, {_RESUME}"
+    ),
+    "disk": DeclineReason("attempt", False, "the disk failed", f"check the disks, {_RESUME}"),
+    "failed": DeclineReason("attempt", False, "the work failed", f"see to these devices, {_RESUME}"),
+    "flooding": DeclineReason("attempt", False, "the device sent too much", f"remove it, {_RESUME}"),
+    "removed": DeclineReason("attempt", False, "the device was removed from the fleet", "none is needed"),
+    NOTHING: DeclineReason("attempt", False, "the method has no task", "none is needed"),
+}
+"""Code -> what is known of refusals with it."""
+UNKNOWN: Final = REFUSALS["failed"]  # of a code that only later versions have
+
+
+class LastingDecline(msgspec.Struct, frozen=True):
+    round: int
+    code: str
+    reason: str
+    actions: frozenset[str]
+    start: str = ""  # as of `DeviceRegistry.agent_start_key`; "": not known
+    short: MemoryShortage | None = None
+
+    def would_recur(self, round: int, actions: Collection[str], start: str, short: MemoryShortage) -> bool:
+        """Return whether the device would decline the present task again.
+
+        Args:
+            round: The number of the running round.
+            actions: The actions of a task of this round. The decline does not apply to a task with fewer actions.
+            start: The key of the agent's present start.
+            short: The requirements of the task on the device.
+        """
+        kind = REFUSALS[self.code]
+        if (start != self.start and self.code != UPDATE) or not self.actions.issubset(actions):
+            return False
+        if round == self.round or kind.lasts == "start":
+            return kind.recurs
+        within = kind.lasts == "rounds" and round < self.round + AGAIN_ROUNDS
+        return within and self.short is not None and self.short.is_at_least(short)

@@ -1,0 +1,505 @@
+"""Events of a job, as stored in its event log, and the job state that follows from them.
+
+`apply_event` applies one event to the state, without I/O, clock or randomness. The server writes each event to the log
+before acting on the event, so that replaying the log after a crash gives the same state. `transitions` lists the
+events allowed in each phase. Any other event, and an event of another round than the running one, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal, TypeAlias, get_args
+
+import msgspec
+from msgspec import field
+from msgspec.structs import replace
+
+from fedquilt.coordinator.rounds import deadline, job_limits
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
+from fedquilt.coordinator.rounds.eligibility import BUSY, NOTHING, REFUSALS, SHARE, UNKNOWN, UPDATE, LastingDecline
+from fedquilt.coordinator.rounds.round_bitmap import NEVER, RoundBitmap
+from fedquilt.coordinator.settings import CohortSettings, JobLimits, JobSettings
+from fedquilt.core import Action, BlobRef, EvaluationSums, FedquiltError, JobError, Update
+
+
+class JobConstants(msgspec.Struct, frozen=True):
+    seed: int
+    rounds: int
+    cohort: CohortSettings
+    check_every: int  # 0: never
+    stop: JobLimits = JobLimits()
+    check_beside: bool = False  # evaluations are prepared for, but no device is asked for one
+
+    @staticmethod
+    def from_job(job: JobSettings) -> JobConstants:
+        return JobConstants(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside)
+
+
+Phase: TypeAlias = Literal["new", "selecting", "open", "closing", "done", "failed", "stopped"]
+PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+_STAYS: Final[Mapping[Phase, tuple[Phase, ...]]] = {"open": ("open",)}
+# A job that was stopped or failed between two messages of one turn still records the second one: the work counts
+# when the job is resumed.
+_ARRIVES: Final[Mapping[Phase, tuple[Phase, ...]]] = {**_STAYS, "stopped": ("stopped",), "failed": ("failed",)}
+TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
+    "NoteRecorded": {"new": ("new",), "stopped": ("stopped",), "failed": ("failed",)},  # of a run that waits to begin
+    "JobStarted": {
+        "new": ("selecting",),
+        "stopped": ("stopped",),
+        "failed": ("failed",),
+    },  # stopped before it had begun
+    "EligibilityRecorded": {"selecting": ("selecting",), "open": ("open",)},
+    "CohortSelected": {"selecting": ("open",), "open": ("open",)},
+    "TaskDeclined": _ARRIVES,
+    "UpdateAccepted": _ARRIVES,
+    "UpdateRejected": _ARRIVES,
+    "UpdateLost": {**_ARRIVES, "closing": ("open",)},
+    "UpdatesAggregated": {**_STAYS, "closing": ("closing",)},
+    "DeadlineExtended": _STAYS,
+    "RoundRetried": _STAYS,
+    "AttemptResumed": {"selecting": ("selecting",), **_STAYS},
+    "RoundClosed": {"open": ("closing",)},
+    "RoundCommitted": {"closing": ("selecting",)},
+    "JobEnded": {
+        "new": ("failed", "stopped"),
+        "selecting": ("done", "failed", "stopped"),
+        "open": ("failed", "stopped"),
+        "closing": ("failed", "stopped"),
+        "failed": ("failed", "stopped"),  # resumed, and ended again before it could continue
+        "stopped": ("failed", "stopped"),
+    },
+    "JobResumed": {"failed": ("selecting", "open"), "stopped": ("selecting", "open")},
+}
+"""Name of a fact's class -> phase before it -> phases that it may lead to."""
+
+
+def next_phases(fact: str, phase: Phase) -> tuple[Phase, ...]:
+    """Return the phases that an event may lead to from `phase`, or () if it is not allowed there."""
+    return TRANSITIONS[fact].get(phase, ())
+
+
+def format_diagram() -> str:
+    arrows: dict[tuple[Phase, Phase], list[str]] = {}
+    for fact, moves in TRANSITIONS.items():
+        for before, afters in moves.items():
+            for after in afters:
+                arrows.setdefault((before, after), []).append(fact)
+    order = sorted(arrows, key=lambda pair: (PHASES.index(pair[0]), PHASES.index(pair[1])))
+    lines = [f"    {before} --> {after}: {', '.join(arrows[before, after])}" for before, after in order]
+    return "\n".join(["stateDiagram-v2", "    [*] --> new", *lines, "    done --> [*]"])
+
+
+# -- facts ----------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True): ...
+
+
+class JobStarted(Event, frozen=True, omit_defaults=True):
+    """Start of a job with the method's first state, or of a site's round with a state from above."""
+
+    state: BlobRef
+    settles: bool = False  # whether a settling round (`core.Settle`) comes before each evaluation
+    begins: int = 0  # number of the round that begins with it: a later one than the next, or one to work for anew
+    actions: tuple[Action, ...] = ()  # of that round's tasks, as ordered from above; (): by the job's settings
+    settling: bool = False  # whether that round is a settling one
+    deadline_s: float | None = None  # of that round's attempt; None: the cohort's
+
+
+class EligibilityRecorded(Event, frozen=True):
+    """Changes in the devices that are eligible, with reasons for those that are not."""
+
+    round: int
+    eligible: tuple[str, ...] = ()
+    passed: dict[str, tuple[str, ...]] = {}  # a key of `eligible.REASONS` -> devices
+    costs: dict[str, float] = {}  # device -> joules per FLOP, where the cohort prefers by it
+
+
+class CohortSelected(Event, frozen=True):
+    round: int
+    attempt: int
+    devices: tuple[str, ...]
+    work: dict[str, float] = {}  # device -> `deadline.work_amount` of its task, where the method predicts it
+    deadline_s: float | None = None  # of the round that this fact opens; None: the cohort's
+    coverage: tuple[str, ...] = ()  # sentences on which devices could take part, where that has changed
+    epochs: dict[str, int] = {}  # device -> epochs to train for in this round, where they are not the job's
+
+
+class TaskDeclined(Event, frozen=True):
+    round: int
+    device: str
+    code: str
+    reason: str
+    short: MemoryShortage | None = None  # requirements of the task, where it lacked memory
+    start: str = ""  # of its agent, as of `DeviceRegistry.agent_start_key`; "": not known
+
+
+class UpdateAccepted(Event, frozen=True):
+    """Acceptance of a device's update, which is validated and whose blobs are on disk."""
+
+    round: int
+    update: Update
+    took_s: float | None = None  # seconds since it was asked; None: not noted
+    expected_s: float | None = None  # duration predicted by its profile, at the point at which the task ran
+
+
+class UpdateRejected(Event, frozen=True, omit_defaults=True):
+    """Rejection of a device's update, or exclusion of the device from the round."""
+
+    round: int
+    device: str
+    reason: str
+    code: str = UPDATE  # as of `eligibility.REFUSALS`
+
+
+class UpdateLost(Event, frozen=True):
+    """Loss of an accepted update whose blob is missing or damaged.
+
+    The device works on its task again.
+    """
+
+    round: int
+    device: str
+    reason: str
+
+
+class UpdatesAggregated(Event, frozen=True):
+    """Storage of a partial aggregate.
+
+    The blobs of the updates in the aggregate are no longer needed.
+    """
+
+    round: int
+    devices: tuple[str, ...]
+    sum: BlobRef
+
+
+class RoundClosed(Event, frozen=True):
+    round: int
+
+
+class DeadlineExtended(Event, frozen=True):
+    """Passing of a predicted deadline without a quorum.
+
+    The round then closes at the first quorum.
+    """
+
+    round: int
+
+
+class RoundRetried(Event, frozen=True):
+    """Start of a new attempt after a deadline without a quorum. Accepted updates are kept."""
+
+    round: int
+    attempt: int
+
+
+class AttemptResumed(Event, frozen=True):
+    """Continuation of an attempt by another coordinator process, `passed_s` after the attempt's start."""
+
+    round: int
+    passed_s: float  # of the deadline, as `next_event.restart_event` counts them
+
+
+class RoundCommitted(Event, frozen=True):
+    round: int
+    state: BlobRef
+    finished: bool
+    metrics: dict[str, float]  # of training
+    notes: tuple[str, ...] = ()
+    took_s: float = 0.0  # seconds since the round before, as far as the running coordinator has seen
+    settled: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
+    evaluation: EvaluationSums | None = None  # of the state that the round began with
+
+
+class JobEnded(Event, frozen=True, omit_defaults=True):
+    """End of a job, or its interruption until a `JobResumed` event."""
+
+    status: Literal["done", "failed", "stopped"]
+    reason: str = ""  # of a round that failed: the cause, and in a second line the fix
+    code: str = ""  # most frequent refusal of a round that failed, as of `eligibility.REFUSALS`
+
+
+def failure_event(error: Exception) -> JobEnded:
+    """Return the event that ends a job with the error's message. Invalid Unicode is escaped."""
+    said = str(error) if isinstance(error, FedquiltError) else f"{type(error).__name__}: {error}"
+    return JobEnded("failed", said.encode("utf-8", "backslashreplace").decode())
+
+
+class JobResumed(Event, frozen=True): ...
+
+
+class NoteRecorded(Event, frozen=True):
+    """Note on a run that has not started, such as its trigger or its approval."""
+
+    said: str
+
+
+_OfAttempt = (
+    EligibilityRecorded
+    | CohortSelected
+    | TaskDeclined
+    | UpdateAccepted
+    | UpdateRejected
+    | UpdateLost
+    | UpdatesAggregated
+    | DeadlineExtended
+    | RoundRetried
+    | AttemptResumed
+)
+_OfRound = _OfAttempt | RoundClosed | RoundCommitted
+AnyEvent = NoteRecorded | JobStarted | _OfRound | JobEnded | JobResumed
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+class JobState(msgspec.Struct, frozen=True):
+    """State of a job, as given by applying all its events in order (`apply_event`)."""
+
+    plan: JobConstants
+    phase: Phase = "new"
+    round: int = 0
+    attempt: int = 0
+    opened_s: float = 0.0  # start of the running attempt, on this process's clock
+    passed_s: float = 0.0  # seconds of the attempt at the latest restart of the coordinator within it
+    restarts: int = 0  # of the coordinator within the attempt
+    allowed_s: float | None = None  # duration allowed for it; None: the cohort's deadline_s
+    extended: bool = False  # it has passed its first deadline
+    state: BlobRef | None = None
+    asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
+    roll: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
+    due: frozenset[str] = frozenset()  # who took part when devices were last asked in this attempt, asked or not
+    silent: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
+    answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
+    folded: UpdatesAggregated | None = None  # the stored sum of some of these, whose updates are nowhere else
+    asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
+    work: Mapping[str, float] = field(default_factory=dict)  # device -> amount of work of its task in this round
+    epochs: Mapping[str, int] = field(default_factory=dict)  # device -> epochs in this round, where not the job's
+    took: deadline.Known = field(default_factory=dict)
+    eligible: frozenset[str] = frozenset()  # as last surveyed
+    passed: Mapping[str, str] = field(default_factory=dict)  # device -> code of the reason why it cannot be asked
+    costs: Mapping[str, float] = field(default_factory=dict)
+    since: Mapping[str, int] = field(default_factory=dict)  # device -> round it was last asked in, or first seen
+    spent: job_limits.ResourceUsage = job_limits.ResourceUsage()
+    began_s: float = 0.0  # start of the running round, or when this process took up the job
+    declined: Mapping[str, str] = field(default_factory=dict)  # device -> reason; not asked again in this attempt
+    refused: Mapping[str, LastingDecline] = field(
+        default_factory=dict
+    )  # device -> its last refusal, if that kind lasts
+    idle: frozenset[str] = frozenset()  # of these: devices that the method has no task for in this round
+    lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
+    history: Mapping[str, RoundBitmap] = field(default_factory=dict)  # device -> rounds it contributed to
+    finished: bool = False  # the method is done
+    checked: bool = False  # the closing evaluation has been made
+    settles: bool = False  # the method has settling rounds, before an evaluation and at the end
+    settling: bool = False  # the running round is one
+    ordered: JobStarted | None = None  # of a site: what the coordinator above has ordered of the running round
+    through: Mapping[str, str] = field(default_factory=dict)  # a site's board -> the site, whose update of now has it
+    extra: int = 0  # number of settling rounds so far
+    reason: str = ""
+
+    @property
+    def completed_rounds(self) -> int:
+        """Number of committed rounds, without settling rounds."""
+        return self.round - self.extra
+
+    @property
+    def is_work_done(self) -> bool:
+        """Whether only settling and the closing evaluation may be left."""
+        return self.finished or self.round - self.extra >= self.plan.rounds
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        if self.ordered is not None and self.ordered.actions:
+            return self.ordered.actions
+        every = 0 if self.plan.check_beside else self.plan.check_every
+        if self.is_work_done and not self.settling:
+            return ("check",)
+        return ("check", "work") if not self.settling and every and self.completed_rounds % every == 0 else ("work",)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.max_deadline_s if self.allowed_s is None else self.allowed_s
+
+    @property
+    def max_deadline_s(self) -> float:
+        return (self.ordered and self.ordered.deadline_s) or self.plan.cohort.deadline_s
+
+    def remaining_s(self, now_s: float) -> float:
+        """Return the seconds until the running attempt's deadline, at least 0."""
+        return max(self.opened_s + self.deadline_s - now_s, 0.0)
+
+    def decline_event(self, device: str, code: str, reason: str, ask: DeviceWorkload, start: str = "") -> TaskDeclined:
+        lacks_memory = REFUSALS.get(code, UNKNOWN).lasts == "rounds"
+        return TaskDeclined(
+            self.round, device, code, reason, MemoryShortage.from_workload(ask) if lacks_memory else None, start
+        )
+
+    def acceptance_event(self, update: Update, now_s: float, ask: DeviceWorkload = DeviceWorkload()) -> UpdateAccepted:
+        """Return the event that a device's update is accepted, with the duration of its task.
+
+        The duration is the time since the selection of the device, but at least the time that the device reports.
+        After a restart of the coordinator only the latter is known.
+        """
+        waited_s = now_s - self.asked_s.get(update.device, now_s)
+        usage = update.usage
+        expected_s = deadline.predict_duration_s(ask.work, ask.profile, usage.point, usage.examples or 1)
+        return UpdateAccepted(self.round, update, max(waited_s, usage.wall_s), expected_s)
+
+
+def apply_event(state: JobState, fact: AnyEvent, now_s: float) -> JobState:
+    """Return the job state after an event.
+
+    Raises:
+        JobError: If the event belongs to another round than the running one, or is not allowed in this phase.
+    """
+    kind, of = type(fact).__name__, getattr(fact, "round", state.round)
+    to = next_phases(kind, state.phase)
+    if of != state.round:
+        raise JobError(f"{kind} of round {of} in the log of a job whose running round is {state.round}{_NOT_OURS}")
+    after = _apply_allowed_event(state, fact, now_s) if to else state
+    if after.phase not in to:
+        raise JobError(f"{kind} in round {state.round} cannot happen to a job that is {state.phase}{_NOT_OURS}")
+    return after
+
+
+_NOT_OURS = ": the log was not written by this coordinator's rules; run the job anew"
+
+
+def _apply_allowed_event(state: JobState, fact: AnyEvent, now_s: float) -> JobState:
+    match fact:  # the most frequent first
+        case UpdateAccepted():
+            device, took = fact.update.device, state.took
+            if device in state.refused:
+                state = replace(state, refused={name: kept for name, kept in state.refused.items() if name != device})
+            if state.plan.cohort.deadline != "fixed":  # later deadlines are predicted from what tasks took so far
+                took = deadline.add_update_duration(took, fact.update, state.work, fact.took_s, fact.expected_s)
+            answered, spent = {**state.answered, device: fact.update}, state.spent.add_update(fact.update)
+            if fact.update.boards:
+                state = replace(state, through={**state.through, **dict.fromkeys(fact.update.boards, device)})
+            return replace(state, asked=state.asked - {device}, answered=answered, spent=spent, took=took)
+        case JobStarted():
+            begun: Phase = "selecting" if state.phase == "new" else state.phase
+            state = replace(_restart_attempt_time(state, now_s), phase=begun, state=fact.state, began_s=now_s)
+            state = replace(state, settles=fact.settles, ordered=fact if fact.actions else None, settling=fact.settling)
+            if fact.begins < state.round:
+                return _rewind_site(state, fact.begins)
+            return state if fact.begins == state.round and not state.answered else _clear_round(state, fact.begins)
+        case NoteRecorded():
+            return state
+        case EligibilityRecorded():
+            return _apply_eligibility(state, fact)
+        case JobResumed():
+            phase: Phase = "open" if state.asked or state.answered else "selecting"
+            state = replace(_restart_attempt_time(state, now_s), phase=phase, extended=False, attempt=0, reason="")
+            return replace(state, declined={}, refused={}, idle=frozenset(), silent=(), began_s=now_s)
+        case JobEnded():
+            return replace(state, phase=fact.status, reason=fact.reason)
+        case CohortSelected():
+            return _apply_cohort_selected(state, fact, now_s)
+        case TaskDeclined() | UpdateRejected():
+            declined = {**state.declined, fact.device: fact.reason}
+            roll = state.roll - {fact.device} if isinstance(fact, TaskDeclined) else state.roll
+            refused, idle, asked = state.refused, state.idle, state.asked - {fact.device}
+            if REFUSALS.get(fact.code, UNKNOWN).lasts != "attempt":
+                agent = (fact.start, fact.short) if isinstance(fact, TaskDeclined) else ("", None)
+                known = LastingDecline(fact.round, fact.code, fact.reason, frozenset(state.actions), *agent)
+                refused = {**refused, fact.device: known}
+            if isinstance(fact, TaskDeclined) and fact.code == NOTHING:
+                idle = idle | {fact.device}
+            return replace(state, declined=declined, roll=roll, refused=refused, idle=idle, asked=asked)
+        case UpdateLost():
+            return _apply_update_lost(state, fact, now_s)
+        case UpdatesAggregated():
+            return replace(state, folded=fact)
+        case RoundClosed():
+            return replace(state, phase="closing", asked=frozenset(), due=frozenset())
+        case DeadlineExtended():
+            return replace(state, allowed_s=None, extended=True)
+        case RoundRetried():
+            state = replace(_restart_attempt_time(state, now_s), attempt=fact.attempt, extended=False, due=frozenset())
+            silent = (*(device for device in state.silent if device not in state.asked), *sorted(state.asked))
+            return replace(state, silent=silent, asked=frozenset(), declined={}, idle=frozenset())
+        case AttemptResumed(passed_s=passed_s):
+            return replace(state, opened_s=now_s - passed_s, passed_s=passed_s, restarts=state.restarts + 1)
+        case RoundCommitted():
+            return _apply_round_committed(state, fact, now_s)
+
+
+def _restart_attempt_time(state: JobState, now_s: float) -> JobState:
+    """Return the state with the time of the running attempt counted from now."""
+    return replace(state, opened_s=now_s, passed_s=0.0, restarts=0)
+
+
+def _apply_cohort_selected(state: JobState, fact: CohortSelected, now_s: float) -> JobState:
+    if state.phase == "selecting":
+        state = replace(_restart_attempt_time(state, now_s), phase="open", allowed_s=fact.deadline_s, extended=False)
+        state = replace(state, asked_s={}, work={}, roll=frozenset())
+    return replace(
+        state,
+        due=state.eligible.union(device for device, code in state.passed.items() if code in (BUSY, SHARE)),
+        asked=state.asked | set(fact.devices),
+        roll=state.roll | set(fact.devices),
+        asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},
+        work={**state.work, **fact.work},
+        epochs={**state.epochs, **fact.epochs},
+        since={**state.since, **dict.fromkeys(fact.devices, fact.round)},
+    )
+
+
+def _apply_update_lost(state: JobState, fact: UpdateLost, now_s: float) -> JobState:
+    """Return the state without a lost update, whose device works on its task again."""
+    device, asked_s = fact.device, {**state.asked_s, fact.device: now_s}
+    answered = {name: update for name, update in state.answered.items() if name != device}
+    through = {board: site for board, site in state.through.items() if site != device} if state.through else {}
+    if state.phase == "closing":
+        state = replace(_restart_attempt_time(state, now_s), phase="open", extended=False)
+    folded = None if state.folded and device in state.folded.devices else state.folded  # no sum can do without it
+    state = replace(state, answered=answered, through=through, folded=folded, asked_s=asked_s)
+    return replace(state, asked=state.asked | {device}, lost=state.lost | {device})
+
+
+def _apply_eligibility(state: JobState, fact: EligibilityRecorded) -> JobState:
+    barred = {device: code for code, devices in fact.passed.items() for device in devices}
+    passed = {device: code for device, code in state.passed.items() if device not in fact.eligible}
+    return replace(
+        state,
+        eligible=(state.eligible | set(fact.eligible)) - barred.keys(),
+        passed={**passed, **barred},
+        costs={**state.costs, **fact.costs},
+        since={**dict.fromkeys((*fact.eligible, *barred), fact.round), **state.since},
+    )
+
+
+def _clear_round(state: JobState, round: int) -> JobState:
+    """Return the state before round `round` starts, without devices, updates and refusals of the last one."""
+    state = replace(state, round=round, attempt=0, asked=frozenset(), answered={}, declined={})
+    refused = {name: kept for name, kept in state.refused.items() if REFUSALS[kept.code].lasts != "round"}
+    state = replace(state, epochs={}, silent=(), folded=None, idle=frozenset(), lost=frozenset(), through={})
+    return replace(state, refused=refused) if len(refused) < len(state.refused) else state
+
+
+def _rewind_site(state: JobState, round: int) -> JobState:
+    # the coordinator above runs from an older copy, and repeats a round that the site has worked for
+    history = {device: rounds.rounds_before(round) for device, rounds in state.history.items()}
+    since = {device: min(last, round) for device, last in state.since.items()}
+    return replace(_clear_round(state, round), history=history, since=since)
+
+
+def _apply_round_committed(state: JobState, fact: RoundCommitted, now_s: float) -> JobState:
+    took_part = {device: state.history.get(device, NEVER).with_round(state.round) for device in state.answered}
+    history, checked = {**state.history, **took_part}, state.is_work_done and not state.settling
+    spent = replace(state.spent, wall_s=state.spent.wall_s + fact.took_s)
+    after = _restart_attempt_time(_clear_round(state, state.round + 1), now_s)
+    after = replace(after, phase="selecting", began_s=now_s, state=fact.state)
+    after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
+    after = replace(after, extra=state.extra + fact.settled, spent=spent)
+    return replace(after, settling=state.settles and not fact.settled and _is_evaluation_next(after))
+
+
+def _is_evaluation_next(state: JobState) -> bool:
+    due = bool(every := state.plan.check_every) and state.completed_rounds % every == 0
+    return not state.checked and (
+        state.is_work_done or due or job_limits.describe_reached_limit(state.plan.stop, state.spent) is not None
+    )

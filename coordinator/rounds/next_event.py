@@ -1,0 +1,449 @@
+"""Decisions of a job: its next event, from its state, the time and the online devices. Pure.
+
+The server writes an event to the log before any action follows. After a crash, the server sends all open tasks again.
+
+The eligibility of devices is recorded before a selection (`EligibilityRecorded`). So the selection depends on the log
+alone, and the log explains why a device was not selected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Set as AbstractSet
+
+from msgspec.structs import replace
+
+from fedquilt.coordinator.rounds import deadline, job_limits
+from fedquilt.coordinator.rounds.cohort_selection import select_cohort
+from fedquilt.coordinator.rounds.deadline import DeviceWorkload, MemoryShortage
+from fedquilt.coordinator.rounds.eligibility import FULL, REFUSALS, UPDATE, LastingDecline
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    AttemptResumed,
+    CohortSelected,
+    DeadlineExtended,
+    EligibilityRecorded,
+    JobEnded,
+    JobState,
+    RoundClosed,
+    RoundRetried,
+)
+
+LEFT = 0.1  # share of its deadline that an attempt has at the least, once another process takes it up
+UNKNOWN = 0.01  # share of it that counts at a restart where the wall clock does not show how long it took
+LATE = (
+    1.05  # times the deadline that a site's round waits at the most; its task has a ninth more (tools/operations/site)
+)
+DECLINED_S = 10.0  # wait for other devices after all those present have declined
+
+
+def decide_event(
+    state: JobState,
+    now_s: float,
+    online: Collection[str],
+    ask: Callable[[str], DeviceWorkload] = lambda device: DeviceWorkload(),
+    busy: AbstractSet[str] = frozenset(),
+    most: float = math.inf,
+    gone: AbstractSet[str] = frozenset(),
+) -> AnyEvent | None:
+    """Return the next event, or None to wait for input or until `next_decision_s`.
+
+    Args:
+        state: The job state.
+        now_s: The time of the coordinator's clock, in seconds.
+        online: The devices that can take a task of this round, or have one.
+        ask: The function that returns the workload of a device's task.
+        busy: The devices in `online` that must be left to other jobs now.
+        most: The number of devices that may be selected now.
+        gone: The devices of the round that are offline or silent, so that the round does not wait for them.
+    """
+    if state.phase == "selecting":
+        return _decide_selection(state, online, ask, busy, most)
+    if state.phase == "open":
+        return _decide_open_round(state, now_s, online, ask, busy, most, gone)
+    return None
+
+
+def to_process_clock(state: JobState, now_s: float, by_wall: bool) -> JobState:
+    """Return a state loaded from its log, with all times on this process's clock.
+
+    Without `by_wall`, the times in the log are not comparable, and the running attempt gets its whole deadline.
+    """
+    opened_s = state.opened_s if by_wall else now_s
+    return replace(state, opened_s=opened_s, began_s=now_s, asked_s=dict.fromkeys(state.asked_s, now_s))
+
+
+def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
+    """Return the event of a coordinator restart, or None if no time limit is running.
+
+    The wall-clock time since the previous restart counts as elapsed. If that time is negative or exceeds the limit, a
+    hundredth of the limit counts instead. At least a tenth of the limit remains at the first restart, a twentieth at
+    the second, and so on, so that an attempt ends even if coordinators are killed again and again.
+    """
+    limit_s = state.plan.cohort.start_timeout_s if is_before_first_selection(state) else state.deadline_s
+    if not limit_s or not (is_before_first_selection(state) or state.phase == "open"):
+        return None
+    since_s = now_s - (state.opened_s + state.passed_s)
+    return AttemptResumed(state.round, elapsed_at_restart_s(state.passed_s, since_s, limit_s, state.restarts))
+
+
+def elapsed_at_restart_s(passed_s: float, since_s: float, limit_s: float, restarts: int) -> float:
+    """Return the elapsed part of a time limit, in seconds, when a coordinator restarts.
+
+    Args:
+        passed_s: The seconds that had elapsed at the previous restart.
+        since_s: The wall-clock seconds since then.
+        limit_s: The time limit.
+        restarts: The number of earlier restarts.
+    """
+    passed_s += since_s if 0 < since_s < limit_s else UNKNOWN * limit_s
+    return min(passed_s, (1 - LEFT * 0.5**restarts) * limit_s)
+
+
+def eligibility_event(
+    state: JobState, eligible: Collection[str], passed: Mapping[str, str], costs: Mapping[str, float]
+) -> EligibilityRecorded | None:
+    """Return the event that records changes of eligibility, or None without changes.
+
+    A device that only the log contains is recorded as offline.
+    """
+    if not passed and not state.passed and state.eligible == eligible and not costs:
+        return None
+    lost = dict.fromkeys((state.eligible | state.passed.keys()) - set(eligible) - passed.keys(), "offline")
+    changed: dict[str, list[str]] = {}
+    for device, code in sorted({**passed, **lost}.items()):
+        if state.passed.get(device) != code:
+            changed.setdefault(code, []).append(device)
+    fact = EligibilityRecorded(
+        state.round,
+        tuple(sorted(set(eligible) - state.eligible)),
+        {code: tuple(devices) for code, devices in sorted(changed.items())},
+        {device: cost for device, cost in sorted(costs.items()) if state.costs.get(device) != cost},
+    )
+    return fact if fact.eligible or fact.passed or fact.costs else None
+
+
+def devices_to_skip(
+    state: JobState,
+    devices: Collection[str],
+    ask: Callable[[str], DeviceWorkload],
+    start: Callable[[str], str] = lambda device: "",
+) -> dict[str, str]:
+    """Return the devices expected to decline again, with the code of the last decline of each.
+
+    `eligibility.REFUSALS` defines how long each code excludes a device. If the other devices are too few for the round,
+    a device that declined in an earlier round is selected once more, because the round could never end otherwise.
+
+    Args:
+        state: The job state.
+        devices: The devices that could be selected.
+        ask: The function that returns the workload of a device's task.
+        start: The function that returns the key of an agent's present start.
+    """
+    if not state.refused:
+        return {}
+    found = {
+        device: refused.code
+        for device, refused in state.refused.items()
+        if device in devices
+        and refused.would_recur(state.round, state.actions, start(device), MemoryShortage.from_workload(ask(device)))
+    }
+    others = len(devices) - len(found)
+    waits = not others and state.phase == "selecting"
+    if waits or not others < devices_to_start(state) <= len(devices):
+        return found
+    return {device: code for device, code in found.items() if state.refused[device].round == state.round}
+
+
+def next_decision_s(state: JobState) -> float:
+    """Return the time at which `decide_event` may change its result without input."""
+    return state.opened_s + _attempt_limit_s(state) if state.phase == "open" else math.inf
+
+
+def delay_attempt(state: JobState, lost_s: float) -> JobState:
+    """Return the state with the attempt delayed by `lost_s`. With infinity the attempt never ends."""
+    return replace(state, opened_s=state.opened_s + lost_s) if lost_s else state
+
+
+def site_deadline_s(state: JobState) -> float:
+    """Return the time at which a site stops waiting for devices, or infinity outside sites."""
+    return state.opened_s + LATE * state.deadline_s if state.ordered else math.inf
+
+
+def can_skip_decision(state: JobState, now_s: float, gone: AbstractSet[str] = frozenset()) -> bool:
+    """Return whether further updates change no decision, so that `decide_event` can be skipped.
+
+    Updates change a decision once all selected devices have answered or the wanted number has arrived.
+    """
+    return (
+        state.phase == "open"
+        and not state.asked <= gone
+        and not (state.extended or has_full_cohort(state))
+        and not any(device in state.asked for device in state.refused)  # an answer takes a refusal back
+        and now_s < next_decision_s(state)
+    )
+
+
+def has_full_cohort(state: JobState) -> bool:
+    """Return whether the configured cohort size is reached, so that the round closes at once."""
+    size = _cohort_size(state)
+    return bool(size) and len(state.answered) >= size
+
+
+def is_round_idle(state: JobState, able: Collection[str], busy: AbstractSet[str] = frozenset()) -> bool:
+    """Return whether the running round is unfinished and no device works on a task of the round.
+
+    Args:
+        state: The job state.
+        able: The devices that can work for the job.
+        busy: The devices leased to other jobs, even if this job has selected them.
+    """
+    return state.phase in ("selecting", "open") and not any(
+        device in able and device not in busy for device in state.asked
+    )
+
+
+def updates_to_close(state: JobState, online: Collection[str], gone: AbstractSet[str] = frozenset()) -> int:
+    """Return the number of updates that closes the round at once.
+
+    Without a cohort size, all devices count that are online, selected or due in this attempt, except those that have
+    declined or are gone. The round waits until its deadline for devices that are at work or leased to another job.
+    """
+    if size := _cohort_size(state):
+        return size
+    present = {*online, *state.answered, *state.asked, *state.due} - set(state.declined)
+    return max(len(present - (gone - state.answered.keys())), minimum_updates(state))
+
+
+def _cohort_size(state: JobState) -> int:
+    """Return the number of wanted updates, or 0 for all devices, as in every settling round."""
+    return 0 if state.settling else state.plan.cohort.size
+
+
+def quorum(state: JobState, want: int) -> int:
+    """Return how many updates are enough at the deadline. Settling rounds use the usual cohort size."""
+    if state.settling:
+        want = min(want, state.plan.cohort.size or want)
+    return max(minimum_updates(state), math.ceil(want * state.plan.cohort.quorum))
+
+
+def minimum_updates(state: JobState) -> int:
+    """Return the fewest updates to commit a round, and the fewest devices to start the round.
+
+    Without `min_devices`, the number is 1 if a cohort size is set. Otherwise the number is half of the devices in the
+    log, or the quorum if smaller, so that a restarted coordinator does not mistake the first online device for the
+    whole fleet.
+    """
+    cohort = state.plan.cohort
+    if cohort.min_devices:
+        return min(cohort.min_devices, cohort.size or cohort.min_devices)
+    return 1 if cohort.size else max(1, math.ceil(min(cohort.quorum, 0.5) * len(state.roll)))
+
+
+def devices_to_start(state: JobState) -> int:
+    cohort = state.plan.cohort
+    return max(cohort.min_devices, cohort.start_devices if state.round == 0 else 0, minimum_updates(state))
+
+
+def is_before_first_selection(state: JobState) -> bool:
+    return state.phase == "selecting" and not state.round and not state.asked_s
+
+
+def start_timeout_event(state: JobState, online: int) -> JobEnded | None:
+    """Return the failure of a job at its start timeout, or None if the job has started.
+
+    A job without `start_timeout_s` never times out. The caller checks the time.
+
+    Args:
+        state: The job state.
+        online: The number of devices that could be selected, including busy ones.
+    """
+    limit_s = state.plan.cohort.start_timeout_s
+    if limit_s is None or not is_before_first_selection(state):
+        return None
+    return JobEnded(
+        "failed",
+        f"no round could begin within {limit_s:g} s ([cohort] start_timeout_s): {online} "
+        f"{'device' if online == 1 else 'devices'} could be asked, {devices_to_start(state)} needed; "
+        "`fedquilt why` says what "
+        "keeps the others, `fedquilt resume` tries again",
+    )
+
+
+def _decide_selection(
+    state: JobState, online: Collection[str], ask: Callable[[str], DeviceWorkload], busy: AbstractSet[str], most: float
+) -> AnyEvent | None:
+    plan = state.plan
+    if not state.settling:
+        if state.is_work_done and (state.checked or not plan.check_every or plan.check_beside):
+            return JobEnded("done", job_limits.describe_unmetered_tasks(plan.stop, state.spent) or "")
+        if (limit := job_limits.describe_reached_limit(plan.stop, state.spent)) is not None:
+            return JobEnded("done", limit)
+    if len(online) < devices_to_start(state):
+        return None
+    free = set(online) - set(state.answered) - set(state.declined) - busy
+    want = updates_to_close(state, online) - len(state.answered)
+    count = math.ceil(want * (1 + plan.cohort.over_select))
+    chosen = _sample_devices(state, free, min(count, most))
+    if not chosen:
+        return None
+    asks = {device: ask(device) for device in chosen}
+    allowed = deadline.decide_deadline(plan.cohort, state.took, asks)
+    asks.update({device: asks[device].with_epochs(epochs) for device, epochs in allowed.epochs.items()})
+    return CohortSelected(
+        state.round, state.attempt, chosen, _work_amounts(asks), allowed.seconds, epochs=dict(allowed.epochs)
+    )
+
+
+def _sample_devices(state: JobState, free: set[str], most: float) -> tuple[str, ...]:
+    # devices that were silent in earlier attempts come last
+    count = int(min(most, len(free)))
+    if tried := [device for device in state.silent if device in free]:
+        fresh = _sample_devices(replace(state, silent=()), free.difference(tried), count)
+        return tuple(sorted((*fresh, *tried[: max(count - len(fresh), 0)])))
+    costs = {device: state.costs[device] for device in free if device in state.costs} if state.costs else {}
+    known = free <= state.since.keys()
+    since = state.since if known else {device: state.since.get(device, 0) for device in free}
+    return select_cohort(
+        state.plan.seed, state.round, free, count, costs=costs, since=since, turns=state.plan.cohort.turns
+    )
+
+
+def _work_amounts(asks: Mapping[str, DeviceWorkload]) -> dict[str, float]:
+    amounts = {device: deadline.work_amount(ask.work) for device, ask in asks.items()}
+    return {device: amount for device, amount in amounts.items() if amount > 0}
+
+
+def _decide_open_round(
+    state: JobState,
+    now_s: float,
+    online: Collection[str],
+    ask: Callable[[str], DeviceWorkload],
+    busy: AbstractSet[str],
+    most: float,
+    gone: AbstractSet[str],
+) -> AnyEvent | None:
+    cohort = state.plan.cohort
+    have, want = len(state.answered), updates_to_close(state, online, gone)
+    if have >= want:
+        return RoundClosed(state.round)
+    enough = have >= quorum(state, want)
+    at_work = state.asked - busy  # after a restart or a pause, another job may have a device that was asked
+    left = set(online) - set(state.answered) - set(state.declined) - at_work
+    missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(at_work & set(online))
+    chosen = _sample_devices(state, left - busy, min(missing, most)) if missing > 0 else ()
+    apart = (
+        frozenset()
+        if _cohort_size(state)
+        else state.due.difference(online, state.answered, state.declined, state.asked)
+    )
+    waits = missing > 0 and (most < 1 or bool(apart) or not left.isdisjoint(busy))  # others have boards that it needs
+    if enough and state.extended:
+        return RoundClosed(state.round)
+    if now_s >= next_decision_s(state) and not (
+        chosen and have_all_declined(state) and now_s < state.opened_s + state.deadline_s
+    ):
+        if enough:
+            return RoundClosed(state.round)
+        if state.deadline_s < state.max_deadline_s and not have_all_declined(state):
+            return DeadlineExtended(state.round)
+        failed = _recurring_failures(state, online)
+        if _is_quorum_impossible(state, failed, {*online, *apart}, quorum(state, want)):
+            return _end_without_quorum(state, want, failed)
+        failed = {device: kept for device, kept in failed.items() if kept.code != FULL}
+        if len({*online, *state.answered, *failed}) < minimum_updates(state) or not (online or failed) or waits:
+            return RoundRetried(state.round, state.attempt)  # a fleet that is offline for a night costs no attempt
+        if state.attempt + 1 >= cohort.attempts:
+            return _end_without_quorum(state, want, failed)
+        return RoundRetried(state.round, state.attempt + 1)
+    if chosen:
+        return CohortSelected(
+            state.round, state.attempt, chosen, _work_amounts({device: ask(device) for device in chosen})
+        )
+    # a device that the method has no task for counts as answered once no other can be asked instead
+    if state.asked <= gone and not waits and (enough or (state.idle and have + len(state.idle) >= quorum(state, want))):
+        return RoundClosed(state.round)
+    return None
+
+
+def _attempt_limit_s(state: JobState) -> float:
+    return min(state.deadline_s, DECLINED_S) if have_all_declined(state) else state.deadline_s
+
+
+def have_all_declined(state: JobState) -> bool:
+    """Return whether devices have declined and no device is working on a task."""
+    return bool(state.declined) and not state.asked
+
+
+def _recurring_failures(state: JobState, online: Collection[str]) -> dict[str, LastingDecline]:
+    found = {device: kept for device, kept in state.refused.items() if REFUSALS[kept.code].recurs}
+    return {device: kept for device, kept in found.items() if device not in online and device not in state.answered}
+
+
+def _is_quorum_impossible(
+    state: JobState, failed: Mapping[str, LastingDecline], present: Collection[str], enough: int
+) -> bool:
+    # silent devices may still answer in another attempt, and so may devices with a full disk unless no others are left
+    possible = {*present, *state.asked_s, *state.answered}.difference(failed)
+    if possible:
+        possible |= {device for device, kept in failed.items() if kept.code == FULL}
+    return len(possible) < enough <= len(possible | failed.keys())
+
+
+def _end_without_quorum(state: JobState, want: int, failed: Mapping[str, LastingDecline]) -> JobEnded:
+    of_round = {device: kept for device, kept in state.refused.items() if kept.round == state.round}
+    refused = {device: (kept.code, kept.reason) for device, kept in {**failed, **of_round}.items()}
+    asked = {*state.asked_s, *state.answered, *state.declined, *refused} - state.idle
+    if refused and len(refused) + len(state.answered) >= len(asked):
+        codes = [code for code, _ in Counter(code for code, _ in refused.values()).most_common()]
+        causes = "; ".join(_describe_refusals(state.round, code, refused, len(asked)) for code in codes)
+        return JobEnded("failed", f"{causes}.\nFix: {REFUSALS[codes[0]].fix}.", codes[0])
+    passing = {device: ("", reason) for device, reason in state.declined.items() if device not in refused}
+    return JobEnded("failed", _describe_outcomes(state, want, refused | passing))
+
+
+def _describe_refusals(round: int, code: str, refused: Mapping[str, tuple[str, str]], asked: int) -> str:
+    reasons = [reason for _, (found, reason) in sorted(refused.items()) if found == code]
+    reason, count = Counter(reasons).most_common(1)[0]
+    example = "" if count == len(reasons) else f"{min(d for d, each in refused.items() if each == (code, reason))}: "
+    devices = f"{len(reasons)} of {asked} {'device' if asked == 1 else 'devices'}"
+    return f"{REFUSALS[code].cause} in round {round} on {devices}" + (f" ({example}{reason})" if reason else "")
+
+
+def format_by_reason(declined: Mapping[str, str], most: int = 5) -> str:
+    """Return up to `most` reasons as text, each after its devices: "a, b and 6 more: too big"."""
+    devices: dict[str, list[str]] = {}
+    for device, reason in sorted(declined.items()):
+        devices.setdefault(reason, []).append(device)
+    more = {reason: f" and {len(names) - most} more" for reason, names in devices.items() if len(names) > most}
+    told = list(devices.items())[:most]
+    return "; ".join(f"{', '.join(names[:most])}{more.get(reason, '')}: {reason}" for reason, names in told)
+
+
+def _describe_outcomes(state: JobState, want: int, reasons: Mapping[str, tuple[str, str]]) -> str:
+    asked = state.asked_s.keys() | state.answered.keys() | reasons.keys()
+    rejected = {device for device, (code, _) in reasons.items() if code == UPDATE} | (
+        state.declined.keys() & state.roll
+    )
+    declined = reasons.keys() - rejected - state.idle
+    silent = sorted(asked - state.answered.keys() - reasons.keys())
+    counts = [
+        f"{len(state.answered)} answered",
+        *([f"{len(declined)} declined"] if declined else []),
+        *([f"{len(rejected)} sent what was rejected"] if rejected else []),
+        *([f"{len(state.idle)} had nothing to do"] if state.idle else []),
+        *([f"{len(silent)} stayed silent"] if silent else []),
+    ]
+    refused = format_by_reason({device: reason for device, (_, reason) in reasons.items()})
+    enough = quorum(state, want)
+    return (
+        f"round {state.round} asked {len(asked)} {'device' if len(asked) == 1 else 'devices'} in {state.attempt + 1} "
+        f"{'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, "
+        f"and {enough} {'update is' if enough == 1 else 'updates are'} needed"
+        + (f"; refused: {refused}" if refused else "")
+        + (f"; silent: {', '.join(silent[:5])}" if silent else "")
+        + ".\nFix: see to these devices and `fedquilt resume` the run (a simulated fleet: the same command again), or "
+        "run the job anew with another [cohort] size, quorum or deadline_s."
+    )

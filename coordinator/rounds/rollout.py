@@ -1,0 +1,488 @@
+"""Rollouts of releases: events, state and decisions. Pure.
+
+A rollout offers its release to a few devices first, the canary, and to the next share of the fleet once the devices
+before have committed. The event log is the whole state, so that a rollout continues after a crash. The release of a
+device follows from the state alone (`release_for_device`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from fedquilt import wire
+from fedquilt.coordinator.rounds.next_event import elapsed_at_restart_s
+from fedquilt.core import BlobRef, Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
+from fedquilt.core.messages import UPGRADES
+from fedquilt.formats import labels
+from fedquilt.onnx import schema
+
+_WINDOW: Final = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class RolloutPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    kind: wire.Kind
+    name: Label  # what people call it: the run, or the version
+    blob: BlobRef | None = None
+    select: tuple[str, ...] = ()  # of boards, by labels as [cohort] select has them
+    canary: Share = 0.05  # of the boards that are there
+    phases: tuple[Share, ...] = (0.25, 1.0)  # of them, by and by; 1.0 are all that are known, and those that come later
+    abort_above: Share = 0.1  # share of the boards that have answered, above which it is undone
+    patience_s: Seconds = 600.0  # for which a board that says nothing holds up the next phase
+    limits: wire.ReleaseLimits = wire.ReleaseLimits()
+    input_shape: wire.InputShape | None = None  # of one example of a model; None: as its graph declares it
+    versions: schema.Versions | None = None  # of a model that is a file; fedquilt's own are for every runtime
+    soak_s: Seconds = 60.0
+    window: Label = ""
+    force: bool = False
+    settings: dict[Label, Any] = {}
+
+    @property
+    def cumulative_shares(self) -> tuple[float, ...]:
+        """Cumulative share of the fleet after each step, beginning with the canary."""
+        return (self.canary, *self.phases)
+
+    @property
+    def includes_all_devices(self) -> bool:
+        """Whether the last phase covers all devices, including those that join later."""
+        return self.phases[-1] >= 1.0
+
+    def require_valid(self) -> None:
+        """Raise JobError, with the fix, if the selection, the phases or the window are invalid."""
+        labels.require_selection(self.select)
+        if not self.canary or not self.phases:
+            raise JobError("a rollout has a canary above 0 % and at least one phase after it: --canary 5% --phases 100")
+        if any(
+            later <= before for before, later in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
+        ):
+            told = ", ".join(f"{100 * share:g} %" for share in self.cumulative_shares)
+            raise JobError(f"the phases {told} do not grow: each is the share of the fleet that has it by its end")
+        if self.window and not _WINDOW.fullmatch(self.window):
+            raise JobError(f"{self.window[:40]!r} is no window: write it as 02:00-05:00, in the boards' local time")
+        if self.window and self.window[:5] == self.window[6:]:
+            raise JobError(f"the window {self.window} begins when it ends")
+
+
+Status: TypeAlias = Literal["queued", "running", "done", "aborted", "rolled back"]
+SETTLED: Final = frozenset({"committed", "refused", "returned"})
+FAILED: Final = frozenset({"refused", "returned"})
+SWAPPED: Final = frozenset({"checking", "soaking"})  # a board that falls silent in these may have failed by the release
+MEASURED: Final = frozenset({"accuracy", "accuracy_before", "latency_s", "energy_j", "peak_bytes"})  # and kept
+UNABLE: Final = "no launcher started the agent"
+LONGEST_S: Final = 86400.0  # a board that is there and waits, checks or soaks for longer holds nobody up any more
+
+
+# -- facts ----------------------------------------------------------------------------------------
+
+
+class RolloutEvent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True): ...
+
+
+class RolloutStarted(RolloutEvent, frozen=True):
+    serial: Count
+    without: dict[Name, Sentence] = {}  # devices that it selects and that cannot take its release -> why
+
+
+class ReleaseOffered(RolloutEvent, frozen=True):
+    """Offer of the release to devices in a step, where 0 is the canary."""
+
+    step: int
+    devices: tuple[Name, ...]
+
+
+class StatusReported(RolloutEvent, frozen=True):
+    device: Name
+    serial: Count
+    phase: wire.Phase
+    reason: Sentence = ""
+    metrics: dict[Label, float] = {}
+
+
+class RolloutResumed(RolloutEvent, frozen=True):
+    """Restart of the coordinator during a step, with the time limits used up so far."""
+
+    silent_s: float  # of the time for which a step waits for a board that is offline or has said nothing
+    present_s: float  # of the time for which a step waits for a board that is there and has not ended
+
+
+class PhasePassed(RolloutEvent, frozen=True):
+    """Success of a step. The step waited no longer for the `silent` devices."""
+
+    step: int
+    silent: tuple[Name, ...] = ()
+
+
+class RolloutCompleted(RolloutEvent, frozen=True):
+    """Success of all steps. Devices that connect later still receive the release."""
+
+
+class RolloutAborted(RolloutEvent, frozen=True):
+    """Abort of a rollout. Releases with this serial number restore the devices' earlier versions."""
+
+    reason: Sentence
+    serial: Count
+
+
+class RolloutRolledBack(RolloutEvent, frozen=True):
+    serial: Count
+
+
+AnyRolloutEvent: TypeAlias = (
+    RolloutStarted
+    | ReleaseOffered
+    | StatusReported
+    | RolloutResumed
+    | PhasePassed
+    | RolloutCompleted
+    | RolloutAborted
+    | RolloutRolledBack
+)
+ALLOWED: Final[Mapping[type[RolloutEvent], tuple[Status, ...]]] = {
+    RolloutStarted: ("queued",),
+    ReleaseOffered: ("running", "done"),
+    StatusReported: ("running", "done", "aborted", "rolled back"),
+    RolloutResumed: ("running",),
+    PhasePassed: ("running",),
+    RolloutCompleted: ("running",),
+    RolloutAborted: ("queued", "running"),
+    RolloutRolledBack: ("done",),
+}
+"""Fact -> states of a rollout in which it may happen."""
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    id: str
+    plan: RolloutPlan
+    status: Status = "queued"
+    serial: int = 0  # of its releases
+    back: int = 0  # of the releases that take it back; 0: there are none
+    step: int = 0  # the one that runs, or comes next; the canary's is 0
+    offered: Mapping[str, int] = {}  # device -> the step in which it was offered
+    heard: Mapping[str, StatusReported] = {}  # device -> what it said last of it
+    reason: str = ""  # why it was aborted
+    without: Mapping[str, str] = {}  # devices that were left out at its start, as they cannot take its release -> why
+    silent: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
+    silent_s: float = 0.0  # as of the latest `RolloutResumed` of the step that runs
+    present_s: float = 0.0
+    restarts: int = 0  # of coordinators while the step runs
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.status in ("queued", "running")
+
+    @property
+    def is_step_open(self) -> bool:
+        return self.status == "running" and self.step in self.offered.values()
+
+    @property
+    def is_reverted(self) -> bool:
+        """Whether the rollout was aborted or rolled back."""
+        return self.back > 0
+
+    def device_phase(self, device: str) -> str:
+        """Return a device's phase in the latest release of the rollout, or "" before its first report."""
+        told = self.heard.get(device)
+        if told is None:
+            return ""
+        ended = self.is_reverted and told.phase in FAILED  # it has nothing to return from
+        return told.phase if ended or told.serial == (self.back or self.serial) else ""
+
+    def device_outcome(self, device: str) -> str:
+        """Return the phase of a device, or "lost" if the device fell silent while checking or soaking."""
+        phase = self.device_phase(device)
+        return "lost" if phase in SWAPPED and device in self.silent else phase
+
+    def count_outcomes(self) -> dict[str, int]:
+        """Return the number of offered devices by outcome, where "" means without a report."""
+        found: dict[str, int] = {}
+        for device in self.offered:
+            standing = self.device_outcome(device)
+            found[standing] = found.get(standing, 0) + 1
+        return found
+
+
+def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
+    """Return the rollout after an event.
+
+    Raises:
+        JobError: If the event is not allowed in this state, so that the log cannot be trusted.
+    """
+    if state.status not in ALLOWED[type(fact)]:
+        raise JobError(f"{type(fact).__name__} cannot follow in {state.id}, which is {state.status}")
+    match fact:
+        case RolloutStarted(serial, without):
+            return replace(state, status="running", serial=serial, without=without)
+        case ReleaseOffered(step, devices):
+            offered = {**state.offered, **dict.fromkeys(devices, step)}
+            return replace(state, offered=offered, silent_s=0.0, present_s=0.0, restarts=0)
+        case StatusReported(device):
+            return replace(state, heard={**state.heard, device: fact}, silent=state.silent - {device})
+        case RolloutResumed(silent_s, present_s):
+            return replace(state, silent_s=silent_s, present_s=present_s, restarts=state.restarts + 1)
+        case PhasePassed(step, silent):
+            return replace(state, step=step + 1, silent=state.silent.union(silent))
+        case RolloutCompleted():
+            return replace(state, status="done")
+        case RolloutAborted(reason, serial):
+            return replace(state, status="aborted", reason=reason, back=serial)
+        case RolloutRolledBack(serial):
+            return replace(state, status="rolled back", back=serial)
+
+
+def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) -> StatusReported | None:
+    """Return the event for a device's report, or None if the report is unrelated or known."""
+    if device not in state.offered or message.kind != state.plan.kind:
+        return None
+    now = state.back or state.serial
+    metrics = {name: value for name, value in message.metrics.items() if name in MEASURED and math.isfinite(value)}
+    fact = StatusReported(device, message.serial, message.phase, message.reason, metrics)
+    if message.rollout != state.id or message.serial > now:
+        if message.serial <= now:
+            return None  # of an earlier one: it has not read this one's release yet
+        later = (
+            f"it has release {message.serial} of {message.rollout}, and this is {now}: deploy anew, as its later one"
+        )
+        fact = StatusReported(device, now, "refused", later)
+    elif message.serial not in (state.serial, now):
+        return None
+    return None if state.heard.get(device) == fact else fact
+
+
+def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | None:
+    """Return the release to send to a device, or None if there is none.
+
+    After an abort or rollback, every device returns to what it ran before, except after a refusal or a return. A device
+    that never ran the release reports that there is nothing to return from.
+    """
+    plan, before = state.plan, state.heard.get(device)
+    if device not in state.offered:
+        return None
+    if not state.is_reverted:
+        return wire.DesiredRelease(
+            rollout=state.id,
+            kind=plan.kind,
+            serial=state.serial,
+            blob=plan.blob,
+            name=plan.name,
+            limits=plan.limits,
+            input_shape=plan.input_shape,
+            soak_s=plan.soak_s,
+            window=plan.window,
+            force=plan.force,
+            settings=plan.settings,
+        )
+    if before is not None and before.serial == state.serial and before.phase in FAILED:
+        return None
+    return wire.DesiredRelease(
+        rollout=state.id, kind=plan.kind, serial=state.back, name=plan.name, back=True, force=plan.force
+    )
+
+
+# -- which fact comes next ------------------------------------------------------------------------
+
+
+class RolloutDevice(NamedTuple):
+    online: bool
+    since_s: float  # when it was last there, or last said how far it is, whichever is later
+    labels: Collection[str] | None = None  # None: it has not said what it is
+    able: bool = True  # to take the rollout's release at all
+
+    def matches_selection(self, select: Sequence[str]) -> bool:
+        return self.labels is not None and labels.is_selected(select, self.labels)
+
+
+def select_rollout_devices(
+    state: Rollout, every: Sequence[Rollout], boards: Mapping[str, RolloutDevice]
+) -> dict[str, RolloutDevice]:
+    """Return the devices that a rollout selects or has offered its release to.
+
+    Devices that a later rollout of the same kind has taken over, or will take over, are left out.
+
+    Args:
+        state: The rollout.
+        every: All rollouts in submission order.
+        boards: All devices, including those with an offer of the rollout.
+    """
+    at = next(place for place, each in enumerate(every) if each.id == state.id)
+    later = [each for each in every[at + 1 :] if each.plan.kind == state.plan.kind]
+    goes_on = [
+        each for each in later if not each.is_reverted and (each.status != "done" or each.plan.includes_all_devices)
+    ]
+    coming = [each.plan.select for each in goes_on]
+    return {
+        device: seen
+        for device, seen in boards.items()
+        if not any(device in each.offered for each in later)
+        and (
+            device in state.offered
+            or (
+                seen.able
+                and seen.matches_selection(state.plan.select)
+                and not any(seen.matches_selection(select) for select in coming)
+            )
+        )
+    }
+
+
+def incompatibility_reason(plan: RolloutPlan, profile: Profile) -> str:
+    """Return why a device cannot run the release of a plan, or "" if the device can."""
+    if plan.kind == "agent":
+        return UNABLE if UPGRADES in profile.versions else ""
+    return "" if plan.versions is None else schema.explain_unsupported(plan.versions, profile.versions)
+
+
+def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> dict[str, str]:
+    chosen = {name: profile for name, profile in profiles.items() if labels.is_selected(plan.select, profile.labels)}
+    reasons = {name: incompatibility_reason(plan, profile) for name, profile in sorted(chosen.items())}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def format_incompatible_devices(without: Mapping[str, str], most: int) -> str:
+    said = []
+    for reason in dict.fromkeys(without.values()):
+        names = [name for name in without if without[name] == reason]
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        said.append(f"{', '.join(names[:most])}{more} ({reason})")
+    return "; ".join(said)
+
+
+def decide_rollout_event(
+    state: Rollout,
+    fleet: Mapping[str, RolloutDevice],
+    now_s: float,
+    serial: int,
+    without: Mapping[str, str] | None = None,
+) -> AnyRolloutEvent | None:
+    """Return the next event of a rollout, or None to wait.
+
+    Args:
+        state: The rollout.
+        fleet: The devices of the rollout.
+        now_s: The time of the coordinator's clock, in seconds.
+        serial: The number for a new release, greater than any before.
+        without: The selected devices that cannot run the release, with the reason of each.
+    """
+    if state.status == "queued":
+        return RolloutStarted(serial, dict(without or {}))
+    if state.status == "done":
+        late = _find_late_devices(state, fleet)
+        return ReleaseOffered(len(state.plan.phases), late) if late else None
+    if state.status != "running":
+        return None
+    if state.step == len(state.plan.cumulative_shares):
+        return RolloutCompleted()
+    if state.without and not state.offered and not fleet:
+        why = (
+            f"no selected device can take the release: {format_incompatible_devices(state.without, 1)}; select "
+            "other devices"
+        )
+        return RolloutAborted(shorten_error(why), serial)
+    failed, answered = (
+        _find_failed_devices(state),
+        [device for device in state.offered if state.device_phase(device) in SETTLED],
+    )
+    most = state.plan.abort_above
+    canary = sum(step == 0 for step in state.offered.values())
+    if len(failed) > most * max(len(answered), canary):
+        return RolloutAborted(_abort_reason(state, failed, len(answered)), serial)
+    if not state.is_step_open:
+        if devices := select_step_devices(state, fleet):
+            return ReleaseOffered(state.step, devices)
+        return PhasePassed(state.step) if state.step and fleet else None  # all that are there have it already
+    if find_blocking_devices(state, fleet, now_s):
+        return None
+    pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
+    lost = [device for device in pending if state.device_phase(device) in SWAPPED]
+    if len(failed) + len(lost) > most * (len(answered) + len(lost)):
+        return RolloutAborted(_abort_reason(state, [*failed, *lost], len(answered) + len(lost)), serial)
+    return PhasePassed(state.step, tuple(sorted(each for each in pending if state.offered[each] == state.step)))
+
+
+def select_step_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
+    """Return the devices that receive an offer in the next step.
+
+    Devices are drawn by the rollout's id, so that a restart does not change the selection. A step covers its share of
+    the online devices, at least one more than the step before. The step for all devices includes offline devices.
+    """
+    share = state.plan.cumulative_shares[state.step]
+    if share >= 1.0:
+        return tuple(sorted(fleet.keys() - state.offered.keys()))
+    there = [device for device, seen in fleet.items() if seen.online]
+    count = max(1, int(share * len(there) + 1e-9)) - sum(device in fleet for device in state.offered)
+    draw = seed_deriver("rollout", state.id)
+    able = sorted((each for each in there if each not in state.offered), key=lambda each: (draw(each), each))
+    if count <= 0 and state.step and able:
+        count = 1  # a small fleet: every step goes further than the one before
+    return tuple(sorted(able[: max(count, 0)]))
+
+
+def find_blocking_devices(state: Rollout, fleet: Mapping[str, RolloutDevice], now_s: float) -> tuple[str, ...]:
+    """Return the devices that delay the current step: all offered ones until the first has finished."""
+    if not state.is_step_open:
+        return ()
+    pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
+    nobody = len(pending) == len(state.offered)
+    return tuple(sorted(each for each in pending if nobody or _is_blocking(state, each, fleet.get(each), now_s)))
+
+
+def _is_blocking(state: Rollout, device: str, seen: RolloutDevice | None, now_s: float) -> bool:
+    # nobody has heard of it since the start of the coordinator, or it has other labels now, or a step passed without it
+    if seen is None or device in state.silent:
+        return False
+    return now_s < seen.since_s + _wait_limit_s(state, _is_reporting(state, device, seen.online))
+
+
+def _wait_limit_s(state: Rollout, talks: bool) -> float:
+    return LONGEST_S + state.plan.soak_s if talks else state.plan.patience_s
+
+
+def _is_reporting(state: Rollout, device: str, online: bool) -> bool:
+    return online and state.device_phase(device) != ""
+
+
+def earlier_wait_s(state: Rollout, device: str, online: bool) -> float:
+    return state.present_s if _is_reporting(state, device, online) else state.silent_s
+
+
+def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | None:
+    """Return the event of a coordinator restart, or None if no step is open.
+
+    Args:
+        state: The rollout.
+        since_s: The wall-clock seconds since its latest event.
+    """
+    if not state.is_step_open:
+        return None
+    limits = (state.silent_s, _wait_limit_s(state, False)), (state.present_s, _wait_limit_s(state, True))
+    return RolloutResumed(
+        *(elapsed_at_restart_s(passed_s, since_s, limit_s, state.restarts) for passed_s, limit_s in limits)
+    )
+
+
+def _find_late_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
+    if not state.plan.includes_all_devices:
+        return ()
+    return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))
+
+
+def _find_failed_devices(state: Rollout) -> list[str]:
+    return [device for device in state.offered if state.device_phase(device) in FAILED]
+
+
+def _abort_reason(state: Rollout, failed: Collection[str], answered: int) -> str:
+    first = min(failed)
+    phase = state.device_phase(first)
+    said = state.heard[first].reason if first in state.heard else ""
+    example = f"{first} {'fell silent' if phase in SWAPPED else phase}{f': {said}' if said else ''}"
+    share = f"more than {100 * state.plan.abort_above:g} %"
+    return shorten_error(f"{len(failed)} of {answered} boards failed, {share} ({example})")

@@ -1,0 +1,1 @@
+"""Event logs and snapshots in SQLite, retention and backup."""

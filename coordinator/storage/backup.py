@@ -1,0 +1,356 @@
+"""Backup and restoration of a coordinator's home.
+
+A backup is a tar archive that only its owner may read. The archive contains the blobs that some run still needs, all
+evaluations and limits, a consistent copy of the database and, at the end, a manifest with the SHA-256 of each file. A
+coordinator may use the home during the backup. Device telemetry (`boards.db`), on which no run depends, and bundles,
+which are outside a home, are not included.
+
+A file or home gets its name when it is complete and on the disk. Files of a killed command end in .part, and the next
+command for the same name replaces them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import os
+import re
+import shutil
+import tarfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import IO, Final, NamedTuple
+
+import msgspec
+
+from fedquilt import __version__
+from fedquilt.console import progress
+from fedquilt.coordinator import limits
+from fedquilt.coordinator.storage.rollout_log import RolloutLog
+from fedquilt.coordinator.storage.rows import RowStore, database_errors
+from fedquilt.coordinator.storage.store import UNENDED, Store, StoredJob
+from fedquilt.core import UNDECODABLE, JobError, StoreError
+from fedquilt.host.disk import REAL, disk_errors
+
+FORMAT: Final = 1
+DATABASE: Final = "fedquilt.db"
+_MEMBER: Final = re.compile(
+    r"blobs/[0-9a-f]{64}|fedquilt\.db|limits\.toml|(evaluations|machines)/[^/]+\.json|agents/.+"
+)
+_MANIFEST: Final = re.compile(r"manifest-([0-9a-f]{64})\.json")
+_WHEN_FULL: Final = "free some space or name another disk"
+_PIECE_BYTES: Final = 1 << 20
+
+
+class BackupManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    version: str  # of the fedquilt that made it
+    files: Mapping[str, tuple[int, str]]  # path in the home -> bytes, sha256
+
+
+class BackupSummary(NamedTuple):
+    runs: int
+    files: int
+    bytes: int
+
+
+# -- making one -----------------------------------------------------------------------------------
+
+
+def write_backup(store: Store, file: Path) -> BackupSummary:
+    """Write a backup of a home into a new file, while a coordinator may use the home.
+
+    Raises:
+        JobError: If the file exists, another backup to the file is being written, or a simulated fleet is active in
+            the home.
+        StoreError: If the home is damaged, or the file cannot be written.
+    """
+    if file.exists():
+        raise _file_exists_error(file)
+    with disk_errors(f"write {file}", _WHEN_FULL), _open_part_file(file) as part, os.fdopen(os.dup(part), "wb") as raw:
+        archive = _BackupArchive(raw)
+        boards = _lock_agent_files(store)
+        blobs = _add_database_and_blobs(store, archive, Path(f"{file}.part.db"))
+        settings = [path for path in (store.home / limits.FILE,) if path.is_file()]
+        of_runs = [path for name in ("evaluations", "machines") for path in sorted((store.home / name).glob("*.json"))]
+        for path in [*settings, *boards, *of_runs]:
+            archive.add_file(path.relative_to(store.home).as_posix(), path)
+        archive.close_with_manifest()
+        raw.flush()
+        os.fsync(part)
+        REAL.replace(f"{file}.part", file)
+        REAL.sync(file.parent)
+    return BackupSummary(len(store.all_jobs()), blobs, file.stat().st_size)
+
+
+def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Path) -> int:
+    # The coordinator may delete a blob during the backup because a later event makes the blob superfluous. So missing
+    # blobs are looked up in a later copy of the database, and a blob that this copy still needs is lost.
+    gone: set[str] = set()
+    blobs: set[str] = set()
+    try:
+        while True:
+            before, gone = gone, set()
+            left = sorted(_copy_database(store, snapshot) - blobs)
+            for number, sha256 in enumerate(left):
+                progress.LINE.set_part("its blobs", number, len(left))
+                name, payload = f"blobs/{sha256}", store.depot.load_packed(sha256)
+                path = store.depot.blob_path(sha256) if payload is None else None
+                if payload is not None:  # it has no file, and gets none here
+                    archive.add_bytes(name, payload)
+                    blobs.add(sha256)
+                elif path is not None and archive.add_file(name, path, sha256):
+                    blobs.add(sha256)
+                else:
+                    gone.add(sha256)
+            if lost := gone & before:
+                raise StoreError(
+                    f"blob {min(lost)[:12]} of {store.home} is missing or damaged: let a coordinator serve this home, "
+                    "which mends it or names the run; keep your earlier backups"
+                )
+            if not gone:
+                archive.add_file(DATABASE, snapshot)
+                return len(blobs)
+    finally:
+        snapshot.unlink(missing_ok=True)
+
+
+def _copy_database(store: Store, target: Path) -> set[str]:
+    """Copy the database to a file, and return the blobs that its runs need.
+
+    Raises:
+        StoreError: If the database, or a run in it, is damaged.
+    """
+    if store.damage:
+        raise StoreError(f"{store.home / DATABASE} is damaged ({store.damage}): put back an earlier backup")
+    os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+    with (
+        database_errors(store.home),
+        closing(REAL.connect(store.home / DATABASE)) as now,
+        closing(REAL.connect(target)) as copy,
+    ):
+        now.backup(copy)
+        copy.execute("pragma journal_mode=delete")  # one file, without a log beside it
+        rows = RowStore(copy, store.home)
+        if unsound := rows.find_damaged_jobs():
+            raise rows.damage_error(unsound[0], "its rows are not what was written")
+        rollouts = RolloutLog(copy, rows, store.home, rows.open_transaction)
+        for reason in rollouts.read_errors().values():
+            raise StoreError(reason)
+        return rollouts.referenced_blobs().union(*(log.needed_blobs for log in rows.read_logs().values()))
+
+
+def _lock_agent_files(store: Store) -> list[Path]:
+    """Lock the home if simulated devices have unfinished runs there, and return their files.
+
+    Raises:
+        JobError: If the devices are active.
+    """
+    rows = [row for row in store.readable_jobs() if isinstance(row, StoredJob) and row.status not in ("done", "failed")]
+    folders = [store.home / "agents" / row.id for row in rows if (store.home / "agents" / row.id).is_dir()]
+    if not folders:
+        return []
+    if not store.acquire_lock():
+        working = next((row.id for row in rows if row.status in UNENDED), rows[0].id)
+        raise JobError(f"{working} is a simulated fleet at work in {store.home}: wait for its end, or stop it first")
+    return sorted(path for each in folders for path in each.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+class _BackupArchive:
+    """A backup that is being written."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._tar = tarfile.TarFile(fileobj=raw, mode="w")
+        self._files: dict[str, tuple[int, str]] = {}
+
+    def add_file(self, name: str, path: Path, sha256: str = "") -> bool:
+        """Add a file. Return False if the file does not exist.
+
+        Raises:
+            StoreError: If the content does not match `sha256`.
+        """
+        try:
+            file = open(path, "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            return False
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            digest = self._add_member(name, size, file)
+        if sha256 and digest != sha256:
+            raise StoreError(f"{path} is damaged: it is not what its name says")
+        self._files[name] = (size, digest)
+        return True
+
+    def add_bytes(self, name: str, payload: bytes) -> None:
+        self._files[name] = (len(payload), self._add_member(name, len(payload), io.BytesIO(payload)))
+
+    def close_with_manifest(self) -> None:
+        text = msgspec.json.format(msgspec.json.encode(BackupManifest(FORMAT, __version__, self._files)))
+        name = f"manifest-{hashlib.sha256(text).hexdigest()}.json"
+        self._add_member(name, len(text), io.BytesIO(text))
+        self._tar.close()
+
+    def _add_member(self, name: str, size: int, source: IO[bytes]) -> str:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = size, 0o600
+        reader = _HashingReader(source)
+        self._tar.addfile(info, reader)
+        return reader.sha256.hexdigest()
+
+
+class _HashingReader:
+    """What is read, and its hash."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source, self.sha256 = source, hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        piece = self._source.read(size)
+        self.sha256.update(piece)
+        return piece
+
+
+@contextmanager
+def _open_part_file(file: Path) -> Iterator[int]:
+    path = f"{file}.part"
+    part = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JobError(f"another backup to {file} is being written: wait for its end") from None
+        if file.exists() or not os.path.exists(path) or not os.path.samestat(os.fstat(part), os.stat(path)):
+            raise _file_exists_error(file)  # it was finished between our opening and our lock
+        os.fchmod(part, 0o600)
+        os.ftruncate(part, 0)
+        try:
+            yield part
+        except BaseException:
+            REAL.unlink(path)
+            raise
+    finally:
+        os.close(part)
+
+
+def _file_exists_error(file: Path) -> JobError:
+    return JobError(f"{file} is there already: name a new file")
+
+
+# -- a home from one ------------------------------------------------------------------------------
+
+
+def restore_backup(file: Path, home: Path) -> BackupSummary:
+    """Restore a home from a backup, completely or not at all.
+
+    Raises:
+        JobError: If the home exists, or another command is restoring it.
+        StoreError: If the backup is damaged, incomplete or of a later version, or the home cannot be written.
+    """
+    home = Path(os.path.abspath(home))
+    if home.is_symlink() or not _is_missing_or_empty(home):
+        raise JobError(f"{home} is there already: name a home that is not, or move this one away first")
+    part = home.with_name(f"{home.name}.part")
+    with disk_errors(f"make {home} from {file}", _WHEN_FULL), _open_part_folder(part):
+        manifest = _extract_backup(file, part)
+        with Store(part) as store:
+            found = BackupSummary(
+                len(store.all_jobs()), len(manifest.files), sum(size for size, _ in manifest.files.values())
+            )
+            if store.damage:
+                raise StoreError(f"{file}: its database is damaged ({store.damage}): take an earlier backup")
+        _sync_folders(part)
+        os.replace(part, home)  # an empty folder gives way
+        REAL.sync(home.parent)
+        REAL.unlink(_lock_path(home))
+    return found
+
+
+def _extract_backup(file: Path, to: Path) -> BackupManifest:
+    found: dict[str, tuple[int, str]] = {}
+    with open(file, "rb") as raw:
+        try:
+            with tarfile.open(fileobj=raw, mode="r:") as archive:
+                for member in archive:
+                    progress.LINE.set_part("MB of the backup", raw.tell() // 10**6, file.stat().st_size // 10**6)
+                    source = archive.extractfile(member)
+                    if source is None:
+                        raise StoreError(_unexpected_file_text(file, member.name))
+                    if stated := _MANIFEST.fullmatch(member.name):
+                        return _verify_manifest(file, source.read(), stated[1], found)
+                    if not _MEMBER.fullmatch(member.name) or {"..", ""} & {*member.name.split("/")}:
+                        raise StoreError(_unexpected_file_text(file, member.name))
+                    found[member.name] = _write_private_file(source, to / member.name)
+        except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+            raise StoreError(f"{file} is no whole backup ({error}): take another one") from None
+    raise StoreError(f"{file} is cut short or damaged after {len(found)} files: take another backup")
+
+
+def _verify_manifest(file: Path, text: bytes, stated: str, found: Mapping[str, tuple[int, str]]) -> BackupManifest:
+    try:
+        if hashlib.sha256(text).hexdigest() != stated:
+            raise StoreError(f"{file} is damaged: its manifest is not what was written; take another backup")
+        known = msgspec.json.decode(text)["format"]
+        if known != FORMAT:
+            raise StoreError(f"{file} was made by a newer fedquilt (format {known}): install that version")
+        manifest = msgspec.json.decode(text, type=BackupManifest)
+    except (*UNDECODABLE, KeyError, TypeError):
+        raise StoreError(f"{file} is no backup of fedquilt: its manifest cannot be read") from None
+    for name in sorted(found.keys() | manifest.files.keys()):
+        if found.get(name) != manifest.files.get(name):
+            raise StoreError(f"{file} is damaged: {name} is not what was saved; take another backup")
+    if DATABASE not in found:
+        raise StoreError(f"{file} is no backup of a home: it has no {DATABASE}")
+    return manifest
+
+
+def _unexpected_file_text(file: Path, name: str) -> str:
+    return f"{file} is no backup of fedquilt: it holds {name[:80]!r}"
+
+
+def _write_private_file(source: IO[bytes], path: Path) -> tuple[int, str]:
+    """Write a new file that only its owner may read, and return its bytes and SHA-256."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reader, size = _HashingReader(source), 0
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        while piece := reader.read(_PIECE_BYTES):
+            out.write(piece)
+            size += len(piece)
+        out.flush()
+        os.fsync(out.fileno())
+    return size, reader.sha256.hexdigest()
+
+
+@contextmanager
+def _open_part_folder(part: Path) -> Iterator[None]:
+    if not _is_missing_or_empty(part) and not _lock_path(part).is_file():
+        raise JobError(f"{part}, where the home is made first, is something else: move it away")
+    part.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = REAL.lock(_lock_path(part))
+    if lock is None:
+        raise JobError(f"another command is making {part}: wait for its end")
+    try:
+        for each in part.iterdir():
+            if each != _lock_path(part):
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    finally:
+        lock.release()
+
+
+def _is_missing_or_empty(place: Path) -> bool:
+    return not os.path.lexists(place) or (place.is_dir() and not any(place.iterdir()))
+
+
+def _lock_path(home: Path) -> Path:
+    return home / ".being-restored"
+
+
+def _sync_folders(folder: Path) -> None:
+    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        REAL.sync(each)

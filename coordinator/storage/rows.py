@@ -1,0 +1,344 @@
+"""Rows of the coordinator's database, protected by checksums.
+
+Each row of `jobs` and `counters` has a checksum of its own. The checksum of an event also covers the previous event of
+the job, and the job's row contains the checksum of the latest event. So lost, added, changed or reordered events are
+detected.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sqlite3
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from fedquilt.coordinator.rounds.events import AnyEvent
+from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum, checksum
+from fedquilt.coordinator.storage.log_index import IndexedLog, LogIndex
+from fedquilt.core import JobError, StoreError, Update
+from fedquilt.host.disk import PRIVATE, Disk
+
+T = TypeVar("T")
+
+BUSY_S: Final = 5.0  # that a reader waits for a writer
+KNOWN: Final = 100  # rows of jobs of which it is remembered that they were whole
+_COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter"
+
+
+decoded: Final = msgspec.json.Decoder(AnyEvent).decode
+
+
+class DamagedRunError(JobError): ...
+
+
+class database_errors:
+    """Context manager that converts SQLite and OS errors of its body to StoreErrors naming the home."""
+
+    __slots__ = ("_home",)
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk, the statement or a lock
+            place = self._home / "fedquilt.db"
+            raise StoreError(f"{place} is damaged ({error}): put back a copy of the whole home") from None
+        if isinstance(error, sqlite3.Error | OSError):
+            said = getattr(error, "strerror", None) or error
+            raise StoreError(
+                f"cannot use the store {self._home}: {said}; is the disk full, or the folder not yours?"
+            ) from None
+
+
+def is_served(home: Path, disk: Disk = PRIVATE) -> bool:
+    """Return whether a coordinator runs for a home, without writing there.
+
+    Raises:
+        StoreError: If the home cannot be read.
+    """
+    with database_errors(home):
+        return disk.is_locked(home / "lock")
+
+
+class transaction:
+    """Context manager that runs its body in one transaction, rolled back after an error.
+
+    Args:
+        db: The database, in autocommit mode.
+        kind: The lock mode of SQLite: deferred, immediate or exclusive.
+    """
+
+    __slots__ = ("_db", "_kind")
+
+    def __init__(self, db: sqlite3.Connection, kind: str = "immediate") -> None:
+        self._db, self._kind = db, kind
+
+    def __enter__(self) -> None:
+        self._db.execute(f"begin {self._kind}")
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._db.execute("commit")
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("rollback")
+
+
+def open_read_only(path: Path, *, check_same_thread: bool = True) -> sqlite3.Connection:
+    """Open a database for reading, which also works without write permission to its folder.
+
+    Raises:
+        sqlite3.Error: If the database does not exist or cannot be read.
+    """
+    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if _is_immutable(path) else ''}"
+    return sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=check_same_thread, uri=True)
+
+
+def _is_immutable(path: Path) -> bool:
+    # without a write-ahead log, SQLite opens a database in a read-only folder only as immutable
+    return not path.with_name(f"{path.name}-wal").exists() and not os.access(path.parent, os.W_OK)
+
+
+class DatabaseIdentity(NamedTuple):
+    """Identity of a database file. Readers reopen the file when the identity changes."""
+
+    device: int
+    inode: int
+    still: bool
+
+    @staticmethod
+    def from_path(path: Path) -> DatabaseIdentity:
+        """Return the identity of the database at a path.
+
+        Raises:
+            OSError: If the file does not exist or is not accessible.
+        """
+        found = path.stat()
+        return DatabaseIdentity(found.st_dev, found.st_ino, _is_immutable(path))
+
+
+class UnreadableRow(NamedTuple):
+    id: str
+    status: str
+    created: float  # wall-clock seconds
+    reason: str
+
+
+class JobRow(NamedTuple):
+    id: str
+    settings: str  # JSON
+    bundle: str
+    status: str
+    created: float  # wall-clock seconds
+    origin: str
+    epoch: int = 0
+    head: bytes = FIRST  # checksum of the job's last fact
+    submitter: str = ""  # user of the system; "": not known, as in rows of version 2
+
+    @property
+    def row_checksum(self) -> bytes:
+        """Checksum of the row. A row without a submitter has the checksum of version 2."""
+        return checksum(*(self if self.submitter else self[:-1]))
+
+
+def current_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def encode_lossless(id: str, fact: msgspec.Struct, decode: Callable[[str], object] = decoded) -> str:
+    """Return a struct as JSON that `decode` converts back to an equal value.
+
+    Raises:
+        JobError: If there is no such JSON, for example for a NaN.
+    """
+    kind = type(fact).__name__
+    try:
+        body = msgspec.json.encode(fact).decode()
+        same = decode(body) == fact
+    except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
+        raise JobError(f"{kind} of {id} cannot be kept: {error}") from None
+    if not same:
+        raise JobError(f"{kind} of {id} cannot be kept: it holds a number that is not finite")
+    return body
+
+
+class RowStore:
+    """Tables of one database.
+
+    Args:
+        db: The database.
+        home: The home of the database, for error messages.
+        kept: The function that returns a job's log up to its valid snapshot, or None.
+
+    Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError, with the fix, if
+    the rows of its job are damaged.
+    """
+
+    def __init__(
+        self, db: sqlite3.Connection, home: Path, kept: Callable[[str], IndexedLog | None] = lambda job: None
+    ) -> None:
+        db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # damaged text is no error of its own
+        self._db, self._home = db, home
+        self._made: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
+        self._whole: dict[str, tuple[JobRow, bytes]] = {}  # job -> its row as it was found whole last, and its checksum
+        self._logs = LogIndex(db, kept)
+
+    def open_transaction(self, kind: str = "immediate") -> AbstractContextManager[None]:
+        return transaction(self._db, kind)
+
+    # -- jobs --
+
+    def map_jobs(self, make: Callable[[JobRow, bool], T]) -> list[T]:
+        """Return `make(row, intact)` of every job. The results are cached until the database changes."""
+        mark = self._db.execute("pragma data_version").fetchone()[0], self._db.total_changes
+        if mark != self._made[0] or self._db.in_transaction:  # whose changes may yet be undone
+            self._made = (None if self._db.in_transaction else mark), [make(*each) for each in self.read_jobs()]
+        return list(self._made[1])
+
+    def read_jobs(self) -> list[tuple[JobRow, bool]]:
+        """Return the row of every job in submission order, and whether the row is intact."""
+        found = self._db.execute(f"select {_COLUMNS}, sum from jobs order by rowid").fetchall()  # noqa: S608
+        return [(row := JobRow(*each[:-1]), row.row_checksum == each[-1]) for each in found]
+
+    def find_job(self, id: str) -> JobRow | None:
+        found = self._db.execute(f"select {_COLUMNS}, sum from jobs where id = ?", (id,)).fetchone()  # noqa: S608
+        if found is None:
+            return None
+        row = JobRow(*found[:-1])
+        if (row, found[-1]) != self._whole.get(id):  # a row takes longer to hash than to compare
+            if row.row_checksum != found[-1]:
+                raise self.damage_error(id, "its row in the list of runs is not what was written")
+            self._remember_intact(row, found[-1])
+        return row
+
+    def insert_job(self, row: JobRow) -> None:
+        marks = ", ".join("?" * (len(row) + 1))
+        self._db.execute(f"insert into jobs ({_COLUMNS}, sum) values ({marks})", (*row, row.row_checksum))  # noqa: S608
+
+    def update_job(self, id: str, **values: Any) -> None:
+        """Change columns of a job, if the job exists. Requires an open transaction."""
+        row = self.find_job(id)
+        if row is not None:
+            self._update_row(row, **values)
+
+    def _update_row(self, row: JobRow, **values: Any) -> None:
+        named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
+        changed = row._replace(**values)
+        sum = changed.row_checksum
+        self._db.execute(f"update jobs set {named} where id = ?", (*values.values(), sum, row.id))  # noqa: S608
+        self._remember_intact(changed, sum)
+
+    def _remember_intact(self, row: JobRow, sum: bytes) -> None:
+        if len(self._whole) >= KNOWN:
+            self._whole.clear()
+        self._whole[row.id] = row, sum
+
+    def delete_job(self, id: str) -> None:
+        """Delete a job and its events. Requires an open transaction."""
+        self._db.execute("delete from facts where job = ?", (id,))
+        self._db.execute("delete from jobs where id = ?", (id,))
+
+    # -- counters --
+
+    def read_counter(self, name: str) -> int | None:
+        """Return a counter, 0 before its first value, or None if its row is damaged."""
+        found = self._db.execute("select value, sum from counters where name = ?", (name,)).fetchone()
+        if found is None:
+            return 0
+        return int(found[0]) if found[1] == checksum(name, found[0]) else None
+
+    def set_counter(self, name: str, value: int) -> None:
+        self._db.execute("insert or replace into counters values (?, ?, ?)", (name, value, checksum(name, value)))
+
+    # -- facts --
+
+    def append_events(self, facts: Iterable[tuple[str, float, str]]) -> None:
+        """Insert events as (job, wall-clock seconds, JSON). Requires an open transaction."""
+        heads: dict[str, bytes] = {}
+        found: dict[str, JobRow | None] = {}
+        for job, at, body in facts:
+            if job not in heads:
+                row = found[job] = self.find_job(job)
+                heads[job] = FIRST if row is None else row.head
+            before, heads[job] = heads[job], chain_checksum(heads[job], job, at, body)
+            values = job, at, body, heads[job]
+            seq = self._db.execute("insert into facts (job, at, body, sum) values (?, ?, ?, ?)", values).lastrowid
+            self._logs.add_written_event(job, before, int(seq or 0), at, body, heads[job])
+        for row in found.values():
+            if row is not None:
+                self._update_row(row, head=heads[row.id])
+
+    def read_events(self, id: str, after: int = 0, most: int = -1) -> list[tuple[int, float, str]]:
+        """Return the events of a job as (sequence number, wall-clock seconds, JSON), oldest first.
+
+        `after` is the sequence number of the last event to skip, and `most` is the greatest number of events, or -1 for
+        all.
+        """
+        with self.open_transaction("deferred"):  # the row and the facts of one moment
+            row, before = self.find_job(id), FIRST
+            if after:
+                found = self._db.execute(
+                    "select sum from facts where job = ? and seq <= ? order by seq desc limit 1", (id, after)
+                ).fetchone()
+                before = found[0] if found else FIRST
+            rows = self._db.execute(
+                "select seq, at, body, sum from facts where job = ? and seq > ? order by seq limit ?",
+                (id, after, most),
+            ).fetchall()
+        for seq, at, body, sum in rows:
+            before = chain_checksum(before, id, at, body)
+            if sum != before:
+                raise self.damage_error(id, f"fact {seq}, or the one before it, is not what was written")
+        if row is not None and row.head != before and len(rows) != most:
+            raise self.damage_error(id, "its last facts are missing")
+        return [(seq, at, body) for seq, at, body, _ in rows]
+
+    def read_log(self, id: str) -> IndexedLog | None:
+        """Return a job's current log, or None if there is no such job or the log's end differs from the job's row."""
+        row = self.find_job(id)
+        found = None if row is None else self._logs.read_log(id, row.head)
+        return found if row is not None and found is not None and found.head == row.head else None
+
+    def read_logs(self) -> dict[str, IndexedLog]:
+        """Return the current log of every job in submission order. The result must not be changed."""
+        return self._logs.read_all_logs()
+
+    def find_damaged_jobs(self) -> list[str]:
+        """Return the ids of jobs with damaged rows, without a check of events behind a snapshot."""
+        found = []
+        for row, whole in self.read_jobs():
+            try:
+                if whole:
+                    log = self._logs.read_log(row.id, row.head)
+                    whole = log.whole and log.head == row.head
+            except sqlite3.DatabaseError:
+                whole = False
+            if not whole:
+                found.append(row.id)
+        return found
+
+    def damage_error(self, id: str, what: str) -> DamagedRunError:
+        return DamagedRunError(
+            f"the log of {id} in {self._home} is damaged: {what}; put back a copy of the whole home, or run it anew"
+        )
+
+    def is_update_counted(self, update: Update) -> bool:
+        query = """
+            select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') =
+            'UpdateAccepted' and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') =
+            :device
+        """
+        known = {"job": update.job, "round": update.round, "device": update.device}
+        return self._db.execute(query, known).fetchone() is not None

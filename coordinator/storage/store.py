@@ -1,0 +1,514 @@
+"""Durable state of a coordinator: jobs and events in SQLite, tensors in a blob store.
+
+HOME/fedquilt.db    jobs, rollouts, events (write-ahead log, synchronous: an event is on disk before any action follows)
+HOME/blobs/         states, updates and bundles by sha256
+HOME/lock           locked while a coordinator runs here
+
+The tables of an earlier version are upgraded when the database is opened, and those of a later version are refused. A
+single unreadable run is reported and hides no other. A database that SQLite finds damaged is read-only.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, cast
+
+import msgspec
+
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded, NoteRecorded
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage import rollout_log, write_ahead_log
+from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum
+from fedquilt.coordinator.storage.log_index import IndexedLog
+from fedquilt.coordinator.storage.rollout_log import RolloutLog
+from fedquilt.coordinator.storage.rows import (
+    DamagedRunError,
+    JobRow,
+    RowStore,
+    UnreadableRow,
+    current_user,
+    database_errors,
+    decoded,
+    encode_lossless,
+    is_served,
+)
+from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore, SnapshotTable
+from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
+from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
+from fedquilt.host.disk import PRIVATE, Disk, Lock
+
+VERSION = 4  # of the tables
+CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
+_SCHEMA = """
+create table if not exists jobs (
+    id text primary key, settings text not null, bundle text not null, status text not null, created real not null,
+    origin text not null default 'run', epoch integer not null default 0,
+    head blob not null default x'', sum blob not null default x'', submitter text not null default '');
+create table if not exists facts (
+    seq integer primary key, job text not null references jobs(id), at real not null, body text not null,
+    sum blob not null default x'');
+create index if not exists facts_by_job on facts(job, seq);
+create table if not exists counters (name text primary key, value integer not null, sum blob not null default x'');
+-- what can be asked of facts: a damaged one says nothing
+create view if not exists sound as
+    select seq, job, case when json_valid(body) then body else '{}' end as body from facts;
+"""
+_ADDED = {  # columns that versions 0, 1 and 2 had not
+    "jobs": {
+        "origin": "text not null default 'run'",
+        "epoch": "integer not null default 0",
+        "head": "blob not null default x''",
+        "sum": "blob not null default x''",
+        "submitter": "text not null default ''",
+    },
+    "facts": {"sum": "blob not null default x''"},
+    "counters": {"sum": "blob not null default x''"},
+}
+_OF_INDEX: Final = ("missing from index", "wrong # of entries in index", "non-unique entry in index")
+
+
+def upgrade_tables(db: sqlite3.Connection, home: Path) -> None:
+    """Create the tables, or upgrade those of an earlier version.
+
+    Raises:
+        StoreError: If the tables are of a later version.
+    """
+    found = int(db.execute("pragma user_version").fetchone()[0])
+    if found > VERSION:
+        raise StoreError(
+            f"{home} was written by a newer fedquilt (tables of version {found}, this one knows {VERSION}): "
+            "install that version, or give another --home"
+        )
+    if found == VERSION:
+        return
+    db.executescript(_SCHEMA + rollout_log.SCHEMA)  # version 4 has rollouts
+    with RowStore(db, home).open_transaction():
+        for table, columns in _ADDED.items():
+            there = {row[1] for row in db.execute(f"pragma table_info({table})")}
+            for column, kind in columns.items():
+                if column not in there:
+                    db.execute(f"alter table {table} add column {column} {kind}")
+        if found < 1:
+            for (id,) in db.execute("select id from jobs where sum = x''").fetchall():
+                if (home / "agents" / id).is_dir():  # as only the boards of a simulated fleet leave behind
+                    db.execute("update jobs set origin = 'fleet' where id = ?", (id,))
+        _add_missing_checksums(db, home)
+        db.execute(f"pragma user_version = {VERSION}")
+
+
+def _add_missing_checksums(db: sqlite3.Connection, home: Path) -> None:
+    rows = RowStore(db, home)
+    for (id,) in db.execute("select id from jobs where sum = x''").fetchall():
+        head = FIRST
+        facts = db.execute("select seq, at, body from facts where job = ? order by seq", (id,)).fetchall()
+        for seq, at, body in facts:
+            head = chain_checksum(head, id, at, body)
+            db.execute("update facts set sum = ? where seq = ?", (head, seq))
+        found = db.execute(
+            "select id, settings, bundle, status, created, origin, epoch from jobs where id = ?", (id,)
+        ).fetchone()
+        row = JobRow(*found)._replace(head=head)
+        db.execute("update jobs set head = ?, sum = ? where id = ?", (head, row.row_checksum, id))
+    for name, value in db.execute("select name, value from counters where sum = x''").fetchall():
+        rows.set_counter(name, value)
+
+
+def find_damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
+    """Return the damage that SQLite finds within `limit_s`, or "". A wrong index is rebuilt."""
+    said = _check_integrity(db, limit_s)
+    if said and all(any(kind in line for kind in _OF_INDEX) for line in said):
+        db.execute("reindex")
+        said = _check_integrity(db, limit_s)
+    return "; ".join(said[:3])
+
+
+def _check_integrity(db: sqlite3.Connection, limit_s: float) -> list[str]:
+    until_s = time.monotonic() + limit_s
+    db.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
+    try:
+        rows = [str(row[0]) for row in db.execute("pragma integrity_check(10)")]
+        said = [line for row in rows for line in row.splitlines() if not line.startswith("***")]  # "*** in database"
+    except sqlite3.OperationalError as error:
+        return [] if "interrupted" in str(error) else [str(error)]
+    except sqlite3.DatabaseError as error:
+        return [str(error)]
+    finally:
+        db.set_progress_handler(None, 0)
+        db.execute("pragma shrink_memory")
+    return [] if said == ["ok"] else said
+
+
+LOCK_TRIES: Final = 10
+ARMED: Final = "armed"  # it starts another run of its job when its [trigger] fires
+UNAPPROVED: Final = "waiting for approval"
+UNDER_WAY: Final = ("queued", "running")
+UNENDED: Final = (ARMED, UNAPPROVED, *UNDER_WAY, "stopping")  # a coordinator may be working on the run
+Origin = Literal["run", "fleet", "simulation"]
+log = logging.getLogger("fedquilt.coordinator")
+
+
+class StoredJob(NamedTuple):
+    """Job as stored in the database.
+
+    The status is ARMED, UNAPPROVED, queued, running, done, failed or stopped, or the request "stopping".
+    """
+
+    id: str
+    job: JobSettings
+    bundle: Path
+    status: str
+    created: float  # wall-clock seconds, for people
+    origin: Origin = "run"  # command that began it: "fleet" is `fedquilt fleet`, "simulation" is `fedquilt.simulate`
+    epoch: int = 0  # start of the coordinator that took it up last
+    submitter: str = ""  # user of the system who queued it; "": not known
+
+
+class StartCause(NamedTuple):
+    row: StoredJob
+    why: str
+    asks: bool
+
+
+class Store:
+    """Home folder of a coordinator.
+
+    Args:
+        home: The folder.
+        durable: Whether to wait for the disk, so that accepted updates survive a power failure. Otherwise they survive
+            a killed process.
+        disk: The disk of the folder.
+        every: The least number of events between two snapshots of a job.
+
+    Every method raises StoreError if the folder or the database cannot be read or written.
+    """
+
+    def __init__(self, home: Path, *, durable: bool = True, disk: Disk = PRIVATE, every: int = EVERY) -> None:
+        self.home, self._disk = home, disk
+        with database_errors(home):
+            (disk.make_durable_folder if durable else disk.make_folder)(home)
+            before = write_ahead_log.read_log(disk, home / "fedquilt.db")
+            self._db = disk.connect(home / "fedquilt.db")
+            try:
+                self._db.execute("select 1 from sqlite_master").fetchone()  # SQLite takes up the log, writes nothing
+                before.report_damage(disk, self._db)
+                self._db.execute("pragma journal_mode=wal")
+                self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
+                upgrade_tables(self._db, home)
+                table = SnapshotTable(self._db, home)
+                self._rows, self.damage = RowStore(self._db, home, table.read_log), find_damage(self._db)
+            except BaseException:  # also that the tables are of a later version
+                self._db.close()
+                raise
+        self.snapshots = SnapshotStore(table, self._rows.read_log, home, self._write_transaction, every)
+        self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction, disk.wall_clock_s)
+        self.holds = SuspendedJobs(self._db, home, self._write_transaction, self._read_epoch)
+        self.depot = BlobStore(home / "blobs", durable=durable, disk=disk)
+        self._lock: Lock | None = None
+        self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `batch_events`: job, time, body
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._db.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def acquire_lock(self) -> bool:
+        """Lock the home until the process ends. Return False if another coordinator has the lock."""
+        if self._lock is None:
+            self._require_undamaged()
+            with database_errors(
+                self.home
+            ):  # a process that tests whether the folder is served holds the lock for a moment
+                self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
+            if self._lock is not None:
+                self.depot.open_as_owner()
+        return self._lock is not None
+
+    def is_served(self) -> bool:
+        return self._lock is not None or is_served(self.home, self._disk)
+
+    def begin_epoch(self, above: int = 0) -> int:
+        """Begin a new epoch of the coordinator, greater than `above`, and return its number."""
+        with self._write_transaction():
+            epoch = 1 + max(self._read_epoch(), above)
+            self._rows.set_counter("epoch", epoch)
+        return epoch
+
+    @property
+    def epoch(self) -> int:
+        with database_errors(self.home):
+            return self._read_epoch()
+
+    def _read_epoch(self) -> int:
+        # a damaged counter is replaced by the latest epoch of a job
+        found = self._rows.read_counter("epoch")
+        if found is None:
+            log.warning("the number of starts in %s is damaged: devices say if it has become too small", self.home)
+            return max((row.epoch for row, whole in self._rows.read_jobs() if whole), default=0)
+        return found
+
+    def record_authentication(self, signed: bool) -> None:
+        with self._write_transaction():
+            self._rows.set_counter("signed", 1 + signed)  # 0: a counter that has not begun
+
+    def was_authenticated(self) -> bool | None:
+        """Return whether the latest coordinator authenticated senders, or None before the first."""
+        with database_errors(self.home):
+            found = self._rows.read_counter("signed")
+        return found > 1 if found else None
+
+    # -- jobs --
+
+    def find_unfinished(self, job: JobSettings, bundle: Path, origin: Origin = "run") -> str | None:
+        rows = [row for row in self.readable_jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
+        return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
+
+    def add_job(
+        self, job: JobSettings, bundle: Path, origin: Origin = "run", *, id: str = "", by: StartCause | None = None
+    ) -> str:
+        """Queue a job, or arm a job with a trigger, and return its id.
+
+        The id is `<name>-<date>-<time>-<random>`, unless the caller requires a fixed `id` for an exact repetition. `by`
+        is the cause of a triggered start, which the logs of both runs record.
+        """
+        now = time.time()
+        id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
+        status = ARMED if origin == "run" and job.trigger is not None else UNAPPROVED if by and by.asks else "queued"
+        settings, submitter = msgspec.json.encode(job).decode(), by.row.submitter if by else current_user()
+        notes = {id: by.why, by.row.id: f"{id} is started: {by.why}"} if by else {}
+        with self._write_transaction():
+            self._rows.insert_job(JobRow(id, settings, str(bundle), status, now, origin, submitter=submitter))
+            self._rows.append_events(
+                [(run, now, encode_lossless(run, NoteRecorded(said))) for run, said in notes.items()]
+            )
+        return id
+
+    def find_or_add_job(self, job: JobSettings, bundle: Path) -> tuple[str, bool]:
+        """Return the unfinished run of exactly this job and True, or queue a new run and return False.
+
+        Processes that submit the same job at once get the same run.
+        """
+        with self._write_transaction():
+            id = self.find_unfinished(job, bundle)
+            return (id, True) if id is not None else (self.add_job(job, bundle), False)
+
+    def readable_jobs(self) -> list[StoredJob]:
+        return [row for row in self.all_jobs() if isinstance(row, StoredJob)]
+
+    def all_jobs(self) -> list[StoredJob | UnreadableRow]:
+        with database_errors(self.home):
+            return self._rows.map_jobs(self._decode_row)
+
+    def _decode_row(self, row: JobRow, whole: bool) -> StoredJob | UnreadableRow:
+        if not whole:
+            damaged = self._rows.damage_error(row.id, "its row in the list of runs is not what was written")
+            created = row.created if isinstance(row.created, float) else 0.0
+            id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
+            return UnreadableRow(id, status, created, reason)
+        try:
+            job = msgspec.json.decode(row.settings, type=JobSettings)
+        except UNDECODABLE as error:
+            reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
+            return UnreadableRow(row.id, row.status, row.created, reason)
+        at = Path(row.bundle), row.status, row.created
+        return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter)
+
+    def find_job(self, run: str) -> StoredJob:
+        """Return the job with this id, or the latest job with this name.
+
+        Raises:
+            StoreError: If there is no such job, or the job cannot be read.
+        """
+        rows = self.all_jobs()
+        for row in reversed(rows):
+            if isinstance(row, UnreadableRow) and run == row.id:
+                raise StoreError(row.reason)
+            if isinstance(row, StoredJob) and run in (row.id, row.job.name):
+                return row
+        raise StoreError(f"no run {run!r} in {self.home}; there are: {', '.join(row.id for row in rows) or 'none'}")
+
+    def delete_runs(self, ids: Collection[str], only_ended: bool = False) -> list[str]:
+        """Delete runs and their events in one transaction. Return the ids of the deleted runs.
+
+        Blobs are left to garbage collection. With `only_ended`, runs that were resumed meanwhile are kept.
+
+        Raises:
+            JobError: If another coordinator may be working on one of the runs.
+        """
+        with self._write_transaction():
+            self.require_inactive(ids)
+            gone = [id for id in ids if not only_ended or self.stored_status(id) not in UNENDED]
+            for id in gone:
+                self._rows.delete_job(id)
+        return gone
+
+    def require_inactive(self, ids: Collection[str]) -> None:
+        """Raise JobError if another coordinator may be working on one of these runs."""
+        elsewhere = self._lock is None and self.is_served()
+        for id in ids:
+            if elsewhere and (status := self.stored_status(id)) in UNENDED:
+                first = f"`fedquilt stop {id} --home {self.home}` ends it first"
+                raise JobError(f"{id} is {status}: {'wait until it has stopped' if status == 'stopping' else first}")
+
+    def mark_running(self, id: str) -> None:
+        """Record that this coordinator has activated a job, unless its stop was requested."""
+        with self._write_transaction():
+            self._rows.update_job(id, epoch=self._read_epoch())
+        self.holds.end_suspension(id)
+        self.set_status(id, "running", unless="stopping")
+
+    def current_status(self, row: StoredJob) -> str:
+        """Return the status of a job at this moment.
+
+        An unfinished job is "held" while suspended for the disk, "waiting" while queued behind other jobs, and
+        "interrupted" without a coordinator.
+        """
+        if row.status in UNDER_WAY and self.is_served() and self.holds.current_suspension(row.id):
+            return "held"
+        if row.status not in ("running", "stopping"):
+            return row.status
+        if not self.is_served():
+            return "interrupted"
+        with database_errors(self.home):
+            return row.status if row.epoch == self._read_epoch() else "waiting"
+
+    def stored_status(self, id: str) -> str:
+        """Return the stored status of a job, "" for an unknown job, or "damaged" for a damaged row."""
+        with database_errors(self.home):
+            try:
+                found = self._rows.find_job(id)
+            except DamagedRunError:
+                return "damaged"
+        return found.status if found else ""
+
+    def set_status(self, id: str, status: str, *, unless: str = "") -> None:
+        with self._write_transaction():
+            if not unless or self.stored_status(id) != unless:
+                self._rows.update_job(id, status=status)
+
+    def find_damaged_ids(self) -> list[str]:
+        """Return the runs and rollouts with damaged rows, which may need seemingly unused blobs."""
+        with database_errors(self.home):
+            return [*self._rows.find_damaged_jobs(), *self.rollouts.read_errors()]
+
+    def read_logs(self) -> dict[str, IndexedLog]:
+        """Return the log of every job, with its length and its blobs. The result must not be changed."""
+        with database_errors(self.home):
+            return self._rows.read_logs()
+
+    def latest_state_hashes(self) -> set[str]:
+        return {log.state for log in self.read_logs().values() if log.state}
+
+    def referenced_blobs(self) -> set[str]:
+        with database_errors(self.home):
+            return self.rollouts.referenced_blobs().union(*(log.needed_blobs for log in self.read_logs().values()))
+
+    # -- facts --
+
+    def is_update_counted(self, update: Update) -> bool:
+        with database_errors(self.home):
+            return self._rows.is_update_counted(update)
+
+    @contextmanager
+    def batch_events(self) -> Iterator[None]:
+        """Write all events appended in the body at once, or none of them after an error.
+
+        Actions that depend on these events must wait for the end of the body. Other processes can use the database
+        meanwhile.
+        """
+        assert self._waiting is None
+        self._waiting = []
+        try:
+            yield
+            self._write_events(self._waiting)
+        finally:
+            self._waiting = None
+
+    def append_event(self, id: str, fact: AnyEvent) -> None:
+        """Write an event, to the disk if the store is durable. In `batch_events` the write is deferred.
+
+        Raises:
+            JobError: If the event cannot be encoded without loss, such as a NaN. Nothing is written then.
+        """
+        row = (id, self._disk.wall_clock_s(), encode_lossless(id, fact))
+        self._write_events([row]) if self._waiting is None else self._waiting.append(row)
+
+    def _write_events(self, rows: Sequence[tuple[str, float, str]]) -> None:
+        if rows:
+            self.depot.sync_small_blobs()  # what a fact names is on the disk before it
+            with self._write_transaction():
+                self._rows.append_events(rows)
+
+    def open_transaction(self) -> AbstractContextManager[None]:
+        """Return a write transaction, within which no other process adds runs or rollouts, or collects garbage."""
+        return self._write_transaction()
+
+    @contextmanager
+    def _write_transaction(self) -> Iterator[None]:
+        self._require_undamaged()
+        try:
+            with (
+                database_errors(self.home),
+                nullcontext() if self._db.in_transaction else self._rows.open_transaction(),
+            ):
+                yield
+        except DamagedRunError as error:
+            raise StoreError(str(error)) from None
+
+    def _require_undamaged(self) -> None:
+        if self.damage:
+            raise StoreError(
+                f"{self.home / 'fedquilt.db'} is damaged ({self.damage}): nothing is written there; put back a copy of "
+                "the whole home, or export what can still be read and use another home"
+            )
+
+    def end_inactive_job(self, id: str, fact: JobEnded) -> str:
+        """Store the end of a job that no process runs. Return the new status.
+
+        A job whose log ends as done stays done, even if its coordinator was killed before the status was stored.
+        """
+        try:
+            last = [found for _, _, found in self.read_events(id)][-1:]
+        except JobError as error:  # nothing is added to a log that cannot be read
+            log.error("%s", error)
+        else:
+            fact = next((found for found in last if isinstance(found, JobEnded) and found.status == "done"), fact)
+            if fact not in last:
+                self.append_event(id, fact)
+        self.set_status(id, fact.status)
+        return fact.status
+
+    def read_events(self, id: str, after: int = 0, most: int = -1) -> Iterator[tuple[int, float, AnyEvent]]:
+        """Yield (sequence number, wall-clock seconds, event) of a job's events, oldest first.
+
+        Args:
+            id: The id of the job.
+            after: The sequence number of the last event to skip.
+            most: The greatest number of events, or -1 for all.
+
+        Raises:
+            JobError: If an event is unknown to this version.
+            DamagedRunError: If a row was changed after it was written.
+        """
+        with database_errors(self.home):
+            rows = self._rows.read_events(id, after, most)
+        for seq, at, body in rows:
+            try:
+                yield seq, at, decoded(body)
+            except UNDECODABLE as error:
+                raise JobError(
+                    f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
+                    "version that wrote it, or run the job anew"
+                ) from None

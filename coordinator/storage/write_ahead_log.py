@@ -1,0 +1,128 @@
+"""Detection of damage in the database's write-ahead log.
+
+SQLite reads the log up to the first wrong checksum, treats the rest as an unfinished write, and overwrites it. So one
+damaged bit would silently discard all later events. SQLite also ignores the unfinished write of another process or of a
+killed one, but there the checksums match.
+
+The number of frames read is requested from SQLite and never taken from its index. All locks of a process on a file end
+when the process closes any descriptor of the file, and these locks protect the index while it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import struct
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from fedquilt.host.disk import Disk
+
+log = logging.getLogger("fedquilt.coordinator")
+
+_HEAD: Final = struct.Struct(">4I8s8s")  # magic, version, page size, number of the log, salts, checksum
+_FRAME: Final = struct.Struct(">II8s8s")  # page, size of the database after a commit or 0, salts, checksum
+
+
+class WriteAheadLog(NamedTuple):
+    path: Path
+    head: bytes
+    committed: int  # frames up to the last commit, whether their checksums match or not
+
+    def count_lost_frames(self, disk: Disk, taken: int) -> int:
+        """Return how many committed frames SQLite failed to read, or 0 if the log was restarted."""
+        if self.committed <= taken or disk.read(self.path, 0, _HEAD.size) != self.head:
+            return 0
+        return self.committed - taken if self._has_damaged_frame(disk, taken) else 0
+
+    def _has_damaged_frame(self, disk: Disk, taken: int) -> bool:
+        _, _, page, _, salts, sums = _HEAD.unpack(self.head)
+        order, size = _byte_order(self.head), _frame_size(page)
+        if not taken and not _is_header_intact(self.head):
+            return True
+        seed = sums if not taken else disk.read(self.path, _HEAD.size + (taken - 1) * size + 16, 8)
+        for number in range(taken, self.committed):
+            frame = disk.read(self.path, _HEAD.size + number * size, size)
+            if len(frame) < size:
+                return False  # it has begun anew meanwhile
+            _, _, own, stated = _FRAME.unpack_from(frame)
+            if own != salts or _checksum(frame[:8] + frame[_FRAME.size :], seed, order) != stated:
+                return True
+            seed = stated
+        return False
+
+    def report_damage(self, disk: Disk, db: sqlite3.Connection) -> None:
+        """Copy a damaged log to a file and log a warning. SQLite must have opened the database.
+
+        On a full disk the next opening does so, because SQLite's checkpoint needs space.
+        """
+        if not self.committed:
+            return
+        try:
+            _, taken, _ = db.execute("pragma wal_checkpoint(passive)").fetchone()  # -1: another process is at it
+        except sqlite3.OperationalError as error:
+            if "is full" not in str(error):
+                raise
+            return
+        if taken >= 0 and (lost := self.count_lost_frames(disk, taken)):
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            disk.write(aside, disk.read(self.path))
+            log.warning(
+                "%s is damaged: its last %d pages cannot be read, and facts in them are lost; a copy is %s, and "
+                "devices say what they know beyond what is left",
+                *(self.path, lost, aside),
+            )
+
+
+def _byte_order(head: bytes) -> str:
+    return ">" if head[3] & 1 else "<"
+
+
+def _is_header_intact(head: bytes) -> bool:
+    return _checksum(head[:24], bytes(8), _byte_order(head)) == head[24:]
+
+
+def _checksum(payload: bytes, seed: bytes, order: str) -> bytes:
+    """Return SQLite's checksum of words in the log's byte order, continued from `seed`.
+
+    The result is in big-endian byte order.
+    """
+    first, second = struct.unpack(">II", seed)
+    words = iter(struct.unpack(f"{order}{len(payload) // 4}I", payload))
+    for one, other in zip(words, words, strict=True):
+        first = first + one + second & 0xFFFFFFFF
+        second = second + other + first & 0xFFFFFFFF
+    return struct.pack(">II", first, second)
+
+
+def _frame_size(page: int) -> int:
+    # an invalid page size counts as the default of 4096 bytes
+    return _FRAME.size + (page if 512 <= page <= 65536 and page & page - 1 == 0 else 4096)
+
+
+def read_log(disk: Disk, database: Path) -> WriteAheadLog:
+    """Return the log of a database before it is opened, or an empty log if there is none."""
+    path = database.with_name(database.name + "-wal")
+    try:
+        return _parse_log(disk, path)
+    except FileNotFoundError:  # the last process that had the database open has closed it: all is in there
+        return WriteAheadLog(path, b"", 0)
+
+
+def _parse_log(disk: Disk, path: Path) -> WriteAheadLog:
+    found = disk.stat(path)
+    head = b"" if found is None else disk.read(path, 0, _HEAD.size)
+    if found is None or len(head) < _HEAD.size:
+        return WriteAheadLog(path, head, 0)
+    _, _, page, _, salts, _ = _HEAD.unpack(head)
+    size = _frame_size(page)
+    frames = [_FRAME.unpack(disk.read(path, at, _FRAME.size)) for at in range(_HEAD.size, found.size - size + 1, size)]
+    ours = {salts}
+    for _, _, first, _ in frames[:1]:
+        # A log that begins anew has its new head before its first frame: both words of salt are others than those of
+        # the frames that it still has of the log before it. Where one word is the same, or the head is not whole, it
+        # is damaged.
+        if first[:4] == salts[:4] or first[4:] == salts[4:] or not _is_header_intact(head):
+            ours.add(first)
+    commits = [number for number, frame in enumerate(frames, 1) if frame[1] and frame[2] in ours]
+    return WriteAheadLog(path, head, max(commits, default=0))

@@ -1,0 +1,1 @@
+"""Updates of devices: validation, aggregation and recovery."""

@@ -1,0 +1,307 @@
+"""Events of a run as text, for `fedquilt run` and `fedquilt logs`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from fedquilt import metrics
+from fedquilt.console import table, units
+from fedquilt.coordinator.rounds import eligibility
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    AttemptResumed,
+    CohortSelected,
+    DeadlineExtended,
+    EligibilityRecorded,
+    JobEnded,
+    JobResumed,
+    JobStarted,
+    JobState,
+    NoteRecorded,
+    RoundClosed,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateLost,
+    UpdateRejected,
+    UpdatesAggregated,
+)
+from fedquilt.coordinator.storage.rows import UnreadableRow
+from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
+from fedquilt.coordinator.views import costs, progress, wait_reasons
+from fedquilt.core import EvaluationSums, JobError, Update, Usage
+
+FINAL: Final = "final evaluation"  # instead of a round's number
+UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
+"""Metrics that a line does not show."""
+
+
+def is_of_final_evaluation(state: JobState, fact: AnyEvent) -> bool:
+    """Return whether an event belongs to the evaluation after the last round.
+
+    `state` is the job state after the event. A settling round before that evaluation does not belong to it.
+    """
+    if isinstance(fact, RoundCommitted):
+        return state.checked
+    return state.is_work_done and not state.settling and getattr(fact, "round", None) == state.round
+
+
+def format_status(state: JobState) -> str:
+    """Return a status line: updates received and rounds completed."""
+    what = FINAL if state.is_work_done and not state.settling else f"round {state.round}"
+    most = len(state.asked) + len(state.answered)
+    there = f"{len(state.answered)} of {most} updates" if most else "no board asked yet"
+    return f"{what}: {there}; {state.completed_rounds} of at most {state.plan.rounds} rounds done"
+
+
+class EventFormatter:
+    """Formatter of a run's events in order, which also counts the devices and costs of each round."""
+
+    def __init__(self) -> None:
+        self._before: JobState | None = None  # state after the last fact told
+        self._selected: set[str] = set()
+        self._answered: Mapping[str, Update] = {}
+
+    def format_event(self, fact: AnyEvent, after: JobState) -> list[str]:
+        last, before = is_of_final_evaluation(after, fact), self._before
+        self._before = after
+        if not isinstance(
+            fact, RoundCommitted
+        ):  # of the state, which also has what was before the first fact told here
+            if not self._selected:
+                self._selected = {*after.asked, *after.answered}
+            if isinstance(fact, CohortSelected):
+                self._selected.update(fact.devices)
+            self._answered = after.answered
+            if isinstance(fact, RoundRetried) and before is not None:
+                return [f"{FINAL if last else f'round {fact.round}'}: {_describe_retry(fact, before)}"]
+            return format_single_event(fact, last)
+        told = _describe_commit(fact, last, list(self._answered.values()), len(self._selected))
+        self._selected, self._answered = set(), {}
+        return told
+
+
+def format_single_event(fact: AnyEvent, closing: bool = False) -> list[str]:
+    if isinstance(fact, RoundCommitted):
+        return _describe_commit(fact, closing, (), 0)
+    first, *more = _describe_event(fact)
+    return [first.replace(f"round {getattr(fact, 'round', '')}", FINAL, 1) if closing else first, *more]
+
+
+def _format_metrics(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_format_number(value)}" for name, value in sorted(metrics.items()))
+
+
+def _describe_event(fact: AnyEvent) -> list[str]:
+    match fact:
+        case NoteRecorded():
+            return [fact.said]
+        case JobStarted():
+            return ["started"]
+        case EligibilityRecorded():
+            changes = [f"{', '.join(devices)}: {eligibility.reason_text(c)}" for c, devices in fact.passed.items()]
+            can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
+            return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
+        case CohortSelected():
+            again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
+            limit = f"; deadline {fact.deadline_s:.0f} s, chosen for it" if fact.deadline_s is not None else ""
+            moved = ", ".join(f"{device} {epochs}" for device, epochs in sorted(fact.epochs.items()))
+            work = [f"round {fact.round}: epochs, as planned for energy: {moved}"] if moved else []
+            return [f"round {fact.round}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]
+        case TaskDeclined():
+            return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
+        case UpdateAccepted():
+            note = [fact.update.note] if fact.update.note else []
+            return [
+                f"round {fact.round}: update from {_describe_sender(fact.update)}: {format_usage(fact.update.usage)}",
+                *note,
+            ]
+        case UpdateRejected():
+            return [f"round {fact.round}: update from {fact.device} refused: {fact.reason}"]
+        case UpdateLost():
+            return [f"round {fact.round}: update from {fact.device} is lost here, and asked for again: {fact.reason}"]
+        case UpdatesAggregated():
+            count = f"{len(fact.devices)} {'update' if len(fact.devices) == 1 else 'updates'}"
+            return [f"round {fact.round}: sum of {count} stored, {fact.sum.size / 1e6:.0f} MB; they are dropped"]
+        case RoundClosed():
+            return [f"round {fact.round}: closed to further updates"]
+        case DeadlineExtended():
+            return [f"round {fact.round}: no quorum by the deadline; the round stays open until there is one"]
+        case RoundRetried():
+            return [f"round {fact.round}: no quorum; starting another attempt"]
+        case AttemptResumed(passed_s=passed_s):
+            return [f"round {fact.round}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
+        case JobEnded():
+            return format_end(fact.status, fact.reason)
+        case JobResumed():
+            return ["resumed"]
+        case _:
+            raise AssertionError(fact)
+
+
+def format_end(status: str, reason: str) -> list[str]:
+    said = "job failed" if status == "failed" else status
+    return f"{said}: {reason}".splitlines() if reason else [said]
+
+
+def _describe_retry(fact: RoundRetried, before: JobState) -> str:
+    silent, turned = sorted(before.asked), before.declined.keys() - before.idle
+    parts = [f"{len(before.answered)} {'update' if len(before.answered) == 1 else 'updates'}"]
+    if refused := sorted(turned & before.roll):  # a board that declines leaves the roll
+        parts.append(f"what {wait_reasons.format_names(refused)} sent was refused")
+    if declined := sorted(turned - before.roll):
+        parts.append(f"{wait_reasons.format_names(declined)} declined")
+    if before.idle:
+        parts.append(f"nothing to do for {wait_reasons.format_names(sorted(before.idle))}")
+    if silent:
+        parts.append(f"nothing from {wait_reasons.format_names(silent)}")
+    why = " by the deadline" if silent or not before.declined else ", and no other board to ask"
+    again = "starting another attempt"
+    if fact.attempt == before.attempt:
+        again = "beginning the attempt anew, as boards that it needs are away or at other jobs' tasks"
+    return f"no quorum{why} ({', '.join(parts)}); {again}"
+
+
+def _describe_commit(fact: RoundCommitted, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
+    # devices evaluate the state that they receive, which is that of the round before
+    counts = [f"{len(updates)} of {selected} devices"] if selected else []
+    if (energy := _format_energy(updates)) is not None:
+        counts.append(energy)
+    checked = describe_evaluation(fact.evaluation)
+    if closing:
+        told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
+    else:
+        word = "statistics for the evaluation gathered" if fact.settled else "updates aggregated"
+        parts = [f"{word} ({', '.join(counts)})" if counts else word]
+        parts += [_format_metrics(fact.metrics)] if fact.metrics and not fact.notes else []
+        if checked:
+            when = "at the start" if not fact.round else f"after round {fact.round - 1}"
+            parts.append(f"{when}: {', '.join(checked)}")
+        told = [f"round {fact.round}: {'; '.join(parts)}"]
+    return [*told, *fact.notes]
+
+
+def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
+    if sums is None or not sums.examples:
+        return []
+    first, *others = metrics.describe_metrics(sums, 1, skip=UNTOLD)
+    over = metrics.summarise_over_devices(sums)
+    if over is not None and over.devices > 1:
+        main = metrics.MAIN[sums.task]
+        worst, spread = (metrics.format_value(main, value, 1) for value in (over.worst_decile, over.deviation))
+        others.insert(0, f"worst tenth of {over.devices} devices {worst}, spread {spread}")
+    return [f"{first} on {sums.examples} held-out examples", *others]
+
+
+def _format_energy(updates: Sequence[Update]) -> str | None:
+    taken = costs.sum_costs(updates)
+    if taken.energy_j is None:
+        return None
+    some = "" if taken.metered == taken.tasks else f" of {taken.metered} with a meter"
+    scale, prefix = units.select_prefix(taken.energy_j)
+    return f"{taken.energy_j / scale:.3g} {prefix}J{some}"
+
+
+def _describe_sender(update: Update) -> str:
+    said = update.device
+    if update.boards:
+        said += f" of {len(update.boards)} {'board' if len(update.boards) == 1 else 'boards'}"
+    if update.below is not None:
+        below = update.below
+        said += (
+            f" ({units.format_bytes(below.down_bytes)} down and {units.format_bytes(below.up_bytes)} up to them "
+            "and from them)"
+        )
+    return said
+
+
+def format_usage(usage: Usage) -> str:
+    scale, prefix = units.select_prefix(usage.wall_s) if usage.wall_s < 0.1 else (1.0, "")
+    parts = [f"{usage.wall_s / scale:.2f} {prefix}s"]
+    if usage.energy_j is not None:
+        net_j = None if usage.idle_j is None else usage.energy_j - usage.idle_j
+        parts.append(costs.format_energy(usage.energy_j, net_j, usage.energy_error_j))
+    if usage.peak_bytes is not None:
+        parts.append(f"peak {units.format_bytes(usage.peak_bytes)}")
+    parts.append(f"{units.format_bytes(usage.down_bytes)} down, {units.format_bytes(usage.up_bytes)} up")
+    return ", ".join(parts)
+
+
+def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str, int] = {}) -> dict[str, Any]:
+    """Return the values for a line of `fedquilt ls`.
+
+    The value of "problem" is why the run cannot be read, or None.
+
+    Args:
+        row: The run.
+        store: The home of the run.
+        own: The bytes on disk of each run.
+    """
+    facts: list[AnyEvent] = []
+    problem = row.reason if isinstance(row, UnreadableRow) else None
+    if isinstance(row, StoredJob):
+        try:
+            facts = [fact for _, _, fact in store.read_events(row.id)]
+        except JobError as error:
+            problem = str(error)
+    taken = costs.compute_job_cost(facts)
+    return {
+        "run": row.id,
+        "status": store.current_status(row) if isinstance(row, StoredJob) else row.status,
+        "waits": wait_reasons.describe_wait(row, store) if isinstance(row, StoredJob) and not problem else None,
+        "submitter": row.submitter if isinstance(row, StoredJob) else None,
+        "method": row.job.method if isinstance(row, StoredJob) else None,
+        "rounds": progress.count_completed_rounds(facts, row.job.rounds)
+        if isinstance(row, StoredJob) and problem is None
+        else None,
+        "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created)),
+        "problem": problem,
+        "energy_j": taken.whole.energy_j,
+        "net_j": taken.whole.net_j,
+        "energy_error_j": taken.whole.energy_error_j,
+        "task_j": taken.whole.task_j,
+        "example_j": taken.whole.example_j,
+        "point_j": taken.point_j,
+        "round_j": [each.energy_j for each in taken.rounds.values()],
+        "bytes": own.get(row.id, 0),
+        "tasks": taken.whole.tasks,
+        "metered": taken.whole.metered,
+    }
+
+
+STATUS: Final = {
+    "done": "green",
+    "failed": "red",
+    "stopped": "yellow",
+    "interrupted": "yellow",
+    "held": "yellow",
+    UNAPPROVED: "yellow",
+}  # colour by status
+
+
+def format_runs(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
+    fine = [row for row in rows if row["problem"] is None]
+    cells = [
+        [
+            row["run"],
+            row["status"],
+            row["method"],
+            f"{row['rounds']} rounds",
+            "-" if row["energy_j"] is None else f"{costs.format_number(row['energy_j'])} J",
+            units.format_bytes(row["bytes"]),
+        ]
+        for row in fine
+    ]
+    told = table.format_table(cells, "<<<>>>", wide, STATUS)
+    odd = ["{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None]
+    held_up = [f"{row['run']} waits for {row['waits']}" for row in fine if row["waits"]]
+    if len(told) != len(fine):  # in blocks
+        return [*told, *odd, *held_up]
+    return [*((odd if row["problem"] is not None else told).pop(0) for row in rows), *held_up]
+
+
+def _format_number(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"

@@ -1,0 +1,256 @@
+"""Outcome of each device in each round, computed from the event log."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from fedquilt.coordinator import limits
+from fedquilt.coordinator.fleet.device_status import CurrentTask
+from fedquilt.coordinator.rounds import claim_bounds, cohort_selection, eligibility
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    EligibilityRecorded,
+    JobConstants,
+    JobEnded,
+    JobState,
+    RoundCommitted,
+    RoundRetried,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
+    apply_event,
+)
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views import event_messages
+from fedquilt.coordinator.views.devices import load_devices
+from fedquilt.core import JobError
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceOutcome:
+    code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `eligibility.REASONS`
+    text: str
+    place: int | None = None  # of "not drawn": position in the order of selection, from 1
+    of: int | None = None  # number of eligible devices
+    wanted: int | None = None  # number of devices selected
+
+
+def load_outcomes(store: Store, run: str) -> RoundOutcomes:
+    """Return the outcomes of a run, found by its id or its job's name.
+
+    Raises:
+        StoreError: If the run does not exist or cannot be read.
+    """
+    row = store.find_job(run)
+    told = RoundOutcomes(JobConstants.from_job(row.job))
+    for _, _, fact in store.read_events(row.id):
+        told.apply_event(fact)
+    if store.current_status(row) == "running":
+        _mark_queued_uploads(
+            told.found,
+            row.id,
+            {each.board.device: doing for each in load_devices(store.home) if (doing := each.board.doing)},
+        )
+    return told
+
+
+def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -> str | None:
+    """Return a warning if one device of a job can outweigh the others, or None.
+
+    There is no warning for a home without certificates and limits.toml, where every client of the broker can act as any
+    device.
+
+    Args:
+        store: The home of the job.
+        job: The settings of the job.
+        facts: The events of the job.
+    """
+    bounded = job.cohort.max_examples is not None or job.method == "robust"
+    if bounded or not (store.was_authenticated() or (store.home / limits.FILE).exists()):
+        return None
+    devices, by_examples = set[str](), False
+    for fact in facts:
+        match fact:
+            case EligibilityRecorded(eligible=found) | CohortSelected(devices=found):
+                devices.update(found)
+            case UpdateAccepted(update=update):
+                by_examples = by_examples or update.weight != 1.0
+    if not by_examples or len(devices) > claim_bounds.ENOUGH:
+        return None
+    return (
+        f"one device can outweigh the others: of {len(devices)} devices no median bounds the weight by examples. Set "
+        "[cohort] max_examples to the most examples that a device has"
+    )
+
+
+def _mark_queued_uploads(
+    found: Mapping[int, dict[str, DeviceOutcome]], run: str, doing: Mapping[str, CurrentTask]
+) -> None:
+    others = sum(each.step == "sending" for each in doing.values())
+    first = (
+        f"{others} {'other is' if others == 1 else 'others are'} being sent or read" if others else "others are read"
+    )
+    said = (
+        f"selected; its update waits for its turn to be sent: {first}, and more do not fit (waiting_mb of limits.toml)"
+    )
+    for device, each in doing.items():
+        part = found.get(each.round, {}).get(device)
+        if (each.job, each.step) == (run, "waiting") and part is not None and part.code == "asked":
+            found[each.round][device] = DeviceOutcome("asked", said)
+
+
+def outcomes_by_round(facts: Iterable[AnyEvent], plan: JobConstants) -> dict[int, dict[str, DeviceOutcome]]:
+    told = RoundOutcomes(plan)
+    for fact in facts:
+        told.apply_event(fact)
+    return told.found
+
+
+class RoundOutcomes:
+    """Outcomes of a run's devices, updated event by event.
+
+    Args:
+        plan: The parameters of the run's job.
+    """
+
+    def __init__(self, plan: JobConstants) -> None:
+        self.state = JobState(plan)  # after the last fact
+        self.found: dict[
+            int, dict[str, DeviceOutcome]
+        ] = {}  # as of `outcomes_by_round`; whoever follows a run may drop earlier rounds
+        self.final: int | None = None  # number of the evaluation after the last round; None: it has not begun
+
+    def apply_event(self, fact: AnyEvent, at: float = 0.0) -> None:
+        state, found = self.state, self.found
+        match fact:
+            case CohortSelected():
+                _set_outcomes(found, fact.round, _selection_outcomes(state, fact), anew=fact.devices)
+            case TaskDeclined():
+                found[fact.round][fact.device] = DeviceOutcome("declined", f"declined ({fact.code}): {fact.reason}")
+            case UpdateRejected():
+                found[fact.round][fact.device] = DeviceOutcome("refused", f"update refused: {fact.reason}")
+            case UpdateAccepted():
+                found[fact.round][fact.update.device] = DeviceOutcome("answered", "update received")
+                through = DeviceOutcome("answered", f"update received, of the site {fact.update.device}")
+                found[fact.round].update(dict.fromkeys(fact.update.boards, through))
+            case RoundRetried():
+                late = DeviceOutcome(
+                    "asked", "selected; no update by the deadline: another attempt at the round asks it last"
+                )
+                again = dict.fromkeys(state.asked, late)
+                found.setdefault(fact.round, {}).update(again)
+            case RoundCommitted():
+                silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
+                late = DeviceOutcome("asked", "selected; no update before the round closed")
+                found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
+            case JobEnded(status=status) if state.phase not in _UNTIL_THE_END:  # else it has not gone on since
+                silent = [device for device, part in found.get(state.round, {}).items() if part.code == "asked"]
+                if silent:
+                    found[state.round].update(
+                        dict.fromkeys(silent, DeviceOutcome("asked", f"selected; {_UNTIL_THE_END[status]}"))
+                    )
+            case _:
+                pass
+        self.state = state = apply_event(state, fact, at)
+        if event_messages.is_of_final_evaluation(state, fact):
+            self.final = getattr(fact, "round", None)
+        if isinstance(fact, EligibilityRecorded) and state.phase == "selecting":  # in case that nobody can be asked
+            barred = {
+                device: DeviceOutcome(eligibility.reason_key(code), eligibility.reason_text(code))
+                for device, code in state.passed.items()
+            }
+            _set_outcomes(found, fact.round, barred)
+
+
+ASKED: Final = ("answered", "asked", "declined", "refused")  # codes of those who have been asked in the round
+
+_UNTIL_THE_END: Final = {
+    "failed": "no update by the deadline",
+    "stopped": "no update before the run was stopped",
+    "done": "no update before the run ended",
+}
+
+
+def _set_outcomes(
+    found: dict[int, dict[str, DeviceOutcome]], round: int, told: Mapping[str, DeviceOutcome], anew: Iterable[str] = ()
+) -> None:
+    # a device that was selected keeps its outcome, unless it is selected anew
+    known, again = found.setdefault(round, {}), set(anew)
+    for device, part in told.items():
+        if device in again or device not in known or known[device].code not in ASKED:
+            known[device] = part
+
+
+def _selection_outcomes(state: JobState, fact: CohortSelected) -> Mapping[str, DeviceOutcome]:
+    settled = {*state.asked, *state.answered, *state.declined}
+    free = state.eligible - settled
+    since = {device: state.since.get(device, 0) for device in free}
+    costs = {device: state.costs[device] for device in free if device in state.costs}
+    wanted = len(fact.devices)
+    silent = [device for device in state.silent if device in free]
+    fresh = free.difference(silent)
+    drawn = cohort_selection.rank_devices(
+        state.plan.seed, fact.round, fresh, wanted, costs=costs, since=since, turns=state.plan.cohort.turns
+    )
+    order = [*drawn, *silent]
+    told = {
+        device: DeviceOutcome(eligibility.reason_key(code), eligibility.reason_text(code))
+        for device, code in state.passed.items()
+        if device not in settled
+    }
+    for number, device in enumerate(order, 1):
+        text = f"not drawn: place {number} of {len(order)}, {wanted} selected"
+        told[device] = DeviceOutcome("drawn", text, number, len(order), wanted)
+    return {**told, **dict.fromkeys(fact.devices, DeviceOutcome("asked", "selected"))}
+
+
+def format_outcomes(told: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
+    """Return outcomes as text: by round and outcome, or of one device in every round.
+
+    Raises:
+        JobError: If the log does not contain the round or the device.
+    """
+    chosen = filter_outcomes(told.found, round, device)
+    names = {number: event_messages.FINAL if number == told.final else f"round {number}" for number in chosen}
+    if device is not None:
+        return [f"{names[number]}: {parts[device].text}" for number, parts in chosen.items()]
+    shown = []
+    for number, devices in chosen.items():
+        shown.append(f"{names[number]}:")
+        groups: dict[str, list[str]] = {}
+        for name, part in sorted(devices.items(), key=lambda each: (each[1].place or 0, each[0])):
+            if part.code == "drawn":
+                groups.setdefault(f"not drawn, by place ({part.wanted} of {part.of} selected)", []).append(name)
+            else:
+                groups.setdefault(part.text, []).append(name)
+        shown += [f"  {text}: {_format_names(members)}" for text, members in groups.items()]
+    return shown
+
+
+def filter_outcomes(
+    found: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
+) -> dict[int, dict[str, DeviceOutcome]]:
+    if round is not None and round not in found:
+        raise JobError(f"there has been no round {round}; rounds so far: {_format_range(sorted(found))}")
+    chosen = {number: dict(parts) for number, parts in sorted(found.items()) if round in (None, number)}
+    if device is None:
+        return chosen
+    known = {name for parts in found.values() for name in parts}
+    if device not in known:
+        raise JobError(
+            f"the run has not heard of a device {device!r}; it knows {_format_names(sorted(known)) or 'none'}"
+        )
+    unheard = DeviceOutcome("unknown", "not known by then")
+    return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
+
+
+def _format_names(names: Sequence[str], most: int = 12) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _format_range(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

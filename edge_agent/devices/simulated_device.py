@@ -1,0 +1,217 @@
+"""Simulated device, which predicts the cost of work from a profile and has no real sensors.
+
+Time and energy come from `fedquilt.costs.cost_model` at the pinned operating point. If the task declares no FLOPs or
+the profile no speed, the time measured on this host is used and the energy is unknown.
+
+Real boards differ from their profile. `spread` changes the speed of this device by one random factor, and `noise`
+the time of each task by another. Both are log-normal with median 1 and follow from the seed. Energy follows the time.
+Battery and temperature change with the work: `cost` reports work, `read` the passing of time. With [thermal] in the
+profile, the temperature is one heat capacity behind one resistance: T' = (ambient + rise * P - T) / time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+from urllib.parse import parse_qsl
+
+from fedquilt import profiles
+from fedquilt.core import ClockError, Cost, JobError, OperatingPoint, Reading, WorkEstimate, derive_seed
+from fedquilt.costs import cost_model
+
+J_PER_WH = 3600.0
+_NOTHING = Reading()
+
+
+@dataclass(frozen=True)
+class SimulationTraits:
+    battery_wh: float | None = None  # capacity; full at first. None: no battery
+    noise: float = 0.0  # of each task's time: standard deviation of its logarithm, about its relative error
+    spread: float = 0.0  # of the board's own factor, likewise
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.noise, self.spread, 0.0 if self.battery_wh is None else self.battery_wh)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.battery_wh == 0:
+            raise JobError(f"a simulated board's battery, noise and spread are positive numbers, not {numbers}")
+
+    @classmethod
+    def parse(cls, text: str) -> SimulationTraits:
+        """Parse "battery=40Wh&noise=0.1&spread=0.2&seed=7", in which every part is optional.
+
+        Raises:
+            JobError: If a name is unknown or a value is no number.
+        """
+        told = dict(parse_qsl(text, keep_blank_values=True))
+        try:
+            battery = told.pop("battery", None)
+            found = cls(
+                battery_wh=None if battery is None else float(battery.removesuffix("Wh")),
+                noise=float(told.pop("noise", 0)),
+                spread=float(told.pop("spread", 0)),
+                seed=int(told.pop("seed", 0)),
+            )
+        except ValueError:
+            raise JobError(f"{text!r}: battery, noise and spread are numbers, seed is a whole one") from None
+        if told:
+            raise JobError(f"a simulated board has no {', '.join(sorted(told))}: battery, noise, spread or seed")
+        return found
+
+
+class SimulatedDevice:
+    """Simulated device at one operating point, by default the first in its profile.
+
+    Args:
+        points: Operating points of the profile, if computed already.
+
+    Raises:
+        JobError: If the profile has no such point.
+    """
+
+    adjustable = holds = True
+
+    def __init__(
+        self,
+        profile: profiles.BoardProfile,
+        point: str | None = None,
+        traits: SimulationTraits = SimulationTraits(),
+        points: tuple[OperatingPoint, ...] | None = None,
+    ) -> None:
+        """`points`: the profile's operating points, if computed already."""
+        self.points = profile.operating_points() if points is None else points
+        self._known = {held.name: held for held in self.points}
+        if point is not None and point not in self._known:
+            modes = ", ".join(mode.name for mode in profile.points)
+            raise JobError(f"board {profile.board!r} has no operating point {point!r}; it has the modes {modes}")
+        self._own = self._point = self.points[0] if point is None else self._known[point]
+        self._profile, self._traits = profile, traits
+        self.board = profile.board
+        self.memory_bytes = int(profile.memory_bytes.value)
+        self.idle_w = None if profile.idle_w is None else profile.idle_w.value
+        self.provenance: str = profile.provenance()
+        self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
+        self._rests_on: dict[tuple[str, str], str] = {}  # (point, workload) -> provenance of its numbers
+        self._told: tuple[WorkEstimate, OperatingPoint, int, Cost] | None = None  # last prediction, and of which task
+        self._tasks = 0  # number of finished tasks
+        self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
+        self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
+        self._changes = self._charge_j is not None or self._temperature_c is not None  # while time passes
+        self._seen_s: float | None = None
+        self._busy: list[tuple[float, float]] = []  # (seconds, watts) of work before the latest reading's time
+
+    @classmethod
+    def from_name(cls, board: str) -> SimulatedDevice:
+        """Create a device from "NAME[:POINT][?TRAITS]", as in "jetson-tx2:MAXQ?battery=40Wh&noise=0.1".
+
+        Raises:
+            JobError: If the profile, point or a trait is unknown.
+        """
+        place, _, traits = board.partition("?")
+        name, _, point = place.partition(":")
+        return cls(_load_profile(name), point or None, SimulationTraits.parse(traits), _load_points(name))
+
+    def read_sensors(self, now_s: float) -> Reading:
+        """Return battery and temperature, if simulated. Sensors of this host are not read."""
+        if not self._changes:
+            return _NOTHING
+        passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
+        self._seen_s = now_s if self._seen_s is None else max(now_s, self._seen_s)
+        while passed_s > 0:
+            busy_s, watts = self._busy[0] if self._busy else (math.inf, self.idle_w)
+            step_s = min(passed_s, busy_s)
+            self._advance_time(step_s, watts, idle=not self._busy)
+            if self._busy:
+                self._busy[0] = (busy_s - step_s, self._busy[0][1])
+                if self._busy[0][0] <= 0:
+                    del self._busy[0]
+            passed_s -= step_s
+        full_wh = self._traits.battery_wh
+        return Reading(
+            temperature_c=self._temperature_c,
+            battery=None if self._charge_j is None or full_wh is None else self._charge_j / (full_wh * J_PER_WH),
+            charging=None if full_wh is None else False,
+        )
+
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
+        if point.name not in self._known:
+            raise ClockError(f"board {self.board} has no operating point {point.name!r}")
+        self._point = self._known[point.name]
+        return self._point
+
+    def unpin_clocks(self) -> None:
+        self._point = self._own
+
+    def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
+        """Return the cost of a task on this device.
+
+        A measured time of 0 gives a prediction, as on virtual time. With a measured time the task is over: its energy
+        is drained from the battery, and the next task has its own noise.
+        """
+        cost = self._predict_cost(work, measured)
+        if measured.duration_s > 0:
+            self._tasks += 1
+            if self._changes and cost.energy_j is not None and cost.duration_s > 0:
+                self._busy.append((cost.duration_s, cost.energy_j / cost.duration_s))
+                self._drain_battery(cost.energy_j)
+        return cost
+
+    def _predict_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
+        point, told, task = self._point, self._told, self._tasks if self._traits.noise else 0
+        if told is not None and told[1] is point and told[2] == task and told[0] == work:
+            return told[3]
+        duration_s = cost_model.work_seconds(work, point)
+        if duration_s is None:  # what this host took says nothing of the board, least of all its joules
+            least_s = cost_model.overhead_seconds(work, point) if measured.duration_s else 0.0
+            return Cost(duration_s=max(measured.duration_s, least_s), point=point.name)
+        duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", task)
+        duration_s = max(duration_s, cost_model.overhead_seconds(work, point))
+        energy_j = cost_model.work_joules(duration_s, point)
+        if energy_j is None:
+            return Cost(duration_s=duration_s, point=point.name)
+        cost = Cost(
+            duration_s=duration_s,
+            energy_j=energy_j,
+            idle_j=None if self.idle_w is None else self.idle_w * duration_s,
+            energy_source=f"profile {self.board} ({self._describe_sources(point, work)})",
+            point=point.name,
+        )
+        self._told = (work, point, task, cost)
+        return cost
+
+    def _describe_sources(self, point: OperatingPoint, work: WorkEstimate) -> str:
+        rests_on = self._rests_on.get((point.name, work.workload))
+        if rests_on is None:
+            figures = self._profile.values_behind(point.name, *profiles.BEHIND, workload=work.workload)
+            rests_on = self._profile.provenance(*figures)
+            self._rests_on[point.name, work.workload] = rests_on
+        return rests_on
+
+    def _advance_time(self, seconds: float, watts: float | None, *, idle: bool) -> None:
+        # `cost` has already taken the energy of work from the battery.
+        if idle and watts is not None:
+            self._drain_battery(watts * seconds)
+        thermal = self._profile.thermal
+        if thermal is not None and self._temperature_c is not None and watts is not None:
+            aim_c = thermal.ambient_c.value + thermal.rise_c_per_w.value * watts
+            self._temperature_c = aim_c + (self._temperature_c - aim_c) * math.exp(-seconds / thermal.time_s.value)
+
+    def _drain_battery(self, joules: float) -> None:
+        if self._charge_j is not None:
+            self._charge_j = max(0.0, self._charge_j - joules)
+
+
+@lru_cache(maxsize=64)  # a fleet of a thousand boards has a few kinds
+def _load_profile(name: str) -> profiles.BoardProfile:
+    return profiles.load_board_profile(name)
+
+
+@lru_cache(maxsize=64)
+def _load_points(name: str) -> tuple[OperatingPoint, ...]:
+    return _load_profile(name).operating_points()
+
+
+def _lognormal(sigma: float, *keys: object) -> float:
+    """Return a log-normal factor with median 1, which is exactly 1 if `sigma` is 0."""
+    return random.Random(derive_seed(*keys)).lognormvariate(0.0, sigma) if sigma else 1.0

@@ -1,0 +1,128 @@
+"""Metadata and inputs of an exported network. Imports numpy but no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fedquilt import metrics
+from fedquilt.core import UNDECODABLE, DataError, JobError, ModelError, TaskKind
+from fedquilt.data import inputs, reading_settings
+from fedquilt.edge_agent.engines import training
+from fedquilt.formats import toml
+from fedquilt.onnx import graph_check
+from fedquilt.onnx.graph_check import Shape
+
+
+class ExportedModel(NamedTuple):
+    """Metadata of a network written by `fedquilt export`. Fields of other files are None."""
+
+    input: Mapping[str, Any] | None  # its [input] table, of a stitched network
+    network: Mapping[str, Any] | None  # its table, of a trained one
+    labels: tuple[str, ...] | None  # names of its classes, of a stitched one
+    reading: Mapping[str, Any]  # how files became examples in training (fedquilt.data.reading_settings)
+
+    @property
+    def task(self) -> TaskKind | None:
+        """Kind of prediction, or None if the metadata has none."""
+        if self.network is not None:
+            return metrics.task_from_network(self.network)
+        return None if self.labels is None else "classes"
+
+    def prepare_inputs(self, x: np.ndarray) -> np.ndarray:
+        """Return network inputs (n, ...) in float32 for stored examples (n, ...), as in training.
+
+        Raises:
+            DataError: If the examples have another shape or type.
+        """
+        if self.input is not None:
+            return inputs.prepare_inputs(x, self.input)
+        made = training.network_inputs(x, self.network or {})
+        flat = made.reshape(len(made), -1)  # as its first layer makes it of whatever shape
+        return flat if flat.shape[1] == (self.network or {}).get("inputs") else made
+
+
+def read_metadata(facts: Mapping[str, str]) -> ExportedModel:
+    """Return the metadata of an exported graph.
+
+    Raises:
+        ModelError: If the metadata is not as written by `fedquilt export`.
+    """
+    tables = {name: _decode_entry(facts, name, dict) for name in ("input", "network", "reading")}
+    labels = _decode_entry(facts, "labels", list)
+    if tables["input"] is not None:
+        _require_input(tables["input"], "input")
+    if tables["network"] is not None:
+        _require_network(tables["network"])
+    settings = tables["reading"] or {}
+    _require_reading_settings(settings)
+    return ExportedModel(
+        tables["input"], tables["network"], None if labels is None else tuple(map(str, labels)), settings
+    )
+
+
+def _require_network(network: Mapping[str, Any]) -> None:
+    if "input" in network:
+        _require_input(network["input"], "network")
+    if network.get("name") == "transformer" and not isinstance(network.get("vocabulary"), int):
+        raise _metadata_error("network", "a transformer has a vocabulary")
+    try:
+        metrics.task_from_network(network)
+    except JobError as error:
+        raise _metadata_error("network", error) from None
+
+
+def _require_input(table: Any, name: str) -> None:
+    try:
+        found = toml.convert_table(table, dict[str, Any], "[input]")
+        inputs.parse_input_table(
+            {key: value for key, value in found.items() if key != "standardise"}
+        )  # it has been done
+    except JobError as error:
+        raise _metadata_error(name, error) from None
+
+
+def _require_reading_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError if a reading setting is unknown or invalid."""
+    if odd := sorted(settings.keys() - reading_settings.SETTINGS):
+        raise _metadata_error("reading", f"unknown key {odd[0]!r}")
+    try:
+        reading_settings.spec_with_settings(settings, {"path": "."})
+    except JobError as error:
+        raise _metadata_error("reading", error) from None
+
+
+def _metadata_error(name: str, why: object = None) -> ModelError:
+    more = "" if why is None else f" ({why})"
+    return ModelError(
+        f"what its metadata say under {name!r} is not as `fedquilt export` writes it{more}: export it again"
+    )
+
+
+def require_shape(made: np.ndarray, wanted: Shape) -> None:
+    """Raise DataError unless prepared examples (n, ...) have the shape that a graph takes."""
+    given = made.shape[1:]
+    if not graph_check.fits_shape(given, wanted):
+        shape = graph_check.format_shape(wanted)
+        raise DataError(f"the network takes inputs of shape {shape}, and the data here are of shape {given}")
+
+
+def require_scores(scores: np.ndarray) -> None:
+    """Raise ModelError unless each example has a largest score. Single scores may be -inf."""
+    if np.isnan(scores).any() or not np.isfinite(scores.max(axis=1, initial=-np.inf)).all():
+        raise ModelError("the network answers with numbers that are not finite: export it anew, or check its weights")
+
+
+def _decode_entry(facts: Mapping[str, str], name: str, kind: type) -> Any:
+    if name not in facts:
+        return None
+    try:
+        found = msgspec.json.decode(facts[name])
+    except UNDECODABLE:
+        found = None
+    if not isinstance(found, kind):
+        raise _metadata_error(name)
+    return found

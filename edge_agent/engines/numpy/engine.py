@@ -1,0 +1,292 @@
+"""Fully connected networks in numpy, for boards without torch and as a check of the torch engine.
+
+The network table is `{"name": "mlp", "inputs": d, "hidden": [h, ...], "classes": k}`, with an optional "input" table
+for images. Tensors are named as in torch's `Sequential(Flatten, Linear, ReLU, ..., Linear)`: "1.weight" (h, d),
+"1.bias" (h,), "3.weight" and so on. Losses are in `objectives`. Steps equal those of `torch.optim.SGD` and `Adam`.
+Equal input and an equal generator give bit-identical results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt import metrics
+from fedquilt.arrays import tensors
+from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, JobError, ModelError, TaskKind, Tensors
+from fedquilt.edge_agent.engines import objectives, training
+from fedquilt.formats import toml
+
+BASE_BYTES = 44_000_000  # resident with numpy and this package, and a share read (x86-64, numpy 2.4)
+EVALUATED_AT_ONCE = 1024
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
+
+
+class MlpTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    inputs: int
+    classes: int
+    hidden: tuple[int, ...] = (64,)
+    task: TaskKind = "classes"
+    input: dict[str, Any] | None = None
+    calls: tuple[str, ...] = ()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for layer, (before, after) in enumerate(pairwise((self.inputs, *self.hidden, self.classes))):
+            found[f"{2 * layer + 1}.weight"] = (after, before)  # every other module is a ReLU
+            found[f"{2 * layer + 1}.bias"] = (after,)
+        return found
+
+
+def init_tensors(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Return random initial tensors, drawn like torch's for linear layers: U(-1/sqrt(d), 1/sqrt(d)).
+
+    Raises:
+        ModelError: If the table is no network of this engine.
+    """
+    rng = tensors.seeded_rng("mlp", seed)
+    made, shapes = {}, iter(parse_network(network).shapes.items())
+    for (weight, shape), (bias, size) in zip(shapes, shapes, strict=True):
+        bound = 1 / math.sqrt(shape[1])
+        made[weight] = rng.uniform(-bound, bound, shape).astype(np.float32)
+        made[bias] = rng.uniform(-bound, bound, size).astype(np.float32)
+    return made
+
+
+class NumpyEngine:
+    """Trainer for fully connected networks, as in `fedquilt.core.Trainer`.
+
+    Args:
+        budget_bytes: Most resident memory of this process.
+        base_bytes: Resident size before any training.
+    """
+
+    name = "numpy"
+
+    def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES) -> None:
+        self._room_bytes = budget_bytes - base_bytes
+
+    def close(self) -> None: ...
+
+    @np.errstate(invalid="ignore", over="ignore")  # values that are not finite are refused through the loss
+    def train(
+        self,
+        network: Mapping[str, Any],
+        start: Tensors,
+        examples: Examples,
+        fit: Fit,
+        rng: np.random.Generator,
+        *,
+        hooks: Hooks = Hooks(),
+        progress: Callable[[float], None] = lambda fraction: None,
+    ) -> tuple[Tensors, dict[str, float]]:
+        _require_supported_hooks(hooks)
+        mlp, model = _load_network(network, start)
+        objectives.require_targets(examples, mlp.classes, mlp.task)
+        steps = training.TrainingProgress(len(examples), fit, progress)
+        descent = NumpyOptimizer(mlp, model, fit, hooks)
+        at_once = self._micro_batch_size(mlp, fit.batch, copies=4 + len(hooks.anchors))
+        for order in training.draw_orders(len(examples), fit.epochs, rng):
+            for batch in training.mini_batches(order, fit.batch):
+                loss, gradient = _loss_and_gradient(network, model, examples, batch, at_once, hooks)
+                steps.add_step(loss, len(batch))
+                descent.step(gradient)
+        return model, steps.metrics()
+
+    @np.errstate(invalid="ignore", over="ignore")
+    def evaluate(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
+    ) -> EvaluationSums:
+        _require_supported_hooks(hooks)
+        mlp, model = _load_network(network, model)
+        objectives.require_targets(examples, mlp.classes, mlp.task)
+        found = objectives.EvaluationAccumulator(mlp.task)
+        for rows in training.mini_batches(
+            np.arange(len(examples)), self._micro_batch_size(mlp, EVALUATED_AT_ONCE, copies=1)
+        ):
+            scores = forward(model, _prepare_inputs(network, examples.x[rows], hooks))[-1]
+            found.add_batch(
+                scores,
+                examples.y[rows],
+                float(objectives.losses_and_gradients(mlp.task, scores, examples.y[rows])[0].sum()),
+            )
+        return found.sums()
+
+    @np.errstate(invalid="ignore", over="ignore")
+    def fisher(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
+    ) -> Tensors:
+        _require_supported_hooks(hooks)
+        training.require_examples(examples, each)
+        mlp, held = _load_network(network, model)
+        objectives.require_targets(examples, mlp.classes, mlp.task)
+        at_once = self._micro_batch_size(mlp, each, copies=4)
+        total = {name: np.zeros_like(array) for name, array in held.items()}
+        groups = list(training.mini_batches(np.arange(len(examples)), each))
+        for rows in groups:
+            _, gradient = _loss_and_gradient(network, held, examples, rows, at_once, hooks)
+            for name, array in gradient.items():
+                total[name] += np.square(array)
+        return {name: array / np.float32(len(groups)) for name, array in total.items()}
+
+    def _micro_batch_size(self, mlp: MlpTable, wanted: int, copies: int) -> int:
+        weights = 4 * sum(math.prod(shape) for shape in mlp.shapes.values())
+        example = 4 * 3 * (mlp.inputs + sum(mlp.hidden) + mlp.classes)  # values, their gradients, scratch
+        return training.fitting_batch_size(self._room_bytes - copies * weights, example, wanted)
+
+
+class NumpyOptimizer:
+    """In-place optimizer of a model: correction, clipping over all tensors, weight decay and step."""
+
+    def __init__(self, mlp: MlpTable, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
+        self._model, self._fit, self._correct = model, fit, hooks.correct
+        self._rates = {name: np.float32(fit.lr * hooks.steps[0].rate(name)) for name in model}
+        adam = fit.optimizer == "adam"
+        self._first = _zeros_like(model) if adam or fit.momentum else {}  # momentum, or Adam's mean
+        self._second = _zeros_like(model) if adam else {}
+        self._steps = 0
+        training.require_anchors(hooks.anchors, mlp.shapes)
+        anchors: dict[str, Tensors] = {}
+        if hooks.correct:
+            anchors = {"start": {name: array.copy() for name, array in model.items()}, **hooks.anchors}
+        self._at = {name: {key: np.asarray(held[name], np.float32) for key, held in anchors.items()} for name in model}
+
+    def step(self, gradient: dict[str, np.ndarray]) -> None:
+        moved = {name: array for name, array in gradient.items() if self._rates[name] > 0}
+        if self._correct:
+            moved = {name: self._correct(g, self._model[name], self._at[name]) for name, g in moved.items()}
+        scale = 1.0
+        if self._fit.clip > 0:
+            norm = math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in moved.values()))
+            scale = min(1.0, self._fit.clip / (norm + 1e-6))
+        self._steps += 1
+        for name, array in moved.items():
+            value = self._model[name]
+            change = array if scale == 1.0 else array * np.float32(scale)
+            if self._fit.weight_decay:
+                change = change + np.float32(self._fit.weight_decay) * value
+            value -= self._rates[name] * (self._adam if self._second else self._sgd)(name, change)
+
+    def _sgd(self, name: str, change: np.ndarray) -> np.ndarray:
+        if not self._fit.momentum:
+            return change
+        momentum = np.float32(self._fit.momentum)
+        self._first[name] = momentum * self._first[name] + change
+        return change + momentum * self._first[name] if self._fit.nesterov else self._first[name]
+
+    def _adam(self, name: str, change: np.ndarray) -> np.ndarray:
+        first, second = BETAS
+        self._first[name] += np.float32(1 - first) * (change - self._first[name])
+        self._second[name] += np.float32(1 - second) * (np.square(change) - self._second[name])
+        mean = self._first[name] / np.float32(1 - first**self._steps)
+        root = np.sqrt(self._second[name]) / np.float32(math.sqrt(1 - second**self._steps))
+        return mean / (root + np.float32(EPSILON))
+
+
+def _zeros_like(model: Tensors) -> dict[str, np.ndarray]:
+    return {name: np.zeros_like(array) for name, array in model.items()}
+
+
+def _require_supported_hooks(hooks: Hooks) -> None:
+    wanted = {
+        "prepare": hooks.prepare,
+        "a second step": hooks.steps[1:],
+        "penalty": hooks.steps[0].penalty,
+        "begin": hooks.steps[0].begin,
+    }
+    if odd := [name for name, value in wanted.items() if value]:
+        raise ModelError(
+            f"the numpy engine cannot train with {' and '.join(odd)} as this method asks: install fedquilt[train]"
+        )
+
+
+# -- the network ----------------------------------------------------------------------------------
+
+
+def parse_network(network: Mapping[str, Any]) -> MlpTable:
+    """Return the network of a table.
+
+    Raises:
+        ModelError: If the table is no network of this engine.
+    """
+    if network.get("name") != "mlp":
+        raise ModelError(
+            f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: torch trains it (fedquilt[train])"
+        )
+    try:
+        mlp = toml.convert_table(network, MlpTable, "a network")
+    except JobError as error:
+        raise ModelError(f"network 'mlp': {error}") from None
+    if min(mlp.inputs, mlp.classes, *mlp.hidden) < 1:
+        raise ModelError(f"network 'mlp': widths {(mlp.inputs, *mlp.hidden, mlp.classes)} must be 1 or more")
+    return mlp
+
+
+def _load_network(network: Mapping[str, Any], start: Tensors) -> tuple[MlpTable, dict[str, np.ndarray]]:
+    mlp = parse_network(network)
+    training.require_shapes(start, mlp.shapes)
+    return mlp, {name: start[name].astype(np.float32) for name in mlp.shapes}
+
+
+def _prepare_inputs(network: Mapping[str, Any], x: np.ndarray, hooks: Hooks) -> np.ndarray:
+    flat = training.network_inputs(x, network, hooks.inputs).reshape(len(x), -1)
+    if flat.shape[1] != network["inputs"]:
+        raise DataError(f"examples hold {flat.shape[1]} values each, the network takes {network['inputs']}")
+    return flat
+
+
+def forward(model: Tensors, x: np.ndarray) -> list[np.ndarray]:
+    """Return the input, each hidden layer after its ReLU, and the scores, each of shape (n, width).
+
+    With stacked tensors, (devices, ...), each device's part is bit-identical to a call with its tensors alone.
+    """
+    values = [x]
+    last = len(model) // 2 - 1
+    for layer in range(last + 1):
+        x = x @ model[f"{2 * layer + 1}.weight"].swapaxes(-1, -2) + model[f"{2 * layer + 1}.bias"][..., None, :]
+        if layer < last:
+            x = np.maximum(x, 0)
+        values.append(x)
+    return values
+
+
+def _loss_and_gradient(
+    network: Mapping[str, Any], model: Tensors, examples: Examples, batch: np.ndarray, at_once: int, hooks: Hooks
+) -> tuple[float, dict[str, np.ndarray]]:
+    loss, gradient = 0.0, dict[str, np.ndarray]()
+    for rows in training.micro_batches(batch, at_once):
+        values = forward(model, _prepare_inputs(network, examples.x[rows], hooks))
+        losses, back = objectives.losses_and_gradients(
+            metrics.task_from_network(network), values.pop(), examples.y[rows]
+        )
+        loss += float(losses.sum()) / len(batch)
+        backward(model, values, back, len(batch), gradient)
+    return loss, gradient
+
+
+def backward(
+    model: Tensors, values: Sequence[np.ndarray], back: np.ndarray, count: int, gradient: dict[str, np.ndarray]
+) -> None:
+    """Add the gradient of the mean loss of a mini-batch to `gradient`, for one device or several.
+
+    Args:
+        model: Tensors as in `forward`.
+        values: Input and hidden layers, from `forward`.
+        back: Gradient of the losses by the scores, (n, outputs) or (devices, n, outputs). Overwritten.
+        count: Number of examples in the mini-batch.
+        gradient: Sum of gradients by tensor, empty at first.
+    """
+    back /= np.float32(count)
+    for layer in reversed(range(len(values))):
+        weight, bias = back.swapaxes(-1, -2) @ values[layer], back.sum(axis=-2)
+        for name, found in ((f"{2 * layer + 1}.weight", weight), (f"{2 * layer + 1}.bias", bias)):
+            gradient[name] = found if name not in gradient else gradient[name] + found
+        if layer:
+            back = (back @ model[f"{2 * layer + 1}.weight"]) * (values[layer] > 0)

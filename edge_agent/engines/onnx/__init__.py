@@ -1,0 +1,1 @@
+"""Inference and stitching with ONNX Runtime."""

@@ -1,0 +1,377 @@
+"""ONNX graphs, run with ONNX Runtime within a memory budget. Imports onnxruntime.
+
+Each graph is checked before a session is created (`onnx_session`). Graphs and their weights are stored under their
+sha256 (`fedquilt.models.stitching.onnx.blocks`), and the runtime maps the weights instead of copying them. Depending on
+the room, a session is:
+
+- roomy: all graph optimizations and pre-packed weights. While loading, the session needs about three times the weights,
+  and up to twice the activations. Such sessions mostly run faster.
+- tight: operations are fused, nothing is pre-packed, weights stay in the page cache, and each value is allocated
+  separately, because one block for all values has gaps (up to 1.3 times the activations).
+
+Examples run in micro-batches that fit beside weights, examples and outputs. Recently used sessions are kept in half of
+the budget. The runtime's arena is off: it would keep the activations of each session and measured no faster.
+
+All sizes follow from the budget and constants, never from the present size of the process. The size of micro-batches
+decides the last bits of a result, which must be the same in every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+
+from fedquilt.core import DataError, MemoryBudgetError, ModelError, shorten_error
+from fedquilt.costs import peak_memory
+from fedquilt.edge_agent.engines.onnx import session as onnx_session
+from fedquilt.edge_agent.engines.onnx.providers import ExecutionProviders
+from fedquilt.host import process_memory
+from fedquilt.onnx.graph_check import CheckedGraph, Shape
+
+BASE_BYTES = peak_memory.task_process_bytes("onnx", 0)  # resident beside weights and activations
+LOADING = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
+LOADED = 2.0  # factor afterwards: 1.8 measured
+WIDER = 2  # factor on its activations in an optimized session, which lays them out anew
+LARGEST_BATCH = 16  # larger batches are slower: activations fall out of the cache
+COMMON_BATCH = 4  # kept sessions are dropped to allow at least this batch
+KEPT = 0.5  # share of the room for sessions between runs, and for one to be optimized while it loads
+MAPPED_SHARE = 128  # allocations above this fraction of the budget return to the system when freed
+MAPPED_MOST_BYTES = 32 << 20  # glibc's largest threshold
+MAPPED_MOST, TRIM_BYTES = 1 << 16, 128 << 10  # glibc's own: pieces that are mapped, and free end of the heap
+TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: returning them costs page faults
+PLENTY_BYTES = 2 << 30  # with more room, large ones too: a MobileNet's blocks at 224 pixels then run twice as fast
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # glibc's malloc.h
+SHRINK = "memory.enable_memory_arena_shrinkage"  # of a run: what it leaves free in a GPU's arena goes back
+ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
+FLOAT = "tensor(float)"
+TYPES = {  # ONNX Runtime's names of types -> numpy's
+    FLOAT: "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "tensor(bool)": "bool",
+    **{f"tensor({sign}int{bits})": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+FATAL_ONLY = 4  # the same for a session: it raises its errors, and onnxruntime 1.23 would write them as well
+
+
+class MemoryPlan(NamedTuple):
+    roomy: bool
+    held_bytes: int  # by the session, between runs
+    example_bytes: int | None  # memory of one example's activations; None: not in the graph
+
+
+class LoadedGraph(NamedTuple):
+    session: Any
+    plan: MemoryPlan
+    answers: dict[tuple[int, ...], tuple[int, ...]]  # shape of an example -> shape of its answer, once it was run
+
+
+class OnnxEngine:
+    """Runner of ONNX graphs, as in `fedquilt.core.Runner`.
+
+    The constructor decides for the whole process which freed allocations return to the system.
+
+    Args:
+        budget_bytes: Most resident memory of this process.
+        base_bytes: Resident size before any graph is loaded.
+        threads: Threads within one operation, or 0 for one per core.
+        micro_batch: Examples run at once, or None for as many as fit, up to `LARGEST_BATCH`.
+    """
+
+    name = "onnx"
+
+    def __init__(
+        self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, threads: int = 0, micro_batch: int | None = None
+    ) -> None:
+        self._budget_bytes, self._room_bytes = budget_bytes, budget_bytes - base_bytes
+        self._threads, self._micro_batch = threads, micro_batch
+        self._kept: OrderedDict[Path, LoadedGraph] = OrderedDict()
+        _configure_malloc(budget_bytes, keep=self._room_bytes >= PLENTY_BYTES)
+        ort.set_default_logger_severity(ERRORS_ONLY)
+        self._places = ExecutionProviders(ort.get_available_providers(), self._room_bytes)
+
+    @property
+    def note(self) -> str:
+        """What the board's owner should know, once: whoever has said it sets it to ""."""
+        return self._places.note
+
+    @note.setter
+    def note(self, said: str) -> None:
+        """Pending message for the device's owner, which its reader resets to ""."""
+        self._places.note = said
+
+    @property
+    def runs_on(self) -> str:
+        """Name of the active provider: "TensorRT", "CUDA" or "processor", or "" if ONNX Runtime supports no GPU."""
+        return self._places.provider_name
+
+    def use_tensorrt(self, cache: Path, most_bytes: int) -> None:
+        self._places.use_tensorrt(cache, most_bytes)
+
+    def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
+        """Run a graph with one input and one output: (n, ...) -> (n, ...), float32.
+
+        Examples are cast to the type of the graph's input, and outputs to float32.
+
+        Raises:
+            ModelError: If the graph is missing, invalid or not permitted, lacks weights or takes another input shape.
+            MemoryBudgetError: If not even one example fits beside the weights.
+        """
+        loaded = self._load_graph(graph)
+        plan = loaded.plan
+        with _translate_errors(graph):
+            shape = _output_shape(loaded, x)
+        size = self._batch_size(plan, 0, 0)
+        around = 0
+        if len(x) > size:  # examples and answers need room beside the micro-batch
+            around = x.nbytes + 4 * len(x) * math.prod(shape)
+            size = self._batch_size(plan, around, 0)
+        self.make_room(around + min(size, len(x)) * (plan.example_bytes or 0), graph)
+        y = np.empty((len(x), *shape), np.float32)
+        with _translate_errors(graph):
+            for first in range(0, len(x), size):
+                self._run_batch(graph, _cast_examples(loaded.session, x[first : first + size]), y[first : first + size])
+        return y
+
+    @property
+    def room_bytes(self) -> int:
+        return self._room_bytes
+
+    def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+        """Return the number of examples to run at once.
+
+        Args:
+            graph: Graph to run.
+            around_bytes: Memory in use besides the graph.
+            example_bytes: Further memory for each example.
+
+        Raises:
+            ModelError, MemoryBudgetError: As in `run`.
+        """
+        plan = self._load_graph(graph).plan
+        size = self._batch_size(plan, around_bytes, example_bytes)
+        self.make_room(around_bytes + size * ((plan.example_bytes or 0) + example_bytes), graph, around_bytes)
+        return size
+
+    def _batch_size(self, plan: MemoryPlan, around_bytes: int, example_bytes: int) -> int:
+        if self._micro_batch is not None:
+            return self._micro_batch
+        if plan.example_bytes is None:
+            return 1
+        each = max(plan.example_bytes + example_bytes, 1)
+        free = self._room_bytes - around_bytes
+        beside_all = int(free - max(plan.held_bytes, KEPT * self._room_bytes)) // each
+        alone = min(int(free - plan.held_bytes) // each, COMMON_BATCH)
+        return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))
+
+    def make_room(self, size: int, needed: Path | None = None, in_use: int = 0) -> None:
+        """Close sessions, longest unused first and never `needed`, until `size` more bytes fit.
+
+        Freed memory returns to the system if the room is small, or if more than half is needed and the freed memory
+        leaves too little for what is not `in_use` of `size`. Micro-batches do not change.
+        """
+        held = sum(one.plan.held_bytes for one in self._kept.values())
+        for other in [path for path in self._kept if path != needed]:
+            if held + size <= self._room_bytes:
+                break
+            held -= self._kept.pop(other).plan.held_bytes
+        if self._room_bytes < TRIMMED_BELOW_BYTES or (
+            held + size > KEPT * self._room_bytes and not self._fits_beside_all(size - in_use)
+        ):
+            _trim_heap()
+
+    def _fits_beside_all(self, size: int) -> bool:
+        resident = process_memory.resident_bytes(os.getpid())
+        return resident is not None and resident + size <= self._budget_bytes
+
+    def read_metadata(self, graph: Path) -> Mapping[str, str]:
+        """Return the metadata of a graph.
+
+        Raises:
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
+        """
+        return onnx_session.check_graph(graph).metadata
+
+    def input_shape(self, graph: Path) -> Shape:
+        """Return the shape of one example as declared by the graph.
+
+        Raises:
+            ModelError: As in `read_metadata`.
+        """
+        return onnx_session.check_graph(graph).input_shape
+
+    def input_type(self, graph: Path) -> np.dtype[Any]:
+        """Return the type of the graph's input.
+
+        Raises:
+            ModelError, MemoryBudgetError: As in `run`.
+        """
+        return _input_type(self._load_graph(graph).session)
+
+    def input_name(self, graph: Path) -> str:
+        """Return the name of the graph's input.
+
+        Raises:
+            ModelError, MemoryBudgetError: As in `run`.
+        """
+        return str(self._load_graph(graph).session.get_inputs()[0].name)
+
+    def memory_plan(self, graph: Path) -> MemoryPlan:
+        """Return the mode and memory of a graph's session.
+
+        Raises:
+            ModelError, MemoryBudgetError: As in `run`.
+        """
+        return self._plan_memory(graph, onnx_session.check_graph(graph))
+
+    def loaded_graphs(self) -> tuple[Path, ...]:
+        """Return the loaded graphs, the least recently used first."""
+        return tuple(self._kept)
+
+    def close(self) -> None:
+        self._kept.clear()
+
+    def _load_graph(self, graph: Path) -> LoadedGraph:
+        if graph in self._kept:
+            self._kept.move_to_end(graph)
+            return self._kept[graph]
+        plan = self._plan_memory(graph, onnx_session.check_graph(graph))
+        held = plan.held_bytes + sum(one.plan.held_bytes for one in self._kept.values())
+        while self._kept and held > KEPT * self._room_bytes:
+            held -= self._kept.popitem(last=False)[1].plan.held_bytes
+        with _translate_errors(graph):
+            session = self._create_session(graph, roomy=plan.roomy)
+        self._kept[graph] = loaded = LoadedGraph(session, plan, {})
+        return loaded
+
+    def _plan_memory(self, graph: Path, checked: CheckedGraph) -> MemoryPlan:
+        weights, each = checked.weight_bytes, checked.activation_bytes
+        if "weight_bytes" not in checked.metadata:  # not of fedquilt's making
+            weights = max(weights, graph.stat().st_size)
+        least = peak_memory.inference_bytes(weights, each or 0, 1)
+        if least > self._room_bytes:
+            raise MemoryBudgetError(
+                f"graph {graph.name[:12]} needs {least / 1e6:.0f} MB for its weights and one example, and "
+                f"{max(self._room_bytes, 0) / 1e6:.0f} MB are left of the budget: raise it, or leave out that block"
+            )
+        free = (1 - KEPT) * self._room_bytes
+        roomy = (
+            LOADING * weights + peak_memory.SESSION_BYTES <= KEPT * self._room_bytes
+            and WIDER * COMMON_BATCH * (each or 0) <= free / 2
+        )
+        held = int(LOADED * weights if roomy else weights) + peak_memory.SESSION_BYTES
+        return MemoryPlan(roomy, held, each if each is None else each * (WIDER if roomy else 1))
+
+    def _create_session(self, graph: Path, *, roomy: bool) -> Any:
+        options = ort.SessionOptions()
+        options.log_severity_level = FATAL_ONLY
+        options.intra_op_num_threads = self._threads
+        options.inter_op_num_threads = 1
+        options.enable_cpu_mem_arena = False
+        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+        # a thread that waits by spinning takes the core that the board's own work needs
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        level = ort.GraphOptimizationLevel
+        options.graph_optimization_level = level.ORT_ENABLE_ALL if roomy else level.ORT_ENABLE_EXTENDED
+        if not roomy:
+            options.add_session_config_entry("session.disable_prepacking", "1")
+            options.enable_mem_pattern = False
+        return self._places.create_session(partial(onnx_session.create_session, graph, options))
+
+    def _run_batch(self, graph: Path, x: np.ndarray, y: np.ndarray) -> None:
+        # The output is written into `y`, because `run` would hold two copies.
+        loaded = self._load_graph(graph)
+        session = loaded.session
+        bound = session.io_binding()
+        bound.bind_cpu_input(session.get_inputs()[0].name, x)
+        output = session.get_outputs()[0]
+        if output.type == FLOAT:
+            bound.bind_output(output.name, "cpu", 0, np.float32, y.shape, y.ctypes.data)
+        else:
+            bound.bind_output(output.name, "cpu")
+        options = None
+        if self._places.uses_gpu and not loaded.plan.roomy:
+            options = ort.RunOptions()
+            options.add_run_config_entry(SHRINK, "gpu:0")
+        try:
+            session.run_with_iobinding(bound, options)
+            if output.type != FLOAT:
+                (y[...],) = bound.copy_outputs_to_cpu()
+        except Exception as error:
+            if not self._places.handle_tensorrt_error(error):
+                raise
+            self.close()
+            self._run_batch(graph, x, y)
+
+
+def _output_shape(loaded: LoadedGraph, x: np.ndarray) -> tuple[int, ...]:
+    session = loaded.session
+    said = session.get_outputs()[0].shape[1:]
+    if said and all(isinstance(size, int) for size in said):
+        return tuple(said)
+    if x.shape[1:] not in loaded.answers:
+        found = np.shape(session.run(None, {session.get_inputs()[0].name: _cast_examples(session, x[:1])})[0])
+        if found[:1] != (1,):
+            raise ModelError(
+                f"it answers one example with an array of shape {found}: export it with the examples as the first axis "
+                "of its output too"
+            )
+        loaded.answers[x.shape[1:]] = found[1:]
+    return loaded.answers[x.shape[1:]]
+
+
+def _input_type(session: Any) -> np.dtype[Any]:
+    return np.dtype(TYPES[session.get_inputs()[0].type])
+
+
+def _cast_examples(session: Any, x: np.ndarray) -> np.ndarray:
+    wanted = _input_type(session)
+    with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below
+        made = np.ascontiguousarray(x, wanted)
+    if wanted.kind not in "f" and not np.array_equal(made, x):
+        raise DataError(
+            f"the network takes {wanted}, and the data here are not whole numbers in the range of that type"
+        )
+    return made
+
+
+def _configure_malloc(budget_bytes: int, *, keep: bool) -> None:
+    # By default glibc keeps freed pieces of up to 32 MB, with 1.7 times the peaks.
+    with contextlib.suppress(AttributeError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(M_MMAP_THRESHOLD, min(budget_bytes // MAPPED_SHARE, MAPPED_MOST_BYTES))
+        library.mallopt(M_ARENA_MAX, 1)
+        library.mallopt(M_MMAP_MAX, 0 if keep else MAPPED_MOST)
+        library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM_BYTES)
+
+
+def _trim_heap() -> None:
+    # glibc by itself returns only the end of the heap, and freed small pieces are scattered.
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def _translate_errors(graph: Path) -> Iterator[None]:
+    """Raise errors of ONNX Runtime as ModelError or MemoryBudgetError, with the graph's name."""
+    try:
+        yield
+    except (DataError, ModelError, MemoryBudgetError):
+        raise
+    except MemoryError:
+        raise MemoryBudgetError(f"graph {graph.name[:12]} ran out of memory") from None
+    except Exception as error:
+        reason = shorten_error(str(error)) or type(error).__name__
+        if "bad_alloc" in reason or "Failed to allocate" in reason:
+            raise MemoryBudgetError(f"graph {graph.name[:12]} ran out of memory: {reason}") from None
+        raise ModelError(f"graph {graph.name[:12]} cannot be run: {reason}") from None

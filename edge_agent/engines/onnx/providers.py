@@ -1,0 +1,145 @@
+"""Execution providers of ONNX Runtime: TensorRT, CUDA or the CPU, whichever works first.
+
+All providers compute in 32 bits, so that scores are comparable between boards: TensorRT uses neither float16 nor int8,
+and NVIDIA's libraries do not use TF32, whose products have ten bits. A provider that cannot create a session is
+disabled from then on and reported once. The runtime's own fall-back is off, because it writes to stdout and ignores the
+limits of memory.
+
+TensorRT builds an engine for each graph, which takes many times longer than a run. TensorRT is therefore used only if
+the settings give its engines disk space. Engines are stored with the job's files and deleted with them, oldest first if
+space is short. None of this has run on a GPU: the code follows the documentation of ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fedquilt.core import ModelError, shorten_error
+from fedquilt.edge_agent.engines import out_of_memory
+from fedquilt.edge_agent.engines.onnx.session import CPU
+
+CUDA: Final = "CUDAExecutionProvider"
+TENSORRT: Final = "TensorrtExecutionProvider"
+NAMES: Final = {TENSORRT: "TensorRT", CUDA: "CUDA"}  # the first is tried first
+ENGINES: Final = "tensorrt"  # folder, in that of the job's files
+WORKSPACE: Final = 0.5  # share of the engine's room that TensorRT may take while it builds and runs
+_TRT: Final = re.compile(r"tensorrt|\btrt", re.IGNORECASE)  # in its errors: "TensorRT EP failed", "TRTKernel_graph_0"
+NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS, cuDNN and TensorRT when they begin
+
+
+class ExecutionProviders:
+    """Execution providers of this process, in the order in which they are tried.
+
+    Args:
+        available: Providers that this ONNX Runtime was built with.
+        room_bytes: Most GPU memory of one session.
+    """
+
+    def __init__(self, available: Sequence[str], room_bytes: int) -> None:
+        self._working = [name for name in NAMES if name in available]
+        self._had = bool(self._working)
+        self._room_bytes = max(room_bytes, 0)
+        self._engines: tuple[Path, int] | None = None
+        self.note = ""  # what failed, for the board's owner
+        if self._had:
+            os.environ.setdefault(NO_TF32, "0")
+
+    def use_tensorrt(self, cache: Path, most_bytes: int) -> None:
+        """Enable TensorRT with at most this many bytes of engines in `cache`, or disable it with 0."""
+        self._engines = (cache / ENGINES, most_bytes) if most_bytes > 0 else None
+        self._delete_oldest_engines()
+
+    @property
+    def uses_gpu(self) -> bool:
+        return bool(self._enabled_providers())
+
+    @property
+    def provider_name(self) -> str:
+        """Name of the active provider: "TensorRT", "CUDA" or "processor", or "" if ONNX Runtime supports no GPU."""
+        if not self._had:
+            return ""
+        return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "processor"
+
+    def create_session(self, make: Callable[[Sequence[Any]], Any]) -> Any:
+        """Create a session with the first provider that works. Providers that fail are disabled.
+
+        Raises:
+            Exception: If `make` fails for the CPU too, or memory ran out or the GPU failed with any provider.
+        """
+        wanted, failed = self._enabled_providers(), []
+        for place in range(len(wanted) + 1):
+            try:
+                made = make([*((name, self._provider_options(name)) for name in wanted[place:]), *CPU])
+                break
+            except Exception as error:
+                if place == len(wanted) or isinstance(error, ModelError) or _is_device_failure(error):
+                    raise
+                failed.append((wanted[place], _error_in_brackets(error)))
+        failed += [(name, "") for name in wanted[place:] if name not in made.get_providers()]
+        for name, reason in failed:
+            self._disable_provider(name, reason)
+        self._delete_oldest_engines()
+        return made
+
+    def handle_tensorrt_error(self, error: Exception) -> bool:
+        """Return whether an error of a run is TensorRT's. TensorRT is disabled in that case."""
+        if TENSORRT not in self._enabled_providers() or _is_device_failure(error) or not _TRT.search(str(error)):
+            return False
+        self._disable_provider(TENSORRT, _error_in_brackets(error))
+        return True
+
+    def _enabled_providers(self) -> list[str]:
+        return [name for name in self._working if name != TENSORRT or self._engines is not None]
+
+    def _disable_provider(self, name: str, reason: str) -> None:
+        self._working.remove(name)
+        said = f"ONNX Runtime has {NAMES[name]} and cannot use it here{reason}: graphs run on {self._fallback_name()}"
+        self.note = f"{self.note}; {said}" if self.note else said
+
+    def _fallback_name(self) -> str:
+        return NAMES[self._enabled_providers()[0]] if self._enabled_providers() else "the processor"
+
+    def _provider_options(self, name: str) -> dict[str, str]:
+        # cuDNN's algorithms are chosen by rule: timing each costs memory, and more time than a graph's few runs.
+        if name == CUDA:
+            return {
+                "gpu_mem_limit": str(self._room_bytes),
+                "arena_extend_strategy": "kSameAsRequested",
+                "cudnn_conv_algo_search": "HEURISTIC",
+                "cudnn_conv_use_max_workspace": "0",
+            }
+        assert self._engines is not None, "TensorRT is chosen only with a folder"
+        return {
+            "trt_max_workspace_size": str(int(WORKSPACE * self._room_bytes)),
+            "trt_fp16_enable": "0",
+            "trt_int8_enable": "0",
+            "trt_engine_cache_enable": "1",
+            "trt_engine_cache_path": str(self._engines[0]),
+        }
+
+    def _delete_oldest_engines(self) -> None:
+        if self._engines is None:
+            return
+        folder, most_bytes = self._engines
+        folder.mkdir(parents=True, exist_ok=True)
+        found = sorted(((file.stat(), file) for file in folder.iterdir()), key=lambda each: each[0].st_mtime_ns)
+        held = sum(each.st_size for each, _ in found)
+        for each, file in found:
+            if held <= most_bytes:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                file.unlink()
+            held -= each.st_size
+
+
+def _is_device_failure(error: Exception) -> bool:
+    return out_of_memory.is_out_of_memory_error(error) or out_of_memory.is_gpu_failure_text(str(error))
+
+
+def _error_in_brackets(error: Exception) -> str:
+    return f" ({shorten_error(str(error)) or type(error).__name__})"

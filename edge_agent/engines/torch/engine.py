@@ -1,0 +1,289 @@
+"""Training of any network of the registry with torch, in one loop for all methods.
+
+A method changes the loop through `fedquilt.core.Hooks`. If the activations of a mini-batch exceed the budget, the batch
+is split into micro-batches whose gradients are added: the same step to float tolerance. With trained batch
+normalisation the mini-batch stays whole and activations are recomputed instead (`torch_recompute`): bit-identical under
+any budget. A mini-batch of one example, with a single value per channel, is normalised by the running statistics. Equal
+input, generator, threads and budget give bit-identical results.
+
+On a CPU, networks of small convolutions use channels-last layout (`WIDE`). `Fit.mixed` selects this layout and 16-bit
+arithmetic on a GPU: bfloat16 where the GPU supports it, else float16 with a scaled loss, which skips steps whose
+gradients overflow. `Fit.mixed` has no effect on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+# OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
+# other work starves both: 250 steps of a small network took 6 s with it, over 60 s without.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedquilt import metrics
+from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors
+from fedquilt.costs import peak_memory
+from fedquilt.edge_agent.engines import objectives, training
+from fedquilt.edge_agent.engines.torch import gpu_memory, recomputation, training_step
+from fedquilt.edge_agent.engines.torch import objectives as torch_objectives
+from fedquilt.models import fisher
+from fedquilt.models.networks import register_trace, registry
+
+EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
+# Weights of one convolution from which on a processor is slower with channels last. Convolutions of 3x3 weights take
+# 0.85 to 0.97 of the time up to 128 channels, 1.0 to 1.3 times with 256 and 1.3 to 1.5 times with 512; of 1x1 weights
+# half the time, and max pooling a ninth (x86-64, one core, forward and backward). Grouped ones are a tenth faster, and
+# take 10 MB more in MobileNetV3-small.
+WIDE = 1 << 19
+READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # steps whose losses are read together: on a GPU, each reading waits for its work
+# Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
+BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
+
+
+class NetworkProbe(NamedTuple):
+    trained: peak_memory.TrainingProperties
+    library: str
+    outputs: int
+
+    def activation_room_bytes(self, room_bytes: int, *, anchors: int = 0, moving: int = 0) -> int:
+        """Return the bytes left for activations.
+
+        Args:
+            room_bytes: Bytes for the whole training.
+            anchors: Number of the method's anchors.
+            moving: Copies of the trained tensors, such as gradients and moments.
+        """
+        held = self.trained
+        moving_bytes = moving * (held.weights_bytes - held.still_bytes)
+        copies = peak_memory.COPIES + anchors
+        return room_bytes - peak_memory.fixed_training_bytes(
+            held.weights_bytes,
+            held.convolutions,
+            moving_bytes,
+            copies=copies,
+            library=self.library,
+            kinds=held.kinds,
+        )
+
+    @property
+    def example_bytes(self) -> int:
+        """Bytes of activations of one example in training."""
+        return peak_memory.bytes_per_example(self.trained)
+
+
+class TorchEngine:
+    """Trainer on torch, as in `fedquilt.core.Trainer`, on the GPU if torch finds one.
+
+    Args:
+        budget_bytes: Most resident memory of this process.
+        base_bytes: Resident size before any training.
+        half: 16-bit type for `Fit.mixed`, or None for the type in which this machine is fast.
+    """
+
+    name = "torch"
+
+    def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
+        self.planned_bytes: int | None = None
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.gpu = gpu_memory.TorchMemory(torch.cuda) if self._device.type == "cuda" else None
+        self.note = ""  # what its owner should know, once
+        if self.gpu is None and torch.version.cuda is not None:
+            self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
+        self.runs_on = "CUDA" if self.gpu else "processor" if torch.version.cuda is not None else ""
+        base_bytes += gpu_memory.CONTEXT_BYTES if self.gpu else 0
+        self._room_bytes = int((budget_bytes - base_bytes) / peak_memory.MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
+        self._half = half or _fast_half_type(self._device)
+        # a process limited to some cores must not start a thread for each of the board's
+        torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+
+    def close(self) -> None:
+        """Release cached GPU memory. Nothing else is held between calls."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def train(
+        self,
+        network: Mapping[str, Any],
+        start: Tensors,
+        examples: Examples,
+        fit: Fit,
+        rng: np.random.Generator,
+        *,
+        hooks: Hooks = Hooks(),
+        progress: Callable[[float], None] = lambda fraction: None,
+    ) -> tuple[Tensors, dict[str, float]]:
+        steps = training.TrainingProgress(len(examples), fit, progress)
+        orders = training.draw_orders(len(examples), fit.epochs, rng)
+        half = self._half if fit.mixed else None
+        with _deterministic_torch(int(rng.integers(2**53))):
+            model, probe = self._build_model(network, start, examples, hooks, half)
+            model.train()
+            training_step.freeze_statistics(model, hooks)
+            recomputation.handle_single_values(model)
+            anchors = training_step.anchor_tensors(model, hooks)
+            moments = 2 if fit.optimizer == "adam" else int(fit.momentum > 0)
+            room_bytes = probe.activation_room_bytes(self._room_bytes, anchors=len(anchors), moving=1 + moments)
+            at_once = training.fitting_batch_size(room_bytes, probe.example_bytes, fit.batch)
+            if recomputation.has_coupled_examples(model):
+                at_once = min(fit.batch, len(examples))
+            piece_bytes = peak_memory.checkpoint_bytes(probe.trained, at_once, room_bytes)
+            if piece_bytes is not None:
+                recomputation.return_freed_memory()
+            kept: dict[str, Any] = {"anchors": len(anchors), "moments": moments, "piece_bytes": piece_bytes}
+            planned = peak_memory.training_bytes(probe.trained, at_once, **kept, library=probe.library)
+            self.planned_bytes = peak_memory.FIRST_USE_BYTES["torch"] + planned
+            task = metrics.task_from_network(network)
+            steppers = [training_step.Stepper(model, step, fit, hooks, anchors, half, task) for step in hooks.steps]
+            told: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
+            for order in orders:
+                for batch in training.mini_batches(order, fit.batch):
+                    for stepper in steppers:
+                        parts = training.micro_batches(batch, at_once)
+                        given = (self._load_batch(network, examples, part, hooks) for part in parts)
+                        losses = stepper.step(given, len(batch), piece_bytes)
+                    told.append((losses, len(batch)))
+                    if len(told) >= READ_AT_ONCE[self._device.type]:
+                        _record_steps(told, steps)
+            _record_steps(told, steps)
+            return _arrays_from_model(model), steps.metrics()
+
+    def evaluate(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
+    ) -> EvaluationSums:
+        if not len(examples):
+            return EvaluationSums(examples=0, task=metrics.task_from_network(network))
+        task = metrics.task_from_network(network)
+        found = objectives.EvaluationAccumulator(task)
+        with _deterministic_torch(0):
+            module, probe = self._build_model(network, model, examples, hooks)
+            module.eval()
+            at_once = training.fitting_batch_size(
+                probe.activation_room_bytes(self._room_bytes), probe.example_bytes, EVALUATED_AT_ONCE[self._device.type]
+            )
+            with torch.inference_mode():
+                for rows in training.mini_batches(np.arange(len(examples)), at_once):
+                    x, y = self._load_batch(network, examples, rows, hooks)
+                    scores = module(x)
+                    loss = float(torch_objectives.total_loss(task, scores, y))
+                    found.add_batch(scores.cpu().numpy(), examples.y[rows], loss)
+        return found.sums()
+
+    def fisher(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
+    ) -> Tensors:
+        training.require_examples(examples, each)
+        with _deterministic_torch(0):
+            module, probe = self._build_model(network, model, examples, hooks)
+            module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
+            room = probe.activation_room_bytes(self._room_bytes, moving=1)
+            # a group needs one gradient of all weights, and its examples' activations
+            group = probe.trained.weights_bytes + each * probe.example_bytes
+            groups = training.fitting_batch_size(room, group, fisher.TOGETHER)
+            rows = training.mini_batches(np.arange(len(examples)), groups * each)
+            parts = (self._load_batch(network, examples, some, hooks) for some in rows)
+            loss = partial(torch_objectives.total_loss, metrics.task_from_network(network))
+            found = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
+        return {name: value.cpu().numpy() for name, value in found.items()}
+
+    def _build_model(
+        self,
+        network: Mapping[str, Any],
+        start: Tensors,
+        examples: Examples,
+        hooks: Hooks,
+        half: torch.dtype | None = None,
+    ) -> tuple[nn.Module, NetworkProbe]:
+        """Return the network with these tensors and hooks, and the cost of an example in it."""
+        model = registry.build(network)
+        model = hooks.prepare(model) if hooks.prepare else model
+        model = model.to(
+            self._device, memory_format=self._memory_format(model, half)
+        )  # before the probe compiles its kernels
+        held = register_trace.state_without_aliases(model)
+        start = {name: start[name] for name in start if name in held or name not in model.state_dict()}
+        training.require_shapes(start, {name: tuple(value.shape) for name, value in held.items()})
+        training_step.enable_gradients(model, hooks)
+        probe = self._probe_network(model, network, examples, hooks)
+        objectives.require_targets(examples, probe.outputs, metrics.task_from_network(network))
+        with torch.no_grad():  # after the probe, which changes the statistics of batch normalisation
+            for name, value in held.items():
+                value.copy_(torch.tensor(start[name]))
+        return model, probe
+
+    def _memory_format(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
+        pictured = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.ConvTranspose2d)]
+        small = all(each.weight is None or each.weight.numel() < WIDE for each in pictured)  # None: not in this part
+        plain = all(each.groups == 1 for each in pictured)
+        last = half is not None or (self._device.type == "cpu" and small and plain)
+        return torch.channels_last if last else torch.contiguous_format
+
+    def _probe_network(
+        self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks
+    ) -> NetworkProbe:
+        # Batch normalisation takes no fewer than two examples.
+        x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]), hooks)
+        try:
+            trained, scores = peak_memory.measure_training(model, x)
+        except RuntimeError as error:
+            raise DataError(
+                f"network {network.get('name')!r} takes no examples of shape {tuple(x.shape[1:])} "
+                f'({str(error).splitlines()[0]}): give it an "input" table'
+            ) from None
+        if not isinstance(scores, torch.Tensor) or scores.ndim != 2:
+            given = f" but {tuple(scores.shape[1:])}" if isinstance(scores, torch.Tensor) else ""
+            raise ModelError(
+                f"network {network.get('name')!r} does not give one number per class or output{given}: end it in a "
+                "linear layer with `classes` outputs"
+            )
+        return NetworkProbe(trained, str(network.get("name", "")).partition("/")[0], scores.shape[1])
+
+    def _load_batch(
+        self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.from_numpy(training.network_inputs(examples.x[rows], network, hooks.inputs))
+        y = torch_objectives.targets_tensor(metrics.task_from_network(network), examples.y[rows])
+        if self._device.type == "cpu":
+            return x, y
+        x, y = (value.pin_memory().to(self._device, non_blocking=True) for value in (x, y))
+        return x, y
+
+
+def _record_steps(told: list[tuple[list[torch.Tensor], int]], steps: training.TrainingProgress) -> None:
+    for losses, examples in told:
+        steps.add_step(sum(map(float, losses)), examples)
+    told.clear()
+
+
+def _fast_half_type(device: torch.device) -> torch.dtype | None:
+    if device.type != "cuda":
+        return None
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs (Nano, TX2, Xavier) emulate bfloat16
+    return torch.bfloat16 if ampere else torch.float16
+
+
+def _arrays_from_model(model: nn.Module) -> dict[str, np.ndarray]:
+    return {
+        name: value.detach().cpu().contiguous().numpy()
+        for name, value in register_trace.state_without_aliases(model).items()
+    }
+
+
+@contextmanager
+def _deterministic_torch(seed: int) -> Iterator[None]:
+    before = torch.get_deterministic_debug_mode()  # `use_deterministic_algorithms` imports torch's compiler, 70 MB
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
+    with torch.random.fork_rng():
+        # `torch.manual_seed` keeps the stack of every call for a GPU to come, and takes a quarter of a millisecond
+        (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(seed)
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)

@@ -1,0 +1,152 @@
+"""One step of torch training: gradients of micro-batches, correction, clipping and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedquilt.core import Fit, Hooks, ModelError, Step, TaskKind, Tensors
+from fedquilt.edge_agent.engines import training
+from fedquilt.edge_agent.engines.torch import objectives, recomputation
+from fedquilt.edge_agent.engines.torch.optimizers import OptimizerStep
+from fedquilt.models.networks import register_trace
+
+FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks
+
+Anchors = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class Stepper:
+    """Optimizer and gradients of one `fedquilt.core.Step`.
+
+    Args:
+        half: 16-bit type to compute in, or None for 32 bits.
+        task: Kind of prediction, which decides the loss.
+
+    Raises:
+        ModelError: If the step would update no tensor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        fit: Fit,
+        hooks: Hooks,
+        anchors: Anchors,
+        half: torch.dtype | None,
+        task: TaskKind = "classes",
+    ) -> None:
+        self._model, self._step, self._fit, self._half, self._task = model, step, fit, half, task
+        self._correct, self._anchors, self._alone = hooks.correct, anchors, len(hooks.steps) == 1
+        rates = {name: step.rate(name) for name, _ in model.named_parameters()}
+        self._moved = {name: value for name, value in model.named_parameters() if rates[name] > 0}
+        if not self._moved:
+            raise ModelError("the method holds every tensor of this network still: there is nothing to train")
+        self._at = {name: {key: held[name] for key, held in anchors.items()} for name in self._moved if self._correct}
+        groups: dict[float, list[torch.Tensor]] = {}
+        for name, value in self._moved.items():
+            groups.setdefault(rates[name], []).append(value)
+        self._moves: Any = OptimizerStep({fit.lr * rate: some for rate, some in groups.items()}, fit)
+        place = next(iter(self._moved.values())).device.type
+        self._scaler = torch.amp.GradScaler(place, init_scale=FIRST_SCALE, enabled=half is torch.float16)
+        self._autocast = torch.autocast(place, dtype=half) if half else contextlib.nullcontext()
+        self._enable_gradients()
+
+    def step(
+        self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int, piece_bytes: int | None = None
+    ) -> list[torch.Tensor]:
+        """Take a step on a mini-batch of `count` examples given in parts.
+
+        Args:
+            parts: Inputs and targets of each micro-batch.
+            count: Number of examples in all parts.
+            piece_bytes: Most bytes of recomputed tensors held at once, or None to save all tensors.
+
+        Returns:
+            Share of each part in the mean loss before the step, without penalty, as scalars on the device. Reading a
+            scalar waits for the device. A penalty that is not finite is returned as the loss.
+        """
+        if not self._alone:
+            self._enable_gradients()
+        if self._step.begin:
+            self._step.begin(self._model)
+        self._moves.zero_grad()
+        losses = []
+        for x, y in parts:
+            passed = partial(self._compute_loss, x, y, count)
+            if piece_bytes is None:
+                loss, told = passed()
+            else:
+                loss, told = recomputation.run_with_recomputation(self._model, passed, (x, y), piece_bytes)
+            losses.append(told)
+            self._scaler.scale(loss).backward()
+        self._scaler.unscale_(self._moves)
+        if correct := self._correct:
+            for name, value in self._moved.items():
+                if value.grad is not None:
+                    value.grad = correct(value.grad, value.detach(), self._at[name])
+        if self._fit.clip > 0:
+            nn.utils.clip_grad_norm_(self._moved.values(), self._fit.clip)
+        self._scaler.step(self._moves)
+        self._scaler.update()
+        return losses
+
+    def _compute_loss(self, x: torch.Tensor, y: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._autocast:
+            scores = self._model(x)
+            loss = objectives.total_loss(self._task, scores, y) / count
+            if not self._step.penalty:
+                return loss, loss.detach()
+            extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
+            return loss + extra, loss.detach() + 0.0 * extra.detach()
+
+    def _enable_gradients(self) -> None:
+        for name, value in self._model.named_parameters():
+            value.requires_grad_(name in self._moved)
+
+
+def enable_gradients(model: nn.Module, hooks: Hooks) -> None:
+    """Enable gradients of the tensors that any step updates, and disable all others."""
+    for name, value in model.named_parameters():
+        value.requires_grad_(any(step.rate(name) > 0 for step in hooks.steps))
+
+
+def freeze_statistics(model: nn.Module, hooks: Hooks) -> None:
+    """Set each module with buffers to evaluation mode, if no step trains a tensor of the module.
+
+    So frozen batch normalisation keeps its statistics. A module around other modules keeps its mode, as do frozen
+    modules without buffers: dropout in them belongs to the training.
+    """
+    for path, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if not buffers or any(module.children()):
+            continue
+        own = [f"{path}.{leaf}" if path else leaf for leaf in (*dict(module.named_parameters(recurse=False)), *buffers)]
+        if not any(step.rate(name) > 0 for step in hooks.steps for name in own):
+            module.training = False
+
+
+def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
+    """Return the method's anchors and the "start" on the model's device, or {} if no hook uses them.
+
+    Raises:
+        ModelError: If an anchor does not fit the network.
+    """
+    if not hooks.correct and not any(step.penalty for step in hooks.steps):
+        return {}
+    held = register_trace.state_without_aliases(model)
+    place = next(iter(held.values())).device
+    training.require_anchors(hooks.anchors, {name: tuple(value.shape) for name, value in model.named_parameters()})
+
+    def to_tensors(anchor: Tensors) -> dict[str, torch.Tensor]:
+        kept = {name: torch.tensor(array, device=place) for name, array in anchor.items()}
+        return {name: value.float() if value.is_floating_point() else value for name, value in kept.items()}
+
+    start = {name: value.detach().clone() for name, value in held.items()}
+    return {"start": start, **{name: to_tensors(anchor) for name, anchor in hooks.anchors.items()}}

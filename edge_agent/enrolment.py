@@ -1,0 +1,330 @@
+"""Enrolment of a device: obtains and renews its certificate, and explains failures.
+
+The private key is created on the device and never leaves it. `enrol` may run at any time: `select_step` decides
+whether anything is due. Only the authority's certificate in `broker.ca` is trusted. Certificates of the authority and
+of servers are valid since 1970, so that a device whose clock is not set can still check all dates.
+
+The agent's daemon does not import this module, which needs the cryptography library (`fedquilt[identity]`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import http.client
+import logging
+import os
+import random
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fedquilt.core import FedquiltError, JobError, LinkError, StoreError
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.host import disk
+from fedquilt.security import enrolment
+from fedquilt.security.enrolment import SigningRequest, SigningResponse
+from fedquilt.transport.mqtt import errors
+
+log = logging.getLogger("fedquilt.enrol")
+
+ANSWER_S: Final = 10.0
+PAUSE_S: Final = (2.0, 60.0)  # pauses between attempts while waiting: the first and the longest
+_NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+
+Step = Literal["enrol", "renew", "keep"]
+
+
+class CredentialPaths(NamedTuple):
+    ca: Path
+    cert: Path
+    key: Path
+    token: Path
+
+
+class CertificateValidity(NamedTuple):
+    begins: datetime.datetime
+    ends: datetime.datetime
+
+
+class EnrolmentRefusedError(JobError): ...
+
+
+Post = Callable[
+    [str, CredentialPaths, str, SigningRequest, bool], SigningResponse
+]  # url, files, path, request, with our certificate
+
+
+def select_step(held: CertificateValidity | None, token: bool, now: datetime.datetime) -> Step | None:
+    """Return the enrolment step due, or None if none is possible. A token always means "enrol"."""
+    if token:
+        return "enrol"
+    if held is None or now >= held.ends:
+        return None
+    return "renew" if enrolment.is_renewal_due(held.begins, held.ends, now) else "keep"
+
+
+def paths_from_settings(settings: AgentSettings) -> CredentialPaths:
+    """Return the paths of the device's identity files.
+
+    Raises:
+        JobError: If the settings name no CA, certificate or key.
+    """
+    broker, token = settings.broker, settings.enrol.token
+    if broker.ca is None or broker.cert is None or broker.key is None:
+        raise JobError("[broker] must name ca (given to the board), cert and key (made by enrolling): add them")
+    key = Path(broker.key)
+    return CredentialPaths(Path(broker.ca), Path(broker.cert), key, Path(token) if token else key.with_name("token"))
+
+
+def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = None) -> str:
+    """Obtain, renew or keep the device's certificate. Return a sentence about the outcome.
+
+    Raises:
+        JobError: If a setting or file is unusable, or the endpoint refuses and no valid certificate is left.
+        LinkError: If the endpoint is unreachable or untrusted.
+        StoreError: If a file cannot be written.
+    """
+    files, post = paths_from_settings(settings), post or _post_request
+    token = _read_token(files.token)
+    key = load_or_create_key(files)
+    held = _read_certificate(files, settings.device, key)
+    step = select_step(held, token is not None, now)
+    if step == "keep" and held is not None:
+        return f"{settings.device} is enrolled, until {_format_time(held.ends)}"
+    if step is None:
+        ended, mend = "it has no certificate", ""
+        if held is not None:
+            ended = (
+                f"its certificate expired on {_format_time(held.ends)} by this board's clock, which says "
+                f"{_format_time(now)},"
+            )
+            mend = "set the clock if it is wrong, else "
+        raise JobError(
+            f"{settings.device} cannot enrol: {ended} and no token is in {files.token}: {mend}`fedquilt enrol token "
+            f"{settings.device}` on the operator's machine makes one"
+        )
+    if settings.enrol.url is None:
+        raise JobError('no endpoint to enrol with: write url = "https://HOST:8884" under [enrol], or carry a request')
+    request = SigningRequest(device=settings.device, csr=create_signing_request(key, settings.device), token=token)
+    path = enrolment.ENROL if step == "enrol" else enrolment.RENEW
+    try:
+        answer = post(settings.enrol.url, files, path, request, step == "renew")
+    except EnrolmentRefusedError as error:
+        if step == "renew" or held is None or now >= held.ends:
+            raise
+        log.warning("the token in %s was refused (%s); the certificate in hand stays", files.token, error)
+        return f"{settings.device} is enrolled, until {_format_time(held.ends)}"
+    if answer.certificate is None:
+        raise LinkError(f"{settings.enrol.url} answered without a certificate: is it `fedquilt enrol serve`?")
+    ends = install_certificate(settings, answer.certificate.encode())
+    return f"{settings.device} is {'enrolled' if step == 'enrol' else 'renewed'}, until {_format_time(ends)}"
+
+
+def enrol_with_retries(
+    settings: AgentSettings,
+    clock: Callable[[], datetime.datetime],
+    pause: Callable[[float], None],
+    post: Post | None = None,
+) -> str:
+    """Call `enrol` until the endpoint is reachable. Return a sentence about the outcome.
+
+    Raises:
+        JobError: If the endpoint refuses, or a setting or file is unusable.
+        StoreError: If a file cannot be read or written.
+    """
+    patience_s, said = PAUSE_S[0], ""
+    while True:
+        try:
+            return enrol(settings, clock(), post)
+        except LinkError as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("%s; trying again until it answers", error)
+        pause(patience_s * random.uniform(0.5, 1.0))
+        patience_s = min(patience_s * 2, PAUSE_S[1])
+
+
+# -- the board's own files ------------------------------------------------------------------------
+
+
+def load_or_create_key(files: CredentialPaths) -> ec.EllipticCurvePrivateKey:
+    """Return the device's private key, which is created if missing, readable by its owner only.
+
+    Raises:
+        JobError: If the key file has no ECDSA P-256 key in PEM.
+        StoreError: If the key file cannot be read or written.
+    """
+    with disk.disk_errors(f"look for {files.key}"):  # a key that cannot be seen may still exist
+        held = files.key.exists()
+    if not held:
+        key = ec.generate_private_key(ec.SECP256R1())
+        plain = serialization.NoEncryption()
+        pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+        with disk.disk_errors(f"make {files.key.parent}"):
+            files.key.parent.mkdir(parents=True, exist_ok=True)
+        enrolment.write_file_with_mode(files.key, pem, 0o600)
+        return key
+    with disk.disk_errors(f"read {files.key}"):
+        pem = files.key.read_bytes()
+        if os.stat(files.key).st_mode & 0o077:
+            files.key.chmod(0o600)
+            log.warning(
+                "others could read %s: now only its owner can; if they may have, revoke and enrol anew", files.key
+            )
+    try:
+        loaded = serialization.load_pem_private_key(pem, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        loaded = None
+    if not isinstance(loaded, ec.EllipticCurvePrivateKey) or not isinstance(loaded.curve, ec.SECP256R1):
+        raise JobError(f"{files.key} holds no ECDSA P-256 key in PEM: remove it, and a new one is made")
+    return loaded
+
+
+def create_signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
+    """Return a PKCS#10 request for the common name `device`, in PEM."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, device)])
+    csr = x509.CertificateSigningRequestBuilder(subject).sign(key, hashes.SHA256())
+    return csr.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def install_certificate(settings: AgentSettings, pem: bytes) -> datetime.datetime:
+    """Check and store a certificate for this device, and delete the token.
+
+    Returns:
+        End of the certificate's validity.
+
+    Raises:
+        JobError: If the certificate is for another device or key, or from another authority.
+        StoreError: If the certificate cannot be written.
+    """
+    files = paths_from_settings(settings)
+    held = _validity_or_reason(pem, files, settings.device, load_or_create_key(files))
+    if isinstance(held, str):
+        raise JobError(f"the certificate that came is not to be used: {held}")
+    enrolment.write_file_with_mode(files.cert, pem, 0o644)
+    with disk.disk_errors(f"remove {files.token}"):
+        files.token.unlink(missing_ok=True)
+    return held.ends
+
+
+def _read_token(path: Path) -> str | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError):
+        raise StoreError(f"the token {path} cannot be read: it is one line of text, mode 0600, this user's") from None
+    return text or None
+
+
+def _read_certificate(
+    files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
+) -> CertificateValidity | None:
+    try:
+        pem = files.cert.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"{files.cert} cannot be read ({error.strerror}): check its owner") from None
+    held = _validity_or_reason(pem, files, device, key)
+    if isinstance(held, str):
+        log.warning("%s is of no use: %s", files.cert, held)
+        return None
+    return held
+
+
+def _validity_or_reason(
+    pem: bytes, files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
+) -> CertificateValidity | str:
+    with disk.disk_errors(f"read {files.ca}", when_full=""):
+        authority = files.ca.read_bytes()
+    try:
+        ca = x509.load_pem_x509_certificate(authority)
+    except (ValueError, x509.InvalidVersion):
+        raise JobError(f"{files.ca} holds no certificate in PEM: it is the ca.crt of `fedquilt ca init`") from None
+    try:
+        cert = x509.load_pem_x509_certificate(pem)
+        cert.verify_directly_issued_by(ca)
+        name, public = enrolment.common_name(cert), cert.public_key()
+    except (InvalidSignature, ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion):
+        return f"it is damaged, or {files.ca} did not sign it"
+    if name != device:
+        return f"it is for {name!r}, and agent.toml says device = {device!r}"
+    if public != key.public_key():
+        return f"it is for another key than {files.key}"
+    return CertificateValidity(cert.not_valid_before_utc, cert.not_valid_after_utc)
+
+
+def _format_time(at: datetime.datetime) -> str:
+    return at.strftime("%Y-%m-%d %H:%M UTC")
+
+
+# -- the endpoint ---------------------------------------------------------------------------------
+
+
+def _post_request(
+    url: str, files: CredentialPaths, path: str, request: SigningRequest, certified: bool
+) -> SigningResponse:
+    host, port = _endpoint_address(url)
+    try:
+        context = ssl.create_default_context(cafile=str(files.ca))
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        if certified:
+            context.load_cert_chain(files.cert, files.key)
+    except (ValueError, OSError) as error:
+        raise JobError(
+            f"[enrol] url = {url!r} or {files.ca} cannot be used: {errors.describe_exception(error)}"
+        ) from None
+    connection = http.client.HTTPSConnection(host, port, timeout=ANSWER_S, context=context)
+    try:
+        connection.request("POST", path, msgspec.json.encode(request), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        status, body = response.status, response.read(enrolment.MAX_BODY + 1)
+    except (OSError, http.client.HTTPException) as error:
+        raise LinkError(_describe_connection_error(url, files, error)) from None
+    finally:
+        connection.close()
+    try:
+        answer = enrolment.decode_message(body, SigningResponse)
+    except FedquiltError as error:
+        raise LinkError(f"{url} is no enrolment endpoint ({status}: {error}): check [enrol] url") from None
+    if 400 <= status < 500:
+        raise EnrolmentRefusedError(f"{url} refuses {request.device}: {answer.reason}")
+    if status != 200:
+        raise LinkError(f"{url} could not answer ({status}): {answer.reason}")
+    return answer
+
+
+def _endpoint_address(url: str) -> tuple[str, int]:
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or enrolment.PORT
+        host.encode("idna")  # as the look-up of the name does
+        if host and parts.scheme == "https" and parts.path in ("", "/") and not parts.username:
+            return host, port
+    raise JobError(f"[enrol] url = {url!r} is no endpoint's address: write https://HOST[:PORT]")
+
+
+def _describe_connection_error(url: str, files: CredentialPaths, error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in (_NOT_YET, _EXPIRED):
+            now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+            return f"the certificate of {url} is out of date by this board's clock, which says {now}: set the clock"
+        return f"{url} is not to be trusted ({error.verify_message}): check [enrol] url and {files.ca}"
+    said = errors.describe_exception(error)
+    if "alert" in said and "expired" in said:
+        return f"{url} says that {files.cert} has expired: put a new token into {files.token}"
+    return (
+        f"{url} cannot be reached ({said}): check the address, the network, and that `fedquilt enrol serve` runs there"
+    )

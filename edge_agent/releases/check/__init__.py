@@ -1,0 +1,1 @@
+"""Check of a release in a process of its own."""

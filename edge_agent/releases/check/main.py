@@ -1,0 +1,308 @@
+"""Main program of a model check, which measures accuracy, latency and memory within the budget.
+
+    python -m fedquilt.edge_agent.releases.check.main PARENT
+
+The process reads `CheckRequest`s as JSON lines from stdin, like a task's process. The process may be killed at any
+moment. Its output is in the request's folder `out` and counts once the agent has copied it from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fedquilt import metrics, plugins
+from fedquilt.core import Examples, FedquiltError, MemoryBudgetError, ModelError, shorten_error
+from fedquilt.data import examples, reading_settings
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.engines import exported_model, objectives
+from fedquilt.edge_agent.engines.exported_model import ExportedModel
+from fedquilt.edge_agent.releases.check.personal_network import assemble_network
+from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TIMED, CheckRequest
+from fedquilt.edge_agent.task import main as task
+from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task.process import exit_with_parent
+from fedquilt.edge_agent.task.protocol import Event, ProgressReport, WorkResult
+from fedquilt.onnx.graph_check import Shape, format_shape
+
+AT_ONCE: Final = 64  # examples prepared at once: limits the memory of their float32 copies
+WARM: Final = 3  # answers before the ones that are timed
+TIMED_LEAST, TIMED_MOST = 5, 100_000  # answers that are timed
+SIDES: Final = (224, 32, 28, 64, 96, 128, 160, 192, 256, 299, 320, 384, 416, 448, 480, 512, 640, 48, 16, 8, 4, 1)
+"""Sizes that are tried for all axes without a declared one, the usual sides of images first."""
+CHANNELS: Final = (3, 1)
+VECTOR_MOST: Final = 4096  # largest size that is tried for the only axis of an example
+GUESS_MOST: Final = 1 << 22  # most numbers of a guessed example
+TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
+TIED: Final = (  # becomes a program that ends with this process
+    "import os, sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+Say = Callable[[Event], None]
+
+
+class LoadedModel(NamedTuple):
+    engine: Any
+    path: Path
+    about: ExportedModel
+    shape: Shape  # of one example
+
+    def compute_scores(self, x: np.ndarray) -> np.ndarray:
+        """Return the outputs (n, outputs) for stored examples (n, ...).
+
+        Raises:
+            DataError, ModelError, MemoryBudgetError: If the model cannot take the examples or its outputs are unusable.
+        """
+        made = self.about.prepare_inputs(x)
+        exported_model.require_shape(made, self.shape)
+        return self.run_prepared(made)
+
+    def run_prepared(self, made: np.ndarray) -> np.ndarray:
+        """Return the outputs for prepared examples. Raise ModelError if they are no class scores."""
+        found: np.ndarray = self.engine.run(self.path, made)
+        if found.ndim != 2:
+            raise ModelError(
+                f"it answers with an array of shape {found.shape[1:]} to each example, not with scores of classes: "
+                "deploy a network whose output has the axes (examples, classes)"
+            )
+        exported_model.require_scores(found)
+        return found
+
+
+def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = examples.load_share) -> WorkResult:
+    """Check a model: accuracy, latency and memory. Errors become outcomes, too.
+
+    Args:
+        order: Request.
+        say: Callback for messages before the end.
+        load: Loader of a device's training and held-out examples.
+    """
+    began_s, told = time.perf_counter(), dict[str, float]()
+    try:
+        engine = engines.create_engine(order.engine, order.budget_bytes)
+        notes = []
+        if order.parted is not None and (note := assemble_network(order.parted, Path(order.model), order.budget_bytes)):
+            notes.append(note)
+        memory_budget.reset_peak(os.getpid())
+        model = _load_model(engine, Path(order.model))
+        held = _load_held_out(order, model.about, load)
+        if held is None:
+            notes.append("accuracy was not measured: this device has no [data]")
+        else:
+            _require_classes(model, held, order)
+            told |= _measure_accuracy(model, held, notes)
+        one = _choose_example(model, held, order.input_shape, notes)
+        say(ProgressReport(TIMED))
+        told["latency_s"], count = _measure_latency(model, one, order.timed_s)
+        say(ProgressReport(DONE))
+        peak = memory_budget.read_peak_bytes(os.getpid())
+        if held is not None and order.before is not None and "accuracy" in told:
+            told |= _measure_accuracy_before(engine, order, Path(order.before), load, notes)
+        engine.close()
+        if order.trtexec is not None:
+            notes += _build_tensorrt(order, model, one)
+        return WorkResult(
+            metrics=told,
+            note=shorten_error("; ".join(notes)),
+            examples=count,
+            wall_s=time.perf_counter() - began_s,
+            peak_bytes=peak,
+        )
+    except Exception as error:
+        return task.failure_outcome(error)
+
+
+def _load_held_out(order: CheckRequest, about: ExportedModel, load: Any) -> Examples | None:
+    """Return the held-out examples, or the training ones without any, or None if the device has no data."""
+    if not order.data:
+        return None
+    train, held = load(reading_settings.spec_with_settings(about.reading, order.data))
+    return held if len(held) else train
+
+
+def _load_model(engine: Any, path: Path) -> LoadedModel:
+    return LoadedModel(engine, path, exported_model.read_metadata(engine.facts(path)), engine.input_shape(path))
+
+
+def _require_classes(model: LoadedModel, held: Examples, order: CheckRequest) -> None:
+    spec = msgspec.convert(order.data, DataSpec)
+    own, theirs = spec.labels, model.about.labels
+    if own and theirs is not None and tuple(own) != theirs:
+        raise ModelError(
+            f"its labels are {_format_labels(theirs)}, and those of the data here are {_format_labels(own)}"
+        )
+    if model.about.task not in (None, spec.task):
+        raise ModelError(f"it predicts {model.about.task}, and the data here are for {spec.task}")
+    outputs = model.compute_scores(held.x[:1]).shape[1]
+    objectives.require_targets(held, outputs, spec.task)
+
+
+def _format_labels(labels: tuple[str, ...]) -> str:
+    return ", ".join(labels[:6]) + (f" and {len(labels) - 6} more" if len(labels) > 6 else "")
+
+
+def _measure_accuracy(model: LoadedModel, held: Examples, notes: list[str]) -> dict[str, float]:
+    task = model.about.task or "classes"
+    if task == "regression":
+        notes.append("accuracy was not measured: it predicts numbers, of which none is right or wrong")
+        return {}
+    sums = objectives.EvaluationAccumulator(task)
+    for first in range(0, len(held), AT_ONCE):
+        y = held.y[first : first + AT_ONCE]
+        scores = model.compute_scores(held.x[first : first + AT_ONCE])
+        loss, _ = objectives.losses_and_gradients(task, scores, y)
+        sums.add_batch(scores, y, float(loss.sum()))
+    found = metrics.main_metric(sums.sums())
+    assert found is not None
+    return {"accuracy": found[1], "examples": float(len(held))}
+
+
+def _measure_accuracy_before(
+    engine: Any, order: CheckRequest, path: Path, load: Any, notes: list[str]
+) -> dict[str, float]:
+    try:
+        model = _load_model(engine, path)
+        held = _load_held_out(order, model.about, load)
+        assert held is not None
+        found = _measure_accuracy(model, held, notes)
+    except (FedquiltError, OSError) as error:
+        notes.append(f"accuracy of what runs now was not measured: {error}")
+        return {}
+    return {"accuracy_before": found["accuracy"]} if "accuracy" in found else {}
+
+
+def _choose_example(
+    model: LoadedModel, held: Examples | None, shape: tuple[int, ...] | None, notes: list[str]
+) -> np.ndarray:
+    if held is not None:
+        return model.about.prepare_inputs(held.x[:1])
+    failed = ""
+    for guess in [shape] if shape is not None else _guess_shapes(model.shape):
+        if shape is None and math.prod(guess) > GUESS_MOST:
+            continue
+        one = _random_example(guess, model.engine.input_type(model.path))
+        if shape is not None or guess == model.shape:
+            return one
+        try:
+            model.engine.run(model.path, one)
+        except (ModelError, MemoryBudgetError) as error:
+            failed = failed or f" ({guess}: {error})"
+            continue
+        notes.append(f"it was run on an example of the shape {guess}, a guess: its graph does not state it")
+        return one
+    raise ModelError(
+        f"it was not run: its graph takes examples of shape {format_shape(model.shape)} and ran on none that was "
+        f"guessed{failed}: deploy it with --input-shape, such as --input-shape 3,224,224"
+    )
+
+
+def _random_example(shape: tuple[int, ...], kind: np.dtype[Any]) -> np.ndarray:
+    draws = np.random.default_rng(0)
+    made = draws.random((1, *shape), np.float32) if kind.kind == "f" else draws.integers(0, 2, (1, *shape))
+    return made.astype(kind)
+
+
+def _guess_shapes(shape: Shape) -> Iterator[tuple[int, ...]]:
+    if shape is None or None not in shape:
+        yield from [] if shape is None else [tuple(size or 0 for size in shape)]
+        return
+    vector = range(1, VECTOR_MOST + 1) if len(shape) == 1 else ()
+    for side in (*SIDES, *vector):
+        tried = tuple(side if size is None else size for size in shape)
+        if len(shape) == 3 and shape[0] is None:  # of an image, whose channels are the first axis or the last
+            yield from ((channels, *tried[1:]) for channels in CHANNELS)
+            yield from ((*tried[:2], channels) for channels in CHANNELS if shape[2] is None)
+        yield tried
+
+
+def _measure_latency(model: LoadedModel, one: np.ndarray, timed_s: float) -> tuple[float, int]:
+    """Return the median seconds of one answer, and the number of timed answers."""
+    for _ in range(WARM):
+        model.run_prepared(one)
+    found: list[float] = []
+    end_s = time.perf_counter() + timed_s
+    while len(found) < TIMED_LEAST or (time.perf_counter() < end_s and len(found) < TIMED_MOST):
+        began_s = time.perf_counter()
+        model.run_prepared(one)
+        found.append(time.perf_counter() - began_s)
+    return statistics.median(found), len(found)
+
+
+# -- TensorRT -------------------------------------------------------------------------------------
+
+
+def _build_tensorrt(order: CheckRequest, model: LoadedModel, one: np.ndarray) -> list[str]:
+    assert order.trtexec is not None
+    part = Path(order.out) / f"{TENSORRT}.part"
+    command = [
+        sys.executable,
+        "-c",
+        TIED,
+        str(os.getpid()),
+        order.trtexec,
+        f"--onnx={model.path}",
+        f"--saveEngine={part}",
+    ]
+    name, shape = model.engine.input_name(model.path), "x".join(map(str, one.shape[1:]))
+    sizes = (("min", 1), ("opt", 1), ("max", TENSORRT_BATCH))
+    command += [f"--{which}Shapes={name}:{size}x{shape}" for which, size in sizes]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=order.trtexec_s,
+        )
+        if done.returncode:
+            words = done.stdout.decode(errors="replace").strip().splitlines()
+            said = shorten_error(words[-1]) if words else "no output"
+            return [f"trtexec ended with code {done.returncode}: {said}"]
+        os.replace(part, part.with_name(TENSORRT))
+    except subprocess.TimeoutExpired:
+        return [f"trtexec was ended after {order.trtexec_s:g} s, without an engine"]
+    except OSError as error:
+        return [f"trtexec built no engine: {error.strerror}"]
+    finally:
+        part.unlink(missing_ok=True)
+    return []
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    exit_with_parent(int(sys.argv[-1]))
+    with contextlib.suppress(OSError):  # short of memory, the kernel should end this process first
+        Path("/proc/self/oom_score_adj").write_text("500")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    def send_event(event: Event) -> None:
+        answers.write(msgspec.json.encode(event) + b"\n")
+        answers.flush()
+
+    with contextlib.suppress(BrokenPipeError):  # the agent is gone
+        for line in sys.stdin.buffer:
+            order = msgspec.json.decode(line, type=CheckRequest)
+            plugins.restrict_plugins(order.plugins)
+            send_event(run_check(order, send_event))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Kinds of releases: models, the agent and its settings, installed in steps that may be killed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from fedquilt.wire import DesiredRelease
+
+
+class CheckResult(NamedTuple):
+    """Result of a check: the reason of a refusal, or "", and the measured numbers."""
+
+    refused: str
+    metrics: Mapping[str, float]
+    note: str = ""  # remark on a release that is accepted: its accuracy was not measured
+
+
+class ReleaseKind(Protocol):
+    """Kind of release, with methods that can be repeated after a kill at any moment.
+
+    The last methods of this class have defaults, for kinds without such a step.
+    """
+
+    def current_sha256(self) -> str:
+        """Return the sha256 of the release in use, or "" for the flashed one."""
+        ...
+
+    def stage(self, release: DesiredRelease, blob: Path | None) -> None:
+        """Prepare and verify a release beside the release in use. Nothing is activated yet.
+
+        Raises:
+            ModelError: If the release cannot be used on this device. The text gives the reason.
+            StoreError: If the release cannot be written.
+        """
+        ...
+
+    def start_check(self, release: DesiredRelease) -> None: ...
+
+    def poll_check(self) -> CheckResult | None:
+        """Return the result of the check, or None while it runs. A killed check is started again."""
+        ...
+
+    def activate(self, release: DesiredRelease) -> None:
+        """Activate a release atomically, and keep the release before as the previous one.
+
+        After a kill during the soak, this is called again for the release in use, and a hook runs once more.
+
+        Raises:
+            StoreError: If the change cannot be written. The release before stays in use.
+        """
+        ...
+
+    def unhealthy_reason(self) -> str:
+        """Return why the release in use is unhealthy, or "" if it is not.
+
+        This is called while a release soaks, and by a starting agent whose release was activated or about to be. The
+        result is then the reason why this process runs without that release, if something outside the agent has rolled
+        it back.
+        """
+        ...
+
+    def roll_back(self) -> bool:
+        """Activate the previous release. Return whether there is one.
+
+        Raises:
+            StoreError: If the change cannot be written. The caller tries again.
+        """
+        ...
+
+    def discard_unused(self) -> None:
+        """End a running check, and delete staged releases that are not in use."""
+        ...
+
+    def confirm(self) -> None:
+        """Record that the release in use has passed its soak, before this is reported.
+
+        Raises:
+            StoreError: If the record cannot be written. The caller tries again.
+        """
+        return
+
+    def is_settled(self) -> bool:
+        """Return whether an activation is complete and no hook runs."""
+        return True
+
+    def unsupported_reason(self) -> str:
+        """Return why this device can never use such releases, in a few words, or ""."""
+        return ""
+
+    def check_memory_bytes(self, release: DesiredRelease) -> int:
+        """Return the memory that a check needs. The check waits until so much is free."""
+        return 0
+
+    def fds(self) -> Sequence[int]:
+        """Return file descriptors that become readable when `poll_check` is due."""
+        return ()

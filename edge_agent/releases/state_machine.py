@@ -1,0 +1,355 @@
+"""State machine of a release on a device: pure decisions from a state and an event.
+
+    wanted: waiting -> fetching -> waiting -> checking -> waiting -+-> swapping -> soaking -+-> committed
+            (gate)                 (gate)                 (gate)   |                        +-> returning -> returned
+                                                                   +-> refused
+
+`ReleaseRecord` is on disk before the actions that follow are carried out, so that the next process finds the step of a
+killed one. After a kill, the steps before the activation are repeated: the blob is on disk already, and a second check
+changes nothing. An activation is recorded in advance, together with the release in use until then, and so is a
+roll-back. "committed" is recorded after the kind has confirmed the release: a version of the agent is on trial until
+then.
+
+A release with a smaller serial than the current one is ignored, and the same serial is answered with the progress. A
+greater serial replaces a release that is not in use yet. A soaking release first completes, unless it is to be rolled
+back.
+
+`back` rolls back what the rollout of that name has installed, if that is in use. A device that never had it, or has
+another release since, does nothing and reports "returned".
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, Final, Literal
+
+from msgspec.structs import replace
+
+from fedquilt.core import shorten_error
+from fedquilt.edge_agent.releases import window
+from fedquilt.edge_agent.releases.events import (
+    REFETCH_S,
+    Action,
+    ActionFailed,
+    ActivateRelease,
+    CancelReleaseFetch,
+    CheckFinished,
+    CheckRelease,
+    ConfirmRelease,
+    DeleteReleases,
+    DeviceIdle,
+    Event,
+    FetchRelease,
+    ProcessStarted,
+    PublishStatus,
+    ReleaseActivated,
+    ReleaseCancelled,
+    ReleaseConfirmed,
+    ReleaseFetched,
+    ReleaseReceived,
+    ReleaseRecord,
+    ReleaseRolledBack,
+    ReleaseState,
+    ReleaseUnhealthy,
+    RollBackRelease,
+    StatusPolled,
+    Step,
+)
+from fedquilt.edge_agent.task.memory_budget import format_megabytes
+from fedquilt.wire import DesiredRelease, ReleaseStatus
+
+LOOK_S: Final = 5.0  # between two looks at what a release waits for
+SOAK_LOOK_S: Final = 1.0  # between two looks at what soaks
+REFETCH_MOST_S: Final = 60.0
+
+_WITHIN: Final[dict[str, Any]] = {
+    "gate": "waiting",
+    "fetching": "fetching",
+    "fetched": "fetching",
+    "checking": "checking",
+    "checked": "checking",
+}
+
+# -- what is told ---------------------------------------------------------------------------------
+
+
+def installed_message(state: ReleaseState, current: str) -> ReleaseStatus | None:
+    """Return the progress of the device's release as a message, or None without a release."""
+    noted = state.noted
+    if noted is None:
+        return None
+    phase: Any = noted.step
+    reason = noted.reason
+    if phase == "wanted":
+        phase = _WITHIN[state.stage] if state.stage in ("fetching", "checking") or not state.waits else "waiting"
+        reason = state.waits
+    elif phase == "returning" and state.waits:
+        reason = shorten_error(f"{reason}; it cannot return yet: {state.waits}")
+    phase = {"swapping": "checking", "returning": "soaking"}.get(phase, phase)
+    return ReleaseStatus(
+        rollout=noted.release.rollout,
+        kind=noted.release.kind,
+        serial=noted.release.serial,
+        phase=phase,
+        current=current,
+        name=noted.name,
+        reason=reason,
+        metrics=noted.metrics,
+    )
+
+
+# -- what follows ---------------------------------------------------------------------------------
+
+
+def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
+    """Return the next state and the actions to carry out in order, once `noted` is on disk."""
+    if isinstance(event, ReleaseReceived):
+        return _handle_release(state, event, now_s)
+    noted = state.noted
+    if noted is None:
+        return state, ()
+    match event:
+        case ProcessStarted():
+            return _resume_release(state, noted, event, now_s)
+        case ReleaseCancelled():
+            return _handle_cancellation(state, noted)
+        case ReleaseFetched() if noted.step == "wanted" and state.stage == "fetching":
+            if event.error is None:
+                return replace(state, stage="fetched", waits="", again_s=now_s, patience_s=REFETCH_S), ()
+            later_s, patience_s = now_s + state.patience_s, min(2 * state.patience_s, REFETCH_MOST_S)
+            return replace(state, waits=shorten_error(event.error), again_s=later_s, patience_s=patience_s), ()
+        case CheckFinished() if noted.step == "wanted" and state.stage == "checking":
+            noted = replace(noted, metrics=dict(event.metrics))
+            if event.refused:
+                return _end_release(replace(state, noted=noted), "refused", event.refused, now_s)
+            noted = replace(noted, reason=shorten_error(event.note))
+            return replace(state, noted=noted, stage="checked", again_s=now_s), ()
+        case ActionFailed():
+            return _handle_failure(state, noted, event, now_s)
+        case ReleaseActivated() if noted.step in ("swapping", "soaking"):
+            return _handle_activation(state, noted, now_s)
+        case ReleaseConfirmed() if noted.step == "soaking":
+            return _end_release(state, "committed", noted.reason, now_s)
+        case ReleaseUnhealthy() if noted.step in ("swapping", "soaking"):
+            return _start_roll_back(_with_release_in_use(state, noted), event.reason)
+        case ReleaseRolledBack() if noted.step == "returning":
+            if not event.found:
+                return _end_release(state, "refused", "there is nothing before it to return to", now_s)
+            return replace(state, stage="undone", again_s=now_s), ()
+        case DeviceIdle() if noted.step == "wanted" and state.stage != "fetching" and state.waits:
+            return replace(state, again_s=now_s), ()  # at the next look another task may run
+        case StatusPolled() if now_s >= state.again_s:
+            return _handle_poll(state, noted, event, now_s)
+        case _:
+            return state, ()
+
+
+def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -> Step:
+    release, noted = event.release, state.noted
+    if noted is None:
+        return _start_release(state, release, now_s)
+    latest = noted.next or noted.release
+    if release.serial <= latest.serial:
+        return state, (PublishStatus(),)
+    if noted.step == "soaking" and release.back and release.rollout == noted.rollout:
+        return _start_roll_back(replace(state, noted=replace(noted, release=release, next=None)), "")
+    if noted.step in ("swapping", "soaking", "returning"):
+        return replace(state, noted=replace(noted, next=release)), ()
+    after, actions = _start_release(state, release, now_s)
+    return after, (*_cancel_actions(state), *actions)
+
+
+def _start_release(state: ReleaseState, release: DesiredRelease, now_s: float) -> Step:
+    known = state.noted
+    if known is None:
+        noted = ReleaseRecord(release=release)
+    else:
+        noted = replace(known, release=release, step="wanted", reason="", metrics={}, next=None, origin="")
+    state = ReleaseState(noted=noted, again_s=now_s)
+    if wrong := window.window_error(release.window):
+        return _end_release(state, "refused", wrong, now_s)
+    if release.back:
+        if not noted.rollout or noted.rollout != release.rollout:
+            return _end_release(state, "returned", "it does not run what that rollout has brought", now_s)
+        return state, ()
+    if release.kind != "settings" and release.blob is None:
+        return _end_release(state, "refused", "it names no blob", now_s)
+    return state, ()
+
+
+def _cancel_actions(state: ReleaseState) -> tuple[Action, ...]:
+    if state.noted is None or state.noted.step != "wanted":
+        return ()
+    blob = state.noted.release.blob
+    abandon = (CancelReleaseFetch(blob.sha256),) if blob is not None and state.stage == "fetching" else ()
+    return (*abandon, DeleteReleases())
+
+
+def _handle_cancellation(state: ReleaseState, noted: ReleaseRecord) -> Step:
+    if noted.step in ("soaking", "swapping", "returning"):
+        return replace(state, noted=replace(noted, next=None)), ()
+    if noted.step != "wanted":
+        return state, ()
+    given_up = _cancel_actions(state)
+    after, _ = _end_release(state, "refused", "it was withdrawn", inf)
+    return after, given_up
+
+
+def _resume_release(state: ReleaseState, noted: ReleaseRecord, event: ProcessStarted, now_s: float) -> Step:
+    blob = noted.release.blob
+    runs = blob is None or event.current == blob.sha256
+    match noted.step:
+        case "wanted":
+            return replace(state, again_s=now_s), ()
+        case "swapping" if not event.ill or runs:
+            return state, (ActivateRelease(noted.release),)
+        case "soaking" if runs:
+            return state, (ActivateRelease(noted.release),)
+        case "swapping" | "soaking":
+            why = event.ill or "this process began without it: something has returned to what ran before"
+            state = _with_release_in_use(state, noted)
+            assert state.noted is not None
+            return _end_release(_with_previous_in_use(state, state.noted), "returned", why, now_s)
+        case "returning":
+            return state, (RollBackRelease(noted.before),)
+        case _:
+            return replace(state, again_s=inf if noted.next is None else now_s), (DeleteReleases(),)
+
+
+def _handle_failure(state: ReleaseState, noted: ReleaseRecord, event: ActionFailed, now_s: float) -> Step:
+    """End a release that is not in use yet as refused. Retry a return or a soak later."""
+    if noted.step in ("wanted", "swapping"):
+        return _end_release(state, "refused", event.reason, now_s)
+    if noted.step == "returning":
+        return replace(state, waits=shorten_error(event.reason), again_s=now_s + LOOK_S), ()
+    if noted.step == "soaking":
+        return replace(state, again_s=now_s + LOOK_S), ()
+    return state, ()
+
+
+def _handle_activation(state: ReleaseState, noted: ReleaseRecord, now_s: float) -> Step:
+    state = _with_release_in_use(state, noted)
+    assert state.noted is not None
+    noted = replace(state.noted, step="soaking")
+    until_s = now_s + noted.release.soak_s
+    return replace(state, noted=noted, until_s=until_s, again_s=now_s, waits=""), ()
+
+
+def _with_release_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseState:
+    if noted.step != "swapping":
+        return state
+    release = noted.release
+    return replace(
+        state,
+        noted=replace(
+            noted,
+            rollout=release.rollout,
+            name=release.name,
+            before=noted.origin,
+            before_name=noted.name,
+        ),
+    )
+
+
+def _start_roll_back(state: ReleaseState, reason: str) -> Step:
+    assert state.noted is not None
+    noted = replace(state.noted, step="returning", reason=shorten_error(reason))
+    return replace(state, noted=noted, stage="gate", again_s=inf), (RollBackRelease(noted.before),)
+
+
+def _with_previous_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseState:
+    return replace(state, noted=replace(noted, rollout="", name=noted.before_name, before="", before_name=""))
+
+
+def _end_release(
+    state: ReleaseState, step: Literal["committed", "refused", "returned"], reason: str, now_s: float
+) -> Step:
+    """End the release with this step and reason. A next release starts afterwards."""
+    assert state.noted is not None
+    noted = replace(state.noted, step=step, reason=shorten_error(reason), origin="")
+    return ReleaseState(noted=noted, again_s=inf if noted.next is None else now_s), (DeleteReleases(),)
+
+
+# -- when it is time to look ----------------------------------------------------------------------
+
+
+def _handle_poll(state: ReleaseState, noted: ReleaseRecord, seen: StatusPolled, now_s: float) -> Step:
+    match noted.step:
+        case "wanted":
+            return _continue_release(state, noted, seen, now_s)
+        case "swapping":  # the link was not up the first time
+            return replace(state, again_s=inf), (ActivateRelease(noted.release),)
+        case "soaking":
+            if seen.ill:
+                return _start_roll_back(state, seen.ill)
+            if now_s >= state.until_s and seen.settled:
+                return replace(state, again_s=inf), (ConfirmRelease(),)
+            late_s = now_s + SOAK_LOOK_S
+            return replace(state, again_s=late_s if now_s >= state.until_s else min(state.until_s, late_s)), ()
+        case "returning" if state.stage != "undone":
+            return replace(state, again_s=inf), (RollBackRelease(noted.before),)
+        case "returning" if not seen.settled:
+            return replace(state, again_s=now_s + SOAK_LOOK_S), ()
+        case "returning":
+            reason = "; ".join(filter(None, (noted.reason, seen.ill and f"after the return: {seen.ill}")))
+            return _end_release(_with_previous_in_use(state, noted), "returned", reason, now_s)
+        case _ if noted.next is not None:
+            return _start_release(state, noted.next, now_s)
+        case _:
+            return replace(state, again_s=inf), ()
+
+
+def _continue_release(state: ReleaseState, noted: ReleaseRecord, seen: StatusPolled, now_s: float) -> Step:
+    """Return the next step of a release that is not in use: wait, fetch, check or swap."""
+    release = noted.release
+    if state.stage == "gate" and release.blob is not None and release.blob.sha256 == seen.current:
+        return _end_release(state, "committed", "it ran here already", now_s)
+    if state.stage == "fetching":  # the fetch before has failed
+        assert release.blob is not None
+        return replace(state, again_s=inf), (FetchRelease(release.blob),)
+    if state.stage == "checking":
+        return replace(state, again_s=inf), ()
+    if waits := waiting_reason(release, state, seen):
+        return replace(state, waits=shorten_error(waits), again_s=now_s + LOOK_S), ()
+    state = replace(state, waits="", again_s=now_s)
+    if release.back:
+        return _start_roll_back(state, "")
+    if state.stage == "gate":
+        if release.blob is None or seen.here:
+            return replace(state, stage="fetched"), ()
+        return replace(state, stage="fetching", again_s=inf), (FetchRelease(release.blob),)
+    if state.stage == "fetched":
+        if release.blob is not None and not seen.here:  # dropped, or damaged meanwhile
+            return replace(state, stage="gate"), ()
+        return replace(state, stage="checking", again_s=inf), (CheckRelease(release),)
+    swapping = replace(noted, step="swapping", origin=seen.current)
+    return replace(state, noted=swapping, again_s=inf), (ActivateRelease(release),)
+
+
+def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPolled) -> str:
+    """Return the condition that a release waits for before its next step, or "".
+
+    Measured values are left out, because each change of the text is published.
+    """
+    idle = release.force or not seen.works
+    if release.back:  # what runs now is not wanted: only an exchange of the agent itself would end a task
+        return "" if idle or release.kind != "agent" else "a task runs"
+    if waits := window.outside_window_reason(release.window, seen.local):
+        return waits
+    reading = seen.reading
+    if reading.battery is not None and reading.battery < seen.min_battery and not reading.charging:
+        return f"its battery is below {seen.min_battery:.0%}, and does not charge"
+    if seen.max_c is not None and reading.temperature_c is not None and reading.temperature_c > seen.max_c:
+        return f"it is hotter than {seen.max_c:g} °C"
+    if state.stage == "gate":
+        return ""
+    if not idle:
+        return "a task runs"
+    if state.stage != "fetched":
+        return ""
+    if seen.other:
+        return f"its release of kind {seen.other} is being checked"
+    free = reading.available_bytes
+    if free is not None and free < seen.need_bytes:
+        return f"its check takes {format_megabytes(seen.need_bytes)} of memory, and less is free"
+    return ""

@@ -1,0 +1,82 @@
+"""Status file of the device's model runner (`fedquilt serve-model`): HOME/models/served.json."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt.core import UNDECODABLE, AnyDigest, Count, DeviceReport
+from fedquilt.host.disk import REAL, Disk
+
+FILE: Final = "served.json"
+FRESH_S: Final = 60.0  # a runner that has written nothing for longer is not there
+SIZE_MOST: Final = 64 * 1024
+LATEST: Final = 500  # most labels that an accuracy counts, the latest ones
+
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class RunnerStatus(DeviceReport, frozen=True):
+    at: float = 0.0  # seconds since 1970
+    model: AnyDigest = ""  # that it runs
+    served: Count = 0
+    failed: Count = 0
+    latency_s: float | None = None
+    drift: Share | None = None  # of the inputs: 0 as at first, 1 unlike it
+    accuracy: Share | None = None  # where labels arrive
+    labelled: Count = 0
+
+
+class RunnerStatusReader:
+    """Reader of the model runner's status file.
+
+    A runner counts as active while its file changes, independent of the board's clock.
+
+    Args:
+        folder: Folder of the deployed models.
+        disk: Disk of the folder.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(self, folder: Path, disk: Disk = REAL, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._disk, self._clock = folder / FILE, disk, clock
+        self._last = RunnerStatus()
+        self._payload: bytes | None = None
+        self._changed_s = -math.inf  # when the file was last seen to have changed
+
+    def read_status(self) -> RunnerStatus | None:
+        """Return the runner's status, or None if no runner is active. Malformed content is ignored."""
+        try:
+            found = self._disk.stat(self._file)
+            payload = None if found is None else self._disk.read(self._file, 0, SIZE_MOST)
+        except OSError:
+            payload = None
+        if payload is not None and payload != self._payload:
+            if self._payload is not None or self._is_recent(payload):
+                self._changed_s = self._clock()
+            self._payload = payload
+            self._last = _decode_status(payload) or self._last
+        return self._last if self._clock() <= self._changed_s + FRESH_S else None
+
+    @property
+    def unchanged_s(self) -> float:
+        """Seconds since a call of `read_status` found the file changed."""
+        return self._clock() - self._changed_s
+
+    @staticmethod
+    def _is_recent(payload: bytes) -> bool:
+        found = _decode_status(payload)
+        return found is not None and abs(time.time() - found.at) <= FRESH_S
+
+
+def _decode_status(payload: bytes) -> RunnerStatus | None:
+    try:
+        return msgspec.json.decode(payload, type=RunnerStatus)
+    except UNDECODABLE:
+        return None

@@ -1,0 +1,1 @@
+"""State of an agent on its disk."""

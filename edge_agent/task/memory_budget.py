@@ -1,0 +1,232 @@
+"""Memory of a task: predicted in advance, watched during the task and measured afterwards.
+
+Resident sizes come from /proc. The peak is the kernel's high-water mark of the task's process, reset before each task.
+`ru_maxrss` would include the former size of the parent process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from fedquilt.core import WorkEstimate
+from fedquilt.costs import peak_memory
+from fedquilt.costs.peak_memory import ASSUMED_BASE_BYTES as ASSUMED_BASE_BYTES
+from fedquilt.host import sysfs
+from fedquilt.host.process_memory import PROC
+from fedquilt.host.process_memory import resident_bytes as resident_bytes
+from fedquilt.wire import RefusalCode
+
+LEARNT: Final = 0.3  # weight of the newest ratio in the average of true over predicted peaks
+RATIO_LEAST, RATIO_MOST = 0.8, 2.0  # limits of that average: one odd task changes little
+TOLERATED: Final = 1.05  # up to this ratio a peak counts as predicted, and the full budget is planned with
+STEP: Final = 1.25  # factor of one level of caution: the budget is planned with as if it were so much smaller
+LEVEL_MOST: Final = 12  # most levels after failures: 1.25 ** 12 = 15 times the prediction
+
+
+@dataclass(frozen=True)
+class MemoryMargin:
+    """Correction of memory predictions for one method and engine, from earlier tasks.
+
+    The planning budget changes in steps and is the whole budget while peaks match predictions. The size of
+    micro-batches decides the last bits of a result and must not follow each measurement.
+    """
+
+    ratio: float = 1.0  # true over predicted peak, averaged
+    level: int = 0  # tasks that ran out of memory: one step down for each, until the agent restarts
+
+    def with_peak(self, peak_bytes: int, planned_bytes: int) -> MemoryMargin:
+        """Return the margin after a completed task, from its peak and the peak planned by the engine."""
+        if planned_bytes <= 0:
+            return self
+        found = min(max(peak_bytes / planned_bytes, RATIO_LEAST), RATIO_MOST)
+        return replace(self, ratio=(1 - LEARNT) * self.ratio + LEARNT * found)
+
+    def with_failure(self) -> MemoryMargin:
+        return replace(self, level=min(self.level + 1, LEVEL_MOST))
+
+    @property
+    def reduction_steps(self) -> int:
+        """Number of times that the planning budget is divided by `STEP`."""
+        over = math.log(self.ratio / TOLERATED, STEP)
+        return self.level + max(math.ceil(over), 0)
+
+    def plan_limit_bytes(self, budget_bytes: int, base_bytes: int) -> int:
+        """Return how much of a budget an engine may plan to use. `base_bytes` is its size without work."""
+        return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP**self.reduction_steps)
+
+
+def engine_base_bytes(engine: str, measured: Mapping[str, int]) -> int:
+    """Return the resident size of a process with only the engine, as measured or else assumed."""
+    return measured.get(engine, ASSUMED_BASE_BYTES.get(engine, 0))
+
+
+def minimum_task_bytes(engine: str, measured: Mapping[str, int]) -> int:
+    return peak_memory.task_process_bytes(engine, 0, engine_base_bytes(engine, measured))
+
+
+def describe_engine_shortage(budget_bytes: int, engines: Collection[str]) -> str | None:
+    """Return why no installed engine fits the budget, or None if any engine fits."""
+    need = {name: minimum_task_bytes(name, {}) for name in engines}
+    if any(size < budget_bytes for size in need.values()):
+        return None
+    held = ", ".join(f"{name} {format_megabytes(size)}" for name, size in need.items()) or "none is installed"
+    return (
+        f"the budget of {format_megabytes(budget_bytes)} is less than any engine here holds by itself ({held}): "
+        "every task will be declined until the budget is raised"
+    )
+
+
+def memory_shortage(
+    engine: str,
+    work: WorkEstimate,
+    budget_bytes: int,
+    available_bytes: int | None,
+    measured: Mapping[str, int],
+    caution: MemoryMargin = MemoryMargin(),
+) -> tuple[RefusalCode, str] | None:
+    """Return why the work does not fit the memory even in its smallest steps, or None if it fits.
+
+    The code is "budget" if the work never fits this device, "memory" if it fits after memory is freed.
+
+    Args:
+        engine: Name of the engine.
+        work: Work as predicted by the method.
+        budget_bytes: Most resident memory of the task's process.
+        available_bytes: Memory that the board can still give to the process, or None if unknown.
+        measured: Measured resident size of a process with only the engine, by engine.
+        caution: Margin by which the prediction is multiplied.
+    """
+    base = minimum_task_bytes(engine, measured)
+    factor = max(STEP**caution.reduction_steps, caution.ratio)
+    share = math.ceil(work.peak_bytes * factor)
+    need = base + share
+    if need <= budget_bytes and (available_bytes is None or need <= available_bytes):
+        return None
+    learnt = "" if factor == 1.0 else f" ({factor:.2f} times what was predicted, as such tasks have shown here)"
+    shares = f"{format_megabytes(base)} for the {engine} engine, {format_megabytes(share)} for the work{learnt}"
+    parts = f"needs {format_megabytes(need)} ({shares})"
+    if need > budget_bytes:
+        return "budget", f"{parts}, the budget here is {format_megabytes(budget_bytes)}"
+    assert available_bytes is not None
+    return "memory", (
+        f"{parts}, the board has {format_megabytes(available_bytes)} left: ask for less, or free memory there "
+        f"(the budget of {format_megabytes(budget_bytes)} would allow it)"
+    )
+
+
+def format_megabytes(size: int) -> str:
+    return f"{size / 1e6:.0f} MB"
+
+
+# -- while it runs --------------------------------------------------------------------------------
+
+
+def count_oom_kills(proc: Path = PROC) -> int | None:
+    """Return the number of out-of-memory kills, or None before Linux 4.13, which has no count."""
+    return _read_counter(proc / "vmstat", "oom_kill")
+
+
+def _read_counter(path: Path, name: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return None
+
+
+class MemoryLimit:
+    """Control group (v2) that limits the memory of a task's process, where permitted.
+
+    This requires that systemd delegates the agent's group (`Delegate=memory`) and that the group holds no other
+    process. The kernel allows processes in leaves only, so this process moves into a leaf beside the task's group.
+    Elsewhere `apply_limit` returns False, and the check of the resident size is the only limit.
+    """
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = PROC) -> None:
+        self._root, self._proc = root, proc
+        self._task: Path | None = None
+        self._tried = False
+
+    def create_group(self) -> None:
+        """Create the task's group on the first call, before any child process starts.
+
+        The kernel refuses (EBUSY) while a child is in this process's own group.
+        """
+        if not self._tried:
+            self._tried = True
+            self._task = self._create_task_group()
+
+    def apply_limit(self, pid: int, budget_bytes: int) -> bool:
+        """Limit the memory of a process. Return whether the kernel enforces the limit."""
+        self.create_group()
+        if self._task is None:
+            return False
+        try:
+            (self._task / "memory.max").write_text(str(budget_bytes))
+            (self._task / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            return False
+        with contextlib.suppress(OSError):  # no such file if the kernel accounts no swap
+            (self._task / "memory.swap.max").write_text("0")
+        return True
+
+    def count_oom_kills(self) -> int | None:
+        """Return the number of out-of-memory kills in the group, or None without a limit or a count."""
+        if self._task is None:
+            return None
+        return _read_counter(self._task / "memory.events", "oom_kill")
+
+    def _create_task_group(self) -> Path | None:
+        own = self._own_group()
+        if own is None or not sysfs.is_visible(own / "cgroup.subtree_control"):
+            return None
+        leaf, task, pid = own / "agent", own / "task", str(os.getpid())
+        try:
+            leaf.mkdir(exist_ok=True)
+            (leaf / "cgroup.procs").write_text(pid)
+        except OSError:
+            return None
+        try:
+            (own / "cgroup.subtree_control").write_text("+memory")
+            task.mkdir(exist_ok=True)
+        except OSError:  # other processes live in this group, or the memory controller is not delegated
+            with contextlib.suppress(OSError):
+                (own / "cgroup.procs").write_text(pid)
+                leaf.rmdir()
+            return None
+        return task
+
+    def _own_group(self) -> Path | None:
+        # The root group is never returned, because it cannot be divided.
+        with contextlib.suppress(OSError):
+            for line in (self._proc / "self/cgroup").read_text().splitlines():
+                if line.startswith("0::/") and line != "0::/":
+                    return self._root / line[len("0::/") :]
+        return None
+
+
+# -- what it took ---------------------------------------------------------------------------------
+
+
+def reset_peak(pid: int, proc: Path = PROC) -> bool:
+    """Reset the high-water mark of a child process. Return False if the kernel refuses."""
+    try:
+        (proc / str(pid) / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def read_peak_bytes(pid: int, proc: Path = PROC) -> int | None:
+    """Return the peak resident size since the last `reset_peak`, or None if the process has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / str(pid) / "status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None

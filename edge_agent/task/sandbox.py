@@ -1,0 +1,175 @@
+"""Sandbox of a task's process, where the kernel has seccomp and Landlock.
+
+A task runs graphs, networks and data made by other people. If any of them takes over the process, the process can send
+nothing except its result, reach no other process's memory, leave no process group, and write no file outside its
+private folders. The agent trusts no file in these folders: it copies a result before checking it. Without seccomp and
+Landlock, the task runs without a sandbox (see docs/security.md).
+
+Both apply to the calling thread and its later children, so `enter_sandbox` must run before any library starts threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 4, 22, 38, 2
+OUT, CACHE, TEMPORARY, LIBRARIES = "out", "cache", "tmp", "libraries"  # private folders of a task's process
+CHECK = "check"  # folder in the agent's home with the private folders of a check's process
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock; the same on all architectures
+VERSION_FLAG, PATH_BENEATH = 1, 1
+LEAST_LANDLOCK: Final = 2  # the first that lets files be renamed from one permitted folder to another
+TRUNCATE_LANDLOCK: Final = 3
+WRITES: Final = 1 << 1 | sum(1 << bit for bit in range(4, 14))  # writing, and making, removing and moving of any kind
+TRUNCATES: Final = 1 << 14
+
+EPERM, UNIX, NETLINK = 1, 1, 16
+LOAD, EQUAL, GREATER_OR_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06  # of classic BPF, on 32-bit words
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | EPERM
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; little-endian
+
+
+class SystemCalls(NamedTuple):
+    architecture: int
+    socket: int
+    refused: Sequence[int]  # ptrace, process_vm_readv/writev, io_uring_setup, pidfd_getfd, setsid, setpgid
+
+
+CALLS: Final = {
+    "x86_64": SystemCalls(0xC000003E, 41, (101, 310, 311, 425, 438, 112, 109)),
+    "aarch64": SystemCalls(0xC00000B7, 198, (117, 270, 271, 425, 438, 157, 154)),
+}
+
+
+def task_command(private: Path) -> tuple[str, ...]:
+    """Return the command of a task's process, which may write only its private folders below `private`."""
+    return (sys.executable, "-m", "fedquilt.edge_agent.task.start", str(private))
+
+
+def protect_memory() -> None:
+    """Prevent the user's processes from tracing or writing the memory of this process."""
+    _prctl(PR_SET_DUMPABLE, 0)
+
+
+def enter_sandbox(private: Path) -> None:
+    """Confine this process to its private folders, which are created if missing."""
+    for name in (OUT, CACHE, TEMPORARY, LIBRARIES):
+        (private / name).mkdir(parents=True, exist_ok=True)
+    os.environ["TMPDIR"] = str(private / TEMPORARY)
+    os.environ["XDG_CACHE_HOME"] = str(private / LIBRARIES)
+    os.environ["CUDA_CACHE_PATH"] = str(private / LIBRARIES / "nv")
+    apply_restrictions(writable_folders(private))
+
+
+def apply_restrictions(writable: Iterable[Path]) -> tuple[str, ...]:
+    """Restrict this process permanently. Return the restrictions that the kernel applied.
+
+    Restrictions are "files" (writes) and "network" (sockets, and calls that reach other processes).
+
+    Args:
+        writable: Folders below which the process may still write. Missing folders are left out.
+    """
+    if _prctl(PR_SET_NO_NEW_PRIVS, 1):
+        return ()
+    return tuple(
+        name for name, done in (("files", _restrict_files(writable)), ("network", _restrict_network())) if done
+    )
+
+
+def available_restrictions() -> tuple[str, ...]:
+    """Return the restrictions that the kernel supports, without applying any."""
+    files = _landlock_version() >= LEAST_LANDLOCK
+    network = platform.machine() in CALLS and os.path.exists("/proc/sys/kernel/seccomp/actions_avail")
+    return tuple(name for name, there in (("files", files), ("network", network)) if there)
+
+
+def writable_folders(private: Path) -> list[Path]:
+    """Return the folders that a task's process may write.
+
+    The parent folder `private` is not writable, so that a task cannot replace a folder by a link.
+    """
+    return [*(private / name for name in (OUT, CACHE, TEMPORARY, LIBRARIES)), Path("/dev"), Path("/proc")]
+
+
+def _restrict_files(writable: Iterable[Path]) -> bool:
+    version = _landlock_version()
+    if version < LEAST_LANDLOCK:
+        return False
+    handled = WRITES | (TRUNCATES if version >= TRUNCATE_LANDLOCK else 0)
+    rules = _system_call(CREATE_RULESET, struct.pack("=Q", handled), 8, 0)
+    if rules < 0:
+        return False
+    try:
+        for folder in writable:
+            try:
+                place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                if _system_call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", handled, place), 0):
+                    return False
+            finally:
+                os.close(place)
+        return _system_call(RESTRICT_SELF, rules, 0) == 0
+    finally:
+        os.close(rules)
+
+
+def _restrict_network() -> bool:
+    calls = CALLS.get(platform.machine())
+    if calls is None or sys.byteorder != "little":
+        return False
+    program = _filter_program(calls)
+    code = ctypes.create_string_buffer(b"".join(program))
+    whole = struct.pack("@HP", len(program), ctypes.addressof(code))
+    return _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(whole)) == 0
+
+
+def _filter_program(calls: SystemCalls) -> list[bytes]:
+    # Denied are sockets except Unix and Netlink, and calls that reach other processes.
+    tests = [
+        (LOAD, ARCHITECTURE_AT, None),
+        (EQUAL, calls.architecture, "next or refuse"),
+        (LOAD, NUMBER_AT, None),
+        (GREATER_OR_EQUAL, 0x40000000, "refuse"),  # the x32 numbers of x86-64
+        *((EQUAL, number, "refuse") for number in calls.refused),
+        (EQUAL, calls.socket, "next or allow"),
+        (LOAD, ARGUMENT_AT, None),
+        (EQUAL, UNIX, "allow"),
+        (EQUAL, NETLINK, "allow"),
+    ]
+    refuse, allow = len(tests), len(tests) + 1
+    program = []
+    for at, (code, number, then) in enumerate(tests):
+        to_refuse, to_allow = refuse - at - 1, allow - at - 1
+        jumps = {
+            None: (0, 0),
+            "refuse": (to_refuse, 0),
+            "allow": (to_allow, 0),
+            "next or refuse": (0, to_refuse),
+            "next or allow": (0, to_allow),
+        }[then]
+        program.append(struct.pack("=HBBI", code, *jumps, number))
+    return [*program, struct.pack("=HBBI", RETURN, 0, 0, REFUSE), struct.pack("=HBBI", RETURN, 0, 0, ALLOW)]
+
+
+def _landlock_version() -> int:
+    """Return the kernel's Landlock version, or a number below 1 if Landlock is missing or off."""
+    return _system_call(CREATE_RULESET, None, 0, VERSION_FLAG)
+
+
+def _system_call(number: int, *arguments: int | bytes | None) -> int:
+    passed = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    return int(ctypes.CDLL(None).syscall(ctypes.c_long(number), *passed))
+
+
+def _prctl(option: int, argument: int, pointer: object = 0) -> int:
+    zero = ctypes.c_ulong(0)
+    third = zero if pointer == 0 else pointer
+    return int(ctypes.CDLL(None).prctl(ctypes.c_int(option), ctypes.c_ulong(argument), third, zero, zero))

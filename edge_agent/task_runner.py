@@ -1,0 +1,206 @@
+"""Task execution on one device: carries out the actions of the state machine.
+
+Real agents and simulated fleets run the same code. An agent provides a link, a disk and a task process. A simulated
+fleet provides virtual time and workers shared by many devices.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from fedquilt import wire
+from fedquilt.core import BlobRef, Device, Reading, StoreError, Task, Update, WireError
+from fedquilt.edge_agent import events, messages, state_machine
+from fedquilt.edge_agent.events import StartTask, TaskCompleted, TaskFailed, TaskPauseChanged, TaskReceived, TimerFired
+from fedquilt.edge_agent.power.governor import GovernorPolicy
+from fedquilt.edge_agent.power.learned_model import LearnedModel
+from fedquilt.edge_agent.power.task_power import TaskPowerManager
+from fedquilt.edge_agent.task import failures
+from fedquilt.edge_agent.task.protocol import DataLoaded, Event, WorkRequest, WorkResult
+from fedquilt.edge_agent.task.worker import TaskWorker
+from fedquilt.wire import Claim
+
+log = logging.getLogger("fedquilt.agent")
+
+
+class TaskServices(Protocol):
+    """Services of the agent that a task runner needs.
+
+    Raises, from every method:
+        StoreError: If the device's disk is full or unusable. The task is then declined.
+    """
+
+    def publish_claim(self, claim: Claim) -> None: ...
+
+    def submit_update(self, update: Update, now_s: float) -> None: ...
+
+    def discard_update(self, update: Update) -> None: ...
+
+    def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
+        """Start to fetch blobs. A `Fetched` event follows for each blob."""
+        ...
+
+    def cancel_fetch(self, sha256: str) -> None:
+        """Cancel the transfer of a blob and delete the part received."""
+        ...
+
+    def build_work_request(self, task: Task, budget_bytes: int, plan_bytes: int) -> WorkRequest: ...
+
+    def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
+        """Store the current task's result durably. Return whether the result has private state.
+
+        Args:
+            update: Manifest of the result.
+            blobs: Bundles in memory by sha256. Other bundles are files in the output folder.
+            private: Private state that the task has written, or None.
+        """
+        ...
+
+    def store_learned_costs(self, learned: Mapping[str, LearnedModel]) -> None: ...
+
+    def report_progress(self, task: Task, fraction: float, now_s: float) -> None: ...
+
+
+class TaskRunner:
+    """Task execution of one device, with its board, worker and state.
+
+    Args:
+        state: Initial state, with the outbox and counted rounds of an earlier process.
+        rule: Policy for operating points.
+        around: Services of the agent.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        state: events.DeviceState,
+        board: Device,
+        worker: TaskWorker,
+        rule: GovernorPolicy,
+        around: TaskServices,
+    ) -> None:
+        self.device, self.state = device, state
+        self._board, self._worker, self._around = board, worker, around
+        self._pacer = TaskPowerManager(board, rule)
+        self._way_s = 0.0  # of the update that the task in hand will make
+
+    def step(self, now_s: float) -> None:
+        self._pacer.read_due_sensors(now_s)
+        for event in self._worker.poll(now_s):
+            self._handle_worker_event(event, now_s)
+        if now_s >= state_machine.next_due_s(self.state):
+            self.handle_event(TimerFired(), now_s)
+
+    def next_step_s(self, now_s: float) -> float:
+        """Return the time by which `step` must be called."""
+        return min(state_machine.next_due_s(self.state), self._worker.next_poll_s(now_s), self._pacer.next_sample_s())
+
+    def stop(self) -> None:
+        """Stop the current task. The outbox stays."""
+        self._worker.close()
+        self._pacer.stop()
+
+    def handle_event(self, event: events.Event, now_s: float) -> None:
+        reading = self.read_sensors(now_s) if isinstance(event, TaskReceived) else Reading()
+        self.state, actions = state_machine.advance(self.state, event, now_s, reading)
+        self.carry_out_actions(actions, now_s)
+
+    def carry_out_actions(self, actions: Sequence[events.Action], now_s: float) -> None:
+        """Carry out actions in order. A disk error skips the remaining actions and fails the task."""
+        for action in actions:
+            try:
+                match action:  # the most frequent first
+                    case events.PublishClaim(claim):
+                        self._around.publish_claim(claim)
+                    case events.FetchBlobs(refs):
+                        self._around.fetch_blobs(refs)
+                    case StartTask(task):
+                        self._start_task(task, now_s)
+                    case events.SendUpdate(update):
+                        self._around.submit_update(update, now_s)
+                    case events.StoreLearnedCosts(learned):
+                        self._around.store_learned_costs(learned)
+                    case events.StopTask():
+                        self._worker.kill()
+                        self._pacer.stop()
+                    case events.CancelFetch(sha256):
+                        self._around.cancel_fetch(sha256)
+                    case events.DeleteUpdate(update):
+                        self._around.discard_update(update)
+            except StoreError as error:
+                return self.handle_event(
+                    TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
+                )
+
+    def apply_capabilities(self, means: events.Capabilities, rule: GovernorPolicy) -> None:
+        """Replace the capabilities for later tasks. The new governor policy applies at once."""
+        means = msgspec.structs.replace(means, runs_on=self.state.means.runs_on)
+        self.state = msgspec.structs.replace(self.state, means=means)
+        self._pacer.rule = rule
+
+    @property
+    def is_working(self) -> bool:
+        return self.state.open is not None and self.state.open.working
+
+    def set_task_pause(self, on: bool, now_s: float) -> None:
+        """Start no task while `on`, and kill the idle worker to free memory."""
+        if on and not self.is_working:
+            self._worker.kill()
+        self.handle_event(TaskPauseChanged(on), now_s)
+
+    def read_sensors(self, now_s: float) -> Reading:
+        """Return sensor readings in which the memory of an idle worker counts as available."""
+        reading = self._board.read_sensors(now_s)
+        if reading.available_bytes is None:
+            return reading
+        spare = reading.available_bytes + self._worker.resident_bytes
+        return msgspec.structs.replace(reading, available_bytes=spare)
+
+    def _start_task(self, task: Task, now_s: float) -> None:
+        order = self._around.build_work_request(
+            task, self.state.means.budget_bytes, state_machine.plan_limit_bytes(self.state, task)
+        )
+        self._way_s = state_machine.upload_reserve_s(self.state, now_s)
+        self._pacer.start_task(now_s)
+        self._worker.start(order, now_s)
+
+    def _handle_worker_event(self, event: Event, now_s: float) -> None:
+        open = self.state.open
+        if open is None or not open.working:
+            return
+        if isinstance(event, WorkResult):
+            return self._finish_task(open, event, now_s)
+        if isinstance(event, DataLoaded):
+            known = self.state.learned.get(events.workload_key(open.task), LearnedModel())
+            done_by_s = open.due_s - self._way_s
+            return self._pacer.start_work(open.task.work.total_for_examples(event.examples), done_by_s, known, now_s)
+        self._pacer.report_progress(event.fraction, now_s)
+        self._around.report_progress(open.task, event.fraction, now_s)
+
+    def _finish_task(self, open: events.OpenTask, outcome: WorkResult, now_s: float) -> None:
+        """Make the result of an ended task durable and enter it into the plan, or enter its failure."""
+        means = self.state.means
+        if outcome.runs_on not in ("", means.runs_on.get(open.task.engine)):
+            runs_on = {**means.runs_on, open.task.engine: outcome.runs_on}
+            self.state = msgspec.structs.replace(self.state, means=msgspec.structs.replace(means, runs_on=runs_on))
+        if outcome.code != "ok":
+            self._pacer.stop()
+            if outcome.killed:
+                log.warning("%s, round %d: %s", open.task.job, open.task.round, outcome.reason)
+            return self.handle_event(TaskFailed(outcome.code, outcome.reason, outcome.overrun, outcome.killed), now_s)
+        spent = self._pacer.end_task(open.task.work.total_for_examples(outcome.examples), outcome.wall_s, now_s)
+        update = messages.update_message(self.device, open, outcome, spent.cost)
+        try:
+            wire.decode(wire.encode(update), Update)
+            private = self._around.commit_result(update, outcome.blobs, outcome.private)
+        except WireError as error:
+            return self.handle_event(TaskFailed("exception", f"the method's answer cannot be sent: {error}"), now_s)
+        except StoreError as error:
+            return self.handle_event(
+                TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
+            )
+        return self.handle_event(TaskCompleted(update, private, spent.learned, outcome.planned_bytes), now_s)

@@ -1,0 +1,358 @@
+"""Releases of the agent: a new version is built beside the running one, checked and put on trial.
+
+The launcher (`fedquilt.edge_agent.upgrade.launcher`) starts the version named in choice.json. This kind writes that
+file and asks its process to end. The service manager then starts the launcher again. The running version is not
+changed, so that a kill at any moment leaves either the old or the new version in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Final
+
+import msgspec
+
+from fedquilt.core import UNDECODABLE, ModelError, shorten_error
+from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.upgrade import archive, environment_build, launcher
+from fedquilt.edge_agent.upgrade.launcher import VersionChoice
+from fedquilt.host import threads
+from fedquilt.host.disk import REAL, Disk, disk_errors
+from fedquilt.wire import DesiredRelease
+
+log = logging.getLogger("fedquilt.agent")
+
+COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.upgrade.environment_build")
+CHECK_S: Final = 1800.0  # for unpacking, compiling and the new version's own check, on a slow card
+CHECK_BYTES: Final = 300 << 20  # memory of that: an agent, and the process of one small task
+KILLED_MOST: Final = 2  # most restarts of a check that was killed from outside, such as for memory
+TAIL_BYTES: Final = 4096
+NEWEST: Final = "newest"  # file in the folder of versions: the greatest number of a signed one that was kept
+NO_LAUNCHER: Final = (
+    "this agent was not started by its launcher, which returns from a version that does not start: flash the board "
+    "once more, or start `python -m fedquilt.edge_agent.upgrade.launcher FOLDER agent agent.toml` again and again"
+)
+
+
+class LaunchInfo(msgspec.Struct, frozen=True):
+    """Information from the launcher about this process, see `launcher.launch_info`."""
+
+    folder: str
+    flashed: str
+    running: str  # version of this process; "": the flashed one
+    words: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    unable: str = ""  # why it is not the version that was chosen
+
+
+def read_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo | None:
+    """Return the information from the launcher, or None if this process has no launcher."""
+    try:
+        return msgspec.json.decode(environ[launcher.LAUNCHED], type=LaunchInfo)
+    except (KeyError, *UNDECODABLE):
+        return None
+
+
+def _cancel_alarm() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class AgentKind(ReleaseKind):
+    """Releases of the agent on one device.
+
+    Args:
+        started: Information from the launcher, or None without one. Every release is refused then.
+        settings: Settings in agent.toml.
+        connected: Function that returns whether the broker is reachable.
+        restart: Function that shuts this process down.
+        quiet: Function that cancels the launcher's alarm.
+        command: Command of the process that builds and checks.
+        clock: Monotonic clock in seconds, for the time limit of that process.
+    """
+
+    def __init__(
+        self,
+        started: LaunchInfo | None,
+        settings: AgentSettings,
+        connected: Callable[[], bool],
+        restart: Callable[[], None],
+        *,
+        disk: Disk = REAL,
+        quiet: Callable[[], None] = _cancel_alarm,
+        command: Sequence[str] = COMMAND,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._started, self._settings = started, settings
+        self._connected, self._restart, self._quiet = connected, restart, quiet
+        self._disk, self._command, self._clock = disk, command, clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._tail, self._until_s, self._killed = b"", 0.0, 0
+        self._staged: environment_build.BuildRequest | None = None
+
+    # -- choice.json --
+
+    def _require_launcher(self) -> LaunchInfo:
+        if self._started is None:
+            raise ModelError(NO_LAUNCHER)
+        return self._started
+
+    def _versions_folder(self) -> Path:
+        return Path(self._require_launcher().folder)
+
+    def _read_choice(self) -> VersionChoice:
+        # A damaged file counts as none, here as in the launcher.
+        started, file = self._require_launcher(), self._versions_folder() / launcher.CHOICE
+        with disk_errors(f"read {file}"):
+            if not self._disk.is_file(file):
+                return VersionChoice(started.flashed)
+            payload = self._disk.read(file)
+        return launcher.parse_choice(payload.decode(errors="replace")) or VersionChoice(started.flashed)
+
+    def _write_choice(self, choice: VersionChoice) -> None:
+        file = self._versions_folder() / launcher.CHOICE
+        with disk_errors(f"write {file}"):
+            self._disk.make_folder(file.parent)
+            self._disk.write_atomically(file, launcher.format_choice(choice).encode())
+
+    def _highest_number(self) -> int:
+        file = self._versions_folder() / NEWEST
+        with disk_errors(f"read {file}"):
+            text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
+        if not re.fullmatch(r"[0-9]{1,16}", text):
+            log.warning("%s is damaged: only the versions that are here say which signed one was the latest", file)
+            text = "0"
+        choice = self._read_choice()
+        there = {choice.previous or "", "" if choice.trying else choice.current} - {""}
+        return max([int(text), *(self._version_number(name) for name in there)])
+
+    def _version_number(self, name: str) -> int:
+        if self._settings.upgrade.unsigned:
+            return 0
+        try:
+            payload = self._disk.read(self._versions_folder() / name / archive.MANIFEST, 0, archive.MANIFEST_MOST)
+            return msgspec.json.decode(payload, type=archive.UpgradeManifest).number
+        except (OSError, *UNDECODABLE):
+            return 0
+
+    def _record_number(self, name: str) -> None:
+        if (number := self._version_number(name)) > self._highest_number():
+            file = self._versions_folder() / NEWEST
+            with disk_errors(f"write {file}"):
+                self._disk.write_atomically(file, str(number).encode())
+
+    # -- as a kind of release --
+
+    def unsupported_reason(self) -> str:
+        # Without a launcher, nothing rolls back a version that fails.
+        return "none: no launcher started the agent" if self._started is None else ""
+
+    def current_sha256(self) -> str:
+        if self._started is None:
+            return ""
+        return self._started.running if self._started.unable else self._read_choice().current
+
+    def stage(self, release: DesiredRelease, blob: Path | None) -> None:
+        """Check that a bundle fits this machine. Unpacking verifies the signature and the wheels.
+
+        Raises:
+            ModelError: If this board cannot use the bundle.
+            StoreError: If the bundle cannot be read.
+        """
+        started = self._require_launcher()
+        if blob is None or release.blob is None:
+            raise ModelError("a release of the agent needs a bundle of wheels")
+        with archive.open_bundle(blob) as bundle:
+            environment_build.require_fitting_machine(bundle.manifest)
+        choice = self._read_choice()
+        if choice.returned or choice.failed:
+            self._write_choice(choice._replace(returned="", failed=""))
+        self._staged = environment_build.BuildRequest(
+            bundle=str(blob),
+            sha256=release.blob.sha256,
+            folder=started.folder,
+            words=started.words,
+            packages=started.packages,
+            ca=self._settings.broker.ca,
+            unsigned=self._settings.upgrade.unsigned,
+            newest=self._highest_number(),
+            parent=os.getpid(),
+        )
+
+    def start_check(self, release: DesiredRelease) -> None:
+        self._killed = 0
+        self._start_process()
+
+    def _start_process(self) -> None:
+        self.stop_check()
+        assert self._staged is not None, "a release is staged before it is checked"
+        environ = {
+            name: value for name, value in os.environ.items() if name not in (launcher.LAUNCHED, "NOTIFY_SOCKET")
+        }
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={**threads.QUIET, **environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            )
+        except OSError as error:
+            raise ModelError(f"its check cannot be started: {error.strerror}") from None
+        self._tail, self._until_s = b"", self._clock() + CHECK_S
+        stdin, stderr = self._process.stdin, self._process.stderr
+        assert stdin is not None
+        assert stderr is not None
+        os.set_blocking(stderr.fileno(), False)
+        try:
+            stdin.write(msgspec.json.encode(self._staged))  # some hundred bytes: a pipe takes 64 KiB at once
+            stdin.close()
+        except BrokenPipeError:  # it has ended; its last words say why
+            pass
+
+    def poll_check(self) -> CheckResult | None:
+        if self._process is None:
+            return CheckResult("its check was ended", {})
+        said = _read_available(self._process.stderr)
+        self._tail = (self._tail + said)[-TAIL_BYTES:]
+        code = self._process.poll()
+        if code is None and self._clock() < self._until_s:
+            return None
+        self._tail = (self._tail + _read_available(self._process.stderr))[-TAIL_BYTES:]
+        self.stop_check()
+        if code is None:
+            return CheckResult(f"its check has not ended within {CHECK_S:g} s", {})
+        if code == 0:
+            return CheckResult("", {})
+        if code == -signal.SIGKILL and self._killed < KILLED_MOST:
+            log.warning("the check of the new version was killed: it is made again")
+            self._killed += 1
+            try:
+                self._start_process()
+            except ModelError as error:
+                return CheckResult(str(error), {})
+            return None
+        lines = self._tail.decode(errors="replace").strip().splitlines()
+        words = shorten_error(lines[-1].removeprefix("fedquilt: "), 900) if lines else "it said nothing"
+        if code < 0:
+            return CheckResult(f"its check was ended by {signal.Signals(-code).name}; {words}", {})
+        return CheckResult(words, {})
+
+    def activate(self, release: DesiredRelease) -> None:
+        """Put the new version on trial, and ask this process to end.
+
+        Raises:
+            ModelError: If the environment is missing.
+            StoreError: If choice.json cannot be written.
+        """
+        assert release.blob is not None
+        started, choice, new = self._require_launcher(), self._read_choice(), release.blob.sha256
+        if choice.current != new:
+            if not launcher.python_path(self._versions_folder(), new).exists():
+                raise ModelError(
+                    f"the environment {new[:12]} is gone from {self._versions_folder()}: send the release again"
+                )
+            online_s = self._settings.upgrade.online_s
+            self._write_choice(VersionChoice(started.flashed, new, choice.current, trying=True, online_s=online_s))
+        if started.running != new:
+            log.warning("ends, to be started as version %s (%s)", release.name or new[:12], new[:12])
+            self._restart()
+
+    def unhealthy_reason(self) -> str:
+        """Return why the launcher has rolled the version back, or "". Record that it is online."""
+        if self._started is None:
+            return NO_LAUNCHER
+        choice = self._read_choice()
+        if self._started.unable or choice.returned:
+            return self._started.unable or choice.returned
+        if choice.trying and not choice.online and self._started.running == choice.current and self._connected():
+            self._quiet()
+            self._write_choice(choice._replace(online=True))
+        return ""
+
+    def is_settled(self) -> bool:
+        """Return whether the version in use is the running one and has been online."""
+        if self._started is None or self._started.unable:
+            return True
+        choice = self._read_choice()
+        return self._started.running == choice.current and (not choice.trying or choice.online)
+
+    def roll_back(self) -> bool:
+        """Choose the previous version and ask this process to end. Return whether there is one.
+
+        Raises:
+            StoreError: If choice.json cannot be written.
+        """
+        if self._started is None:
+            return False
+        choice = self._read_choice()
+        if choice.previous is None and not choice.failed:
+            return False
+        if choice.previous is not None:
+            choice = launcher.roll_back(choice, "")
+            self._write_choice(choice)
+        if self._started.running != choice.current:
+            log.warning("ends, to be started as the version before")
+            self._restart()
+        return True
+
+    def confirm(self) -> None:
+        """End the trial of the running version, if it has been online."""
+        if self._started is None:
+            return
+        choice = self._read_choice()
+        if choice.trying and choice.online and self._started.running == choice.current:
+            self._record_number(choice.current)
+            self._write_choice(choice._replace(trying=False))
+
+    def discard_unused(self) -> None:
+        self.stop_check()
+        self._staged = None
+        if self._started is None:
+            return
+        choice = self._read_choice()
+        if self._started.unable and choice.current != self._started.running:
+            return self._write_choice(launcher.roll_back(choice, self._started.unable))
+        if choice.trying:
+            return
+        kept = {choice.current, choice.previous, self._started.running}
+        folder = self._versions_folder()
+        with disk_errors(f"look at {folder}"):
+            entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
+        for entry in entries:
+            if entry.is_dir and entry.name not in kept:
+                with disk_errors(f"remove {folder / entry.name}"):
+                    self._disk.remove(folder / entry.name)
+
+    def check_memory_bytes(self, release: DesiredRelease) -> int:
+        return CHECK_BYTES
+
+    def fds(self) -> Sequence[int]:
+        pipe = None if self._process is None else self._process.stderr
+        return () if pipe is None or pipe.closed else (pipe.fileno(),)
+
+    def stop_check(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stderr):
+                if pipe is not None:
+                    pipe.close()
+            self._process = None
+
+
+def _read_available(pipe: IO[bytes] | None) -> bytes:
+    if pipe is None or pipe.closed:
+        return b""
+    said = pipe.read(1 << 16)
+    if said == b"":
+        pipe.close()
+    return said or b""

@@ -1,0 +1,228 @@
+"""Launcher of the agent: starts the chosen version, and rolls back a new version that fails.
+
+    python launch.py FOLDER [word of `fedquilt`]...
+
+The service manager starts this file instead of the agent, and again whenever the agent has ended. The launcher needs
+the standard library only and nothing of the versions between which it chooses, so that no version can break it. FOLDER
+contains the remote upgrades:
+
+    FOLDER/choice.json      current and previous version, and the state of a trial
+    FOLDER/<sha256>/        virtual environments, named by their bundles
+
+If FOLDER is empty or unusable, the launcher starts the version that it was installed with ("flashed"). The launcher
+becomes the agent by exec, so that the service manager watches the same process.
+
+A version on trial gets `STARTS_MOST` starts, and in each of them `online_s` seconds to reach its broker: an alarm that
+survives the exec ends the process unless the agent cancels it. After that, the launcher chooses the previous version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+CHOICE: Final = "choice.json"
+LAUNCHED: Final = "FEDQUILT_LAUNCHED"  # environment variable by which the agent knows its launcher
+SAFE: Final = "PYTHONSAFEPATH"  # from Python 3.11 on: nothing is imported from where a process happens to be started
+START: Final = "import sys; sys.path[:] = filter(None, sys.path); from fedquilt.cli import main; sys.exit(main())"
+STARTS_MOST: Final = 3  # of a version on trial that has not held yet
+ONLINE_S: Final = 300.0
+LONGEST_S: Final = 86400.0
+NUMBER_MOST: Final = 1e12  # starts or seconds in choice.json: with greater ones the file is damaged
+_ENVIRONMENT: Final = re.compile(r"[0-9a-f]{64}\Z")
+
+
+class VersionChoice(NamedTuple):
+    """Content of choice.json. Versions are sha256 of bundles, and "" is the flashed version."""
+
+    flashed: str  # installation over which they were brought: after another flashing they no longer count
+    current: str = ""
+    previous: str | None = None  # None: there is none to return to
+    trying: bool = False  # `current` is on trial
+    starts: int = 0  # of the trial, since it has last held for a while
+    online: bool = False  # whether it has reached its broker since
+    began_s: float = 0.0  # of its last start, in seconds since this boot of the machine
+    boot: str = ""  # that boot
+    online_s: float = ONLINE_S
+    returned: str = ""  # why `current` is in use again instead of a version that did not hold
+    failed: str = ""  # that version
+
+
+def parse_choice(text: str) -> VersionChoice | None:
+    """Return the choice in a text, or None if the text is damaged or of a newer launcher."""
+    try:
+        table = json.loads(text)
+        known = {name: table[name] for name in VersionChoice._fields if name in table}
+        choice = VersionChoice(**known)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    names = (choice.current, choice.failed, *(() if choice.previous is None else (choice.previous,)))
+    if not all(isinstance(name, str) and (name == "" or _ENVIRONMENT.match(name)) for name in names):
+        return None
+    words = (choice.flashed, choice.boot, choice.returned)
+    numbers = (choice.starts, choice.began_s, choice.online_s)
+    if not all(isinstance(word, str) for word in words):
+        return None
+    if not all(isinstance(each, int | float) and 0 <= each <= NUMBER_MOST for each in numbers):
+        return None
+    return choice if isinstance(choice.trying, bool) and isinstance(choice.online, bool) else None
+
+
+def format_choice(choice: VersionChoice) -> str:
+    return json.dumps(choice._asdict(), indent=1) + "\n"
+
+
+def read_choice(folder: Path) -> VersionChoice | None:
+    """Return the choice in a folder, or None if there is none or it is damaged."""
+    try:
+        return parse_choice((folder / CHOICE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def write_choice(folder: Path, choice: VersionChoice) -> None:
+    """Write the choice atomically and synced.
+
+    Raises:
+        OSError: If the choice cannot be written. The old one stays.
+    """
+    part = folder / f"{CHOICE}.new"
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(format_choice(choice))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, folder / CHOICE)
+    entries = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(entries)
+    finally:
+        os.close(entries)
+
+
+def python_path(folder: Path, version: str) -> Path:
+    return folder / version / "bin" / "python"
+
+
+def fedquilt_command(program: str, words: Sequence[str]) -> list[str]:
+    """Return a command for `fedquilt` that imports only the interpreter's own packages."""
+    return [program, "-c", START, *words]
+
+
+def roll_back(choice: VersionChoice, why: str) -> VersionChoice:
+    """Return the choice of the previous version. `why` is the reason, without a full stop."""
+    return VersionChoice(
+        choice.flashed, choice.previous or "", online_s=choice.online_s, returned=why, failed=choice.current
+    )
+
+
+def describe_roll_back(choice: VersionChoice) -> str:
+    now = choice.current[:12] or "the flashed version"
+    return f"returned from {choice.failed[:12]} to {now}: {choice.returned}"
+
+
+def choose_version(
+    choice: VersionChoice | None, flashed: str, boot: str, now_s: float, folder: Path
+) -> tuple[VersionChoice, str]:
+    """Return the choice to write and start, and a message about it, or "".
+
+    Args:
+        choice: Stored choice, or None.
+        flashed: Id of this installation.
+        boot: Id of this boot of the machine.
+        now_s: Seconds since the boot.
+        folder: Folder of the environments.
+    """
+    if choice is None:
+        return VersionChoice(flashed), ""
+    if choice.flashed != flashed:
+        said = f"this board was flashed anew: {choice.current[:12]} no longer counts" if choice.current else ""
+        return VersionChoice(flashed), said
+    if choice.current and not python_path(folder, choice.current).exists():
+        choice = roll_back(choice, "its environment or the Python that it was made for is gone")
+    elif choice.trying and not choice.online and choice.boot == boot and now_s - choice.began_s >= choice.online_s:
+        choice = roll_back(choice, f"it was not online within {choice.online_s:g} s")
+    elif choice.trying and choice.starts >= STARTS_MOST:
+        choice = roll_back(choice, f"it ended {choice.starts} times without having held")
+    elif choice.trying:
+        return choice._replace(starts=choice.starts + 1, online=False, boot=boot, began_s=now_s), ""
+    else:
+        return choice, ""
+    if choice.current and not python_path(folder, choice.current).exists():
+        choice = choice._replace(current="")
+    return choice, describe_roll_back(choice)
+
+
+def launch_info(folder: Path, flashed: str, running: str, words: list[str], unable: str = "") -> dict[str, Any]:
+    """Return the launcher's information for the agent. `unable` is why the choice does not run."""
+    packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    return {
+        "folder": str(folder),
+        "flashed": flashed,
+        "running": running,
+        "words": words,
+        "packages": packages,
+        "unable": unable,
+    }
+
+
+def installation_id(here: Path) -> str:
+    """Return the id of the installation with this file, which changes with each flashing."""
+    try:
+        return str(json.loads((here / "bundle.json").read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return str(here)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _print_message(sentence: str) -> None:
+    print(f"fedquilt: {sentence}", file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments:
+        sys.exit("fedquilt: launch.py FOLDER [word of `fedquilt`]...: FOLDER holds the versions that came over the air")
+    folder, words = Path(arguments[0]).absolute(), arguments[1:]
+    flashed, before = installation_id(Path(__file__).resolve().parent), read_choice(folder)
+    choice, said = choose_version(before, flashed, _boot_id(), time.clock_gettime(time.CLOCK_BOOTTIME), folder)
+    unable = ""
+    while True:
+        if said:
+            _print_message(said)
+        if choice != before and (before is not None or choice != VersionChoice(flashed)):
+            try:
+                write_choice(folder, choice)
+            except OSError as error:
+                unable = f"{folder / CHOICE} cannot be written ({error.strerror}), so it could not be tried"
+                _print_message(f"{unable}: the flashed version is started")
+                choice = VersionChoice(flashed)  # a trial that cannot be counted would have no end
+        program = str(python_path(folder, choice.current)) if choice.current else sys.executable
+        os.environ[SAFE] = "1"
+        os.environ[LAUNCHED] = json.dumps(launch_info(folder, flashed, choice.current, words, unable))
+        if choice.trying and not choice.online:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, min(max(choice.online_s, 1.0), LONGEST_S))
+        try:
+            os.execv(program, fedquilt_command(program, words))  # noqa: S606 (no shell is wanted)
+        except OSError as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if not choice.current:
+                sys.exit(f"fedquilt: {program} cannot be started ({error.strerror}): flash this board once more")
+            before, choice = choice, roll_back(choice, f"it cannot be started ({error.strerror})")
+            said = describe_roll_back(choice)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,77 @@
+"""Live progress of a simulation, on a terminal or in a notebook."""
+
+from __future__ import annotations
+
+import sys
+from html import escape
+from typing import Any, Protocol
+
+from fedquilt.console import progress
+
+
+class Display(Protocol):
+    """Progress line that replaces its previous content."""
+
+    def show(self, line: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SilentDisplay:
+    def show(self, line: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TerminalDisplay:
+    """Display on standard error: rewritten on a terminal, printed at intervals elsewhere."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def show(self, line: str) -> None:
+        self._last = line
+        progress.LINE.show_status(line)
+
+    def close(self) -> None:
+        progress.LINE.end_operation()
+        if self._last:
+            progress.LINE.print_lines(self._last)
+
+
+class NotebookDisplay:
+    """Display in the output of a notebook cell, through IPython."""
+
+    def __init__(self, ipython: Any) -> None:
+        self._ipython = ipython
+        self._handle: Any = None
+
+    def show(self, line: str) -> None:
+        shown = self._ipython.HTML(f"<pre>{escape(line)}</pre>")
+        if self._handle is None:
+            self._handle = self._ipython.display(shown, display_id=True)
+        else:
+            self._handle.update(shown)
+
+    def close(self) -> None: ...
+
+
+def make_display(wanted: bool | None) -> Display:
+    """Return the display for this environment.
+
+    With True, lines are printed even if standard error is not a terminal. With False, nothing is shown.
+    """
+    if wanted is False:
+        return SilentDisplay()
+    if _is_notebook():
+        from IPython import display as ipython
+
+        return NotebookDisplay(ipython)
+    return TerminalDisplay() if wanted or sys.stderr.isatty() else SilentDisplay()
+
+
+def _is_notebook() -> bool:
+    # IPython is looked up among the loaded modules, and never imported.
+    module = sys.modules.get("IPython")
+    shell = None if module is None else module.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")

@@ -1,0 +1,1 @@
+"""Arrays: tensors, their files, and exact sums."""

@@ -1,0 +1,259 @@
+"""Exact sums of arrays, bit-identical for any order and grouping of the addends.
+
+A sum is stored as limbs: arrays of the same shape that add up to it. Each addend is added to the first limb, the
+rounding error to the second, and so on, by Knuth's error-free TwoSum (Knuth, The Art of Computer Programming, vol. 2,
+4.2.2, theorem B). The limbs therefore add up to the addends exactly. They are rounded once, when the value is read
+(Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997).
+
+An addend is `array * weight` in float64: exact for float32 and integer weights below 2^29, otherwise rounded once.
+Finite numbers below 1.3e154 may be added up 2^53 times.
+
+Memory: 12 bytes per entry while a float32 second limb is exact, which holds for n devices of up to 2^14 examples whose
+magnitudes in an entry differ by less than 2^40 / n^2. Then 16 bytes with a float64 second limb. A third limb is added
+if magnitudes differ by more than 2^50 / n^2. Small arrays always have a float64 second limb. Within `sums_on_disk`,
+limbs of large arrays are stored on the disk, and are in memory only during an addition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import zip_longest
+from typing import Any, Final
+
+import numpy as np
+
+from fedquilt.arrays import tensors
+from fedquilt.arrays.lazy_arrays import ScratchFile
+from fedquilt.core import Tensors, UpdateError
+
+LIMBS_MOST: Final = 16  # far more than numbers of any range need
+BLOCK: Final = 1 << 14  # entries added at a time: what they need fits into a processor's cache
+SHORT: Final = 1 << 16  # entries from which on the second limb begins as float32
+
+
+@dataclass(frozen=True)
+class ExactSum:
+    """Exact sum of floating-point arrays, or maximum of integer arrays (counters).
+
+    Attributes:
+        limbs: Arrays whose exact sum this is, float64 and then float32 or float64, or a single integer array. Limbs on
+            the disk are `DiskArray` arrays, which numpy reads on use.
+    """
+
+    limbs: tuple[np.ndarray, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.limbs[0].shape
+
+    @property
+    def is_counter(self) -> bool:
+        """Whether the arrays are integers (counters), summarised by their maximum."""
+        return self.limbs[0].dtype.kind in "iu"
+
+    def rounded_value(self) -> np.ndarray:
+        """Return the sum rounded to float64, without negative zeros, or the maximum of integers."""
+        first, *rest = map(np.asarray, self.limbs)
+        if self.is_counter or not rest:
+            return np.array(first) if self.is_counter else first + np.float64(0)
+        found = np.asarray(first + rest[0], np.float64)
+        if len(rest) > 1:
+            odd = np.any([limb != 0 for limb in rest[1:]], axis=0)
+            found[odd] = [math.fsum(parts) for parts in zip(*(limb[odd] for limb in (first, *rest)), strict=True)]
+        return np.add(found, 0.0, out=found)
+
+
+def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -> ExactSum:
+    """Add `array * weight` to a sum in place. The given sum must not be used afterwards.
+
+    Args:
+        total: The sum so far, or None for a new one.
+        array: Finite array of the sum's shape. For integers, the maximum is stored and the weight is ignored.
+        weight: Factor of the array.
+    """
+    if array.dtype.kind in "iu":
+        largest = array if total is None else np.maximum(total.limbs[0], array, dtype=total.limbs[0].dtype)
+        return _store_limbs((np.array(largest),), total)
+    if total is None:
+        first = np.asarray(np.multiply(array, weight, dtype=np.float64, order="C"))
+        return _store_limbs((first, _new_second_limb(array.shape)))
+    limbs = [np.asarray(limb).reshape(-1) for limb in total.limbs]
+    given = array.reshape(-1)
+    for start in range(0, array.size, BLOCK):
+        place = slice(start, start + BLOCK)
+        as_it_is = weight == 1.0 and given.dtype == np.float64
+        _add_to_limbs(limbs, place, given[place] if as_it_is else np.multiply(given[place], weight, dtype=np.float64))
+    return _store_limbs(tuple(limb.reshape(array.shape) for limb in limbs), total)
+
+
+_room: ContextVar[ScratchFile | None] = ContextVar("room", default=None)
+
+
+@contextmanager
+def sums_on_disk(room: ScratchFile | None) -> Iterator[None]:
+    """Store large sums of the body in a scratch file, or in memory if `room` is None."""
+    before = _room.set(room)
+    try:
+        yield
+    finally:
+        _room.reset(before)
+
+
+def _store_limbs(limbs: tuple[np.ndarray, ...], before: ExactSum | None = None) -> ExactSum:
+    room = _room.get()
+    if room is None:
+        return ExactSum(limbs)
+    places = zip_longest(limbs, before.limbs if before else ())
+    return ExactSum(tuple(room.store_array(limb, place) for limb, place in places))  # type: ignore[misc]
+
+
+def merge_sums(one: ExactSum, other: ExactSum) -> ExactSum:
+    """Merge the sums of different devices, in place of the first."""
+    for limb in other.limbs:
+        if (values := np.asarray(limb)).any():  # as the second one seldom does
+            one = add_to_sum(one, values)
+    return one
+
+
+def add_arrays(
+    total: Mapping[str, ExactSum], arrays: Mapping[str, np.ndarray], weight: float = 1.0
+) -> dict[str, ExactSum]:
+    return {**total, **{name: add_to_sum(total.get(name), array, weight) for name, array in arrays.items()}}
+
+
+def rounded_values(total: Mapping[str, ExactSum]) -> dict[str, np.ndarray]:
+    return {name: each.rounded_value() for name, each in total.items()}
+
+
+def _add_to_limbs(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
+    for index, limb in enumerate(limbs):
+        held = limb[place]
+        found = held + rest
+        gap = found - held
+        rest = rest - gap
+        np.subtract(found, gap, out=gap)
+        rest += np.subtract(held, gap, out=gap)  # what found lacks of the sum: TwoSum
+        if limb.dtype == np.float32:
+            with np.errstate(over="ignore", under="ignore"):
+                held[...] = found
+            if not np.array_equal(held, found):
+                limbs[index] = limb.astype(np.float64)
+                limbs[index][place] = found
+        else:
+            held[...] = found
+        if not rest.any():  # as most often: nothing is left for another limb
+            return
+    limbs.append(np.zeros_like(limbs[0]))
+    limbs[-1][place] = rest
+
+
+def _new_second_limb(shape: tuple[int, ...]) -> np.ndarray:
+    return np.zeros(shape, np.float32 if math.prod(shape) >= SHORT else np.float64)
+
+
+def require_valid_sums(given: Mapping[str, ExactSum], like: Tensors, weight: float) -> None:
+    if odd := sorted(given.keys() ^ like.keys()):
+        raise UpdateError(f"names of sums differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
+    for name, total in given.items():
+        _require_valid_sum(name, total, like[name], weight)
+
+
+def _require_valid_sum(name: str, total: ExactSum, like: np.ndarray, weight: float) -> None:
+    if not 1 <= len(total.limbs) <= LIMBS_MOST or any(limb.shape != like.shape for limb in total.limbs):
+        raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts, or one that is not of shape {like.shape}")
+    if like.dtype.kind in "iu":
+        if len(total.limbs) > 1:
+            raise UpdateError(f"sum {name!r} has {len(total.limbs)} parts: counters have one")
+        return tensors.require_addable({name: np.asarray(total.limbs[0])}, {name: like})
+    kinds = [limb.dtype for limb in total.limbs]
+    if kinds[0] != np.float64 or not set(kinds) <= {np.dtype(np.float64), np.dtype(np.float32)}:
+        raise UpdateError(f"sum {name!r} has parts of {', '.join(map(str, kinds))}: float64 is wanted")
+    most = 2 * weight * tensors.addable_range(like.dtype)[1]
+    for limb in map(np.asarray, total.limbs):
+        tensors.require_finite({name: limb})
+        if limb.size and float(np.abs(limb).max()) > most:
+            raise UpdateError(f"sum {name!r} holds numbers beyond {most:g}, which updates of this weight cannot have")
+    return None
+
+
+# -- whole accumulators ---------------------------------------------------------------------------
+
+
+def merge_accumulators(one: Any, other: Any) -> Any:
+    """Merge two accumulators of different devices, in place of the first.
+
+    Args:
+        one: Dataclass or mapping of exact sums, integers and further such values (`core.adds_up`). A value with a
+            method `merged` is merged by this method.
+        other: Accumulator of the same type.
+
+    Raises:
+        TypeError: If an accumulator contains any other value.
+    """
+    if isinstance(one, ExactSum):
+        return merge_sums(one, other)
+    if hasattr(one, "merged"):
+        return one.merged(other)
+    if isinstance(one, int):
+        return one + other
+    if isinstance(one, Mapping):
+        return {
+            **one,
+            **{
+                name: merge_accumulators(one[name], each) if name in one else copy_accumulator(each)
+                for name, each in other.items()
+            },
+        }
+    if is_dataclass(one) and not isinstance(one, type):
+        names = [each.name for each in fields(one)]
+        return type(one)(**{name: merge_accumulators(getattr(one, name), getattr(other, name)) for name in names})
+    raise TypeError(f"accumulators cannot be merged that hold a {type(one).__name__}")
+
+
+def map_limbs(value: Any, keep: Callable[[Any], Any], other: Callable[[Any], Any] = lambda array: array) -> Any:
+    """Return an accumulator with `keep` applied to each limb, and `other` to each array beside sums."""
+    if isinstance(value, ExactSum):
+        return ExactSum(tuple(keep(limb) for limb in value.limbs))
+    if isinstance(value, Mapping):
+        return {name: map_limbs(each, keep, other) for name, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{each.name: map_limbs(getattr(value, each.name), keep, other) for each in fields(value)})
+    return other(value) if isinstance(value, np.ndarray) else value
+
+
+def copy_accumulator(value: Any) -> Any:
+    room = _room.get()
+    return map_limbs(value, np.array if room is None else room.store_array)
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExactScalar:
+    parts: tuple[float, ...] = ()
+
+    def __float__(self) -> float:
+        try:
+            return math.fsum(self.parts)
+        except (OverflowError, ValueError):
+            return math.inf
+
+    def add_numbers(self, *numbers: float) -> ExactScalar:
+        parts = list(self.parts)
+        for number in numbers:
+            kept, rest = [], float(number)
+            for part in parts:
+                big, small = (rest, part) if abs(rest) >= abs(part) else (part, rest)
+                rest = big + small
+                if low := small - (rest - big):
+                    kept.append(low)
+            parts = [*kept, rest]
+        return ExactScalar(tuple(parts))
+
+    def merged(self, other: ExactScalar) -> ExactScalar:
+        return self.add_numbers(*other.parts)

@@ -1,0 +1,375 @@
+"""Tensors as mappings from names to arrays: arithmetic, encoding, and storage of states.
+
+All functions return new arrays. Tensors are encoded as safetensors, sorted by name, so that equal tensors have equal
+bytes and one sha256. A state (a frozen dataclass of arrays, scalars, strings, tuples, mappings and further dataclasses)
+is packed generically: its arrays as tensors, its structure as JSON in the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from fedquilt.arrays import unknown_fields
+from fedquilt.core import DivergedError, StoreError, Tensors, UpdateError, derive_seed
+from fedquilt.core import tensor_shapes as tensor_shapes
+
+T = TypeVar("T")
+HEADER_MOST: Final = 4 << 20  # bytes of a safetensors header: some 25,000 tensors; its own library reads 100 MB
+AXES_MOST: Final = 16
+COUNTED_MOST: Final = 2**53  # of a counter, so that it can still be increased
+
+
+class NoStateError(StoreError):
+    """Error for stored bytes that are not a state of the expected type, such as of another version."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def layout_from_tensors(tensors: Tensors) -> dict[str, str]:
+    """Return types and shapes for an update's manifest, such as {"fc.weight": "f4:10,64"}."""
+    told = tensor_shapes(tensors).items()
+    return {name: f"{a.dtype.kind}{a.dtype.itemsize}:{','.join(map(str, a.shape))}" for name, a in told}
+
+
+def specs_from_layout(layout: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """Return the types and shapes in a manifest's layout.
+
+    Raises:
+        UpdateError: If an entry is malformed.
+    """
+    return {name: _spec_from_text(name, told) for name, told in layout.items()}
+
+
+@lru_cache(maxsize=1 << 12)
+def _spec_from_text(name: str, told: str) -> TensorSpec:
+    found = _LAYOUT.fullmatch(told)
+    if found is None or found[2].count(",") >= AXES_MOST:
+        raise UpdateError(
+            f"tensor {name[:80]!r} is told as {told[:80]!r}: a type and a shape are wanted, as in f4:10,64"
+        )
+    return TensorSpec(tuple(int(size) for size in found[2].split(",") if size), np.dtype(found[1]))
+
+
+_LAYOUT: Final = re.compile(r"(b1|[iu][1248]|f[248]):((?:[0-9]{1,10}(?:,[0-9]{1,10})*)?)")
+
+
+def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
+    """Apply a function to the arrays of the same name in every mapping.
+
+    Raises:
+        UpdateError: If names or shapes differ, or a number is not finite.
+    """
+    for other in others:
+        require_matching(other, first)
+    return {name: np.asarray(function(array, *(other[name] for other in others))) for name, array in first.items()}
+
+
+def require_matching(given: Tensors, wanted: Tensors) -> None:
+    """Raise UpdateError unless names and shapes are those of `wanted` and all numbers are finite."""
+    _require_names(given, wanted)
+    for name, array in tensor_shapes(given).items():
+        _require_shape(name, array, tensor_shapes(wanted)[name])
+    require_finite(given)
+
+
+def require_addable(given: Tensors, wanted: Tensors | Mapping[str, TensorSpec]) -> None:
+    """Check an update's tensors before they are aggregated.
+
+    Integers are counters from 0 to `COUNTED_MOST`. Floating-point numbers may be as large as the square root of their
+    type's range (1.8e19 in 32 bits), so that no sum, difference or second moment overflows.
+
+    Raises:
+        UpdateError: If a name, shape or type differs from `wanted`, or a number is out of bounds.
+    """
+    _require_names(given, wanted)
+    like = tensor_shapes(wanted)
+    for name, array in given.items():
+        _require_shape(name, array, like[name])
+        if array.dtype != like[name].dtype:
+            raise UpdateError(f"tensor {name!r} is {array.dtype}, expected {like[name].dtype}")
+        if array.dtype.kind not in "fiu" or not array.size:
+            continue
+        least, most = addable_range(array.dtype)
+        if not (least <= array.min() and array.max() <= most):
+            require_finite({name: array})
+            raise UpdateError(
+                f"tensor {name!r} holds numbers from {array.min():g} to {array.max():g}, "
+                f"as {array.dtype} they may be from {least:g} to {most:g}"
+            )
+
+
+@cache
+def addable_range(kind: np.dtype[Any]) -> tuple[float, float]:
+    """Return the least and the largest number of this type that may be aggregated."""
+    if kind.kind != "f":
+        return 0, COUNTED_MOST
+    most = float(np.finfo(kind).max)
+    most = most if kind.itemsize < 4 else math.sqrt(most)  # 16-bit types are not used for sums
+    return -most, most
+
+
+def _require_names(given: Tensors, wanted: Tensors | Mapping[str, TensorSpec]) -> None:
+    if given.keys() != wanted.keys():
+        odd = sorted(given.keys() ^ wanted.keys())
+        raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
+
+
+def _require_shape(name: str, array: np.ndarray | TensorSpec, wanted: np.ndarray | TensorSpec) -> None:
+    if array.shape != wanted.shape:
+        raise UpdateError(f"tensor {name!r} has shape {array.shape}, expected {wanted.shape}")
+
+
+def require_finite(given: Tensors) -> None:
+    """Raise DivergedError if a floating-point tensor holds NaN or infinity."""
+    for name, array in given.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise DivergedError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")
+
+
+def seeded_rng(*keys: object) -> np.random.Generator:
+    """Return a generator seeded by any values, equal on every machine."""
+    return np.random.Generator(np.random.PCG64(derive_seed(*keys)))
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+def encode_tensors(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
+    """Encode tensors as safetensors. Equal tensors have equal bytes."""
+    placed = sort_tensors(tensors)
+    shapes = tuple((name, array.dtype, array.shape) for name, array in placed.items())
+    known = None if metadata else _heads.get(shapes)
+    if known is not None:
+        head, names = known
+        return b"".join((head, *(placed[name].data for name in names)))
+    payload = safetensors.numpy.save(placed, metadata)
+    if not metadata and all(dtype.isnative and dtype.kind in "fiub" for _, dtype, _ in shapes):
+        _cache_header(payload, placed)
+    return payload
+
+
+def sort_tensors(tensors: Tensors) -> dict[str, np.ndarray]:
+    return {name: np.asarray(tensors[name], order="C") for name in sorted(tensors)}  # keeps shape ()
+
+
+def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
+    known = _layouts.get(payload[: _header_bytes(payload)])
+    if known is not None and len(payload) == known.size:
+        return {
+            name: np.ndarray(shape, dtype, payload, start).copy()  # the caller's own
+            for name, dtype, shape, start in known.places
+        }
+    try:
+        (size,) = struct.unpack("<Q", payload[:8])
+        if size > HEADER_MOST:
+            raise ValueError(f"a header of {size} bytes: {HEADER_MOST} are permitted")
+        found = dict(sorted(safetensors.numpy.load(payload).items()))  # the library gives them in any order
+    except (SafetensorError, ValueError, KeyError, OverflowError, struct.error) as error:
+        raise UpdateError(f"not a safetensors blob: {error}") from None
+    _cache_header(payload, found)
+    return found
+
+
+def read_tensors(path: Path, sha256: str = "") -> dict[str, np.ndarray]:
+    """Read the tensors of a safetensors file, and compare its sha256 unless "".
+
+    Raises:
+        UpdateError: If the file is not safetensors.
+        StoreError: If the file cannot be read, or has another sha256.
+    """
+    try:
+        payload = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from None
+    if sha256 and hashlib.sha256(payload).hexdigest() != sha256:
+        raise StoreError(f"{path} is damaged: its bytes are not those it was stored with")
+    return decode_tensors(payload)
+
+
+class _BlobLayout(NamedTuple):
+    """Where tensors lie in blobs that begin with the same header."""
+
+    size: int  # of the blob
+    places: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]  # name, type, shape, where it begins; by name
+
+
+# The header of a blob follows from names, types and shapes, and a round's updates have these alike. So the library
+# writes and checks it once, and what follows it is copied from then on. Blobs that differ take turns in few places.
+_heads: dict[tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], tuple[bytes, tuple[str, ...]]] = {}
+_layouts: dict[bytes, _BlobLayout] = {}
+_learning: Final = threading.Lock()  # of both, as a coordinator's worker reads and writes tensors beside its loop
+LAYOUTS_MOST: Final = 64
+LEARNED_MOST: Final = 64 * 1024  # bytes of a header that is kept
+
+
+def _header_bytes(payload: bytes) -> int:
+    return 8 + int.from_bytes(payload[:8], "little")
+
+
+def _cache_header(payload: bytes, found: Tensors) -> None:
+    size = _header_bytes(payload)
+    if size > LEARNED_MOST:
+        return
+    head = payload[:size]
+    table: dict[str, Any] = json.loads(head[8:])
+    if "__metadata__" in table:
+        return
+    begins = {name: size + int(entry["data_offsets"][0]) for name, entry in table.items()}
+    places = tuple((name, found[name].dtype, found[name].shape, begins[name]) for name in sorted(found))
+    shapes = tuple((name, dtype, shape) for name, dtype, shape, _ in places)
+    with _learning:
+        for held in (_heads, _layouts):
+            while len(held) >= LAYOUTS_MOST:
+                held.pop(next(iter(held)))  # type: ignore[call-overload]
+        _layouts[head] = _BlobLayout(len(payload), places)
+        _heads[shapes] = (head, tuple(sorted(found, key=lambda name: table[name]["data_offsets"])))
+
+
+# -- states ---------------------------------------------------------------------------------------
+
+
+def pack_state(state: Any) -> bytes:
+    return encode_tensors(*split_state(state))
+
+
+def split_state(state: Any) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return the arrays of a state and the metadata to restore it. Arrays on disk are not read.
+
+    The annotations of the state's dataclasses declare its arrays. A numpy scalar is stored as an array of shape () if
+    an array is annotated, and as a plain number otherwise.
+
+    Raises:
+        TypeError: If a value does not match the annotations, so that `unpack_state` could not restore it.
+    """
+    arrays: dict[str, np.ndarray] = {}
+
+    def encode_array(value: Any) -> Any:
+        if isinstance(value, np.ndarray | _ArrayPlaceholder):
+            arrays[str(len(arrays))] = value if isinstance(value, np.ndarray) else value.array
+            return {"$array": len(arrays) - 1}
+        raise TypeError(f"a state may not hold a {type(value).__name__}")
+
+    skeleton = msgspec.to_builtins(
+        _convert_scalars(state, type(state), type(state).__name__), enc_hook=encode_array, str_keys=True
+    )
+    return arrays, {"state": json.dumps(skeleton, sort_keys=False)}
+
+
+class _ArrayPlaceholder:
+    """An array on the disk, in a skeleton: msgspec takes a dataclass apart."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+def _convert_scalars(value: Any, kind: Any, at: str) -> Any:
+    if _declares_array(kind):
+        if isinstance(value, np.generic):
+            return np.asarray(value)
+        if isinstance(value, TensorSpec) and hasattr(value, "__array__"):
+            return _ArrayPlaceholder(value)
+        if kind is np.ndarray and not isinstance(value, np.ndarray):
+            raise TypeError(f"{at} is annotated as an array and holds a {type(value).__name__}")
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if (hints := _field_annotations(value.__class__)) is not None:
+        return {name: _convert_scalars(getattr(value, name), hint, f"{at}.{name}") for name, hint in hints}
+    if isinstance(value, Mapping):
+        inner = (_type_arguments(kind, Mapping) or (Any, Any))[1]
+        return {key: _convert_scalars(each, inner, f"{at}[{key!r}]") for key, each in tensor_shapes(value).items()}
+    if isinstance(value, tuple | list):
+        kinds = _type_arguments(kind, tuple) or _type_arguments(kind, Sequence)
+        if len(kinds) != len(value) or Ellipsis in kinds:
+            kinds = (kinds[0] if kinds else Any,) * len(value)
+        return [
+            _convert_scalars(each, inner, f"{at}[{i}]")
+            for i, (each, inner) in enumerate(zip(value, kinds, strict=True))
+        ]
+    return value
+
+
+@cache
+def _declares_array(kind: Any) -> bool:
+    return kind is np.ndarray or (get_origin(kind) in (Union, UnionType) and np.ndarray in get_args(kind))
+
+
+@cache
+def _type_arguments(kind: Any, of: type) -> tuple[Any, ...]:
+    for each in (kind, *get_args(kind)):
+        origin = get_origin(each)
+        if isinstance(origin, type) and issubclass(origin, of):
+            return get_args(each)
+    return ()
+
+
+@cache
+def _field_annotations(kind: type) -> tuple[tuple[str, Any], ...] | None:
+    if not is_dataclass(kind):
+        return None
+    hints = get_type_hints(kind)
+    return tuple((each.name, hints[each.name]) for each in fields(kind))
+
+
+def array_mapping_fields(kind: type) -> list[str]:
+    return [
+        name for name, hint in _field_annotations(kind) or () if _type_arguments(hint, Mapping)[1:] == (np.ndarray,)
+    ]
+
+
+def unpack_state(payload: bytes, kind: type[T]) -> T:
+    """Unpack a state of type `kind` from `pack_state`, bit-identical.
+
+    Raises:
+        NoStateError: If the bytes are not a state of that type, or contain an unknown field.
+    """
+    try:
+        arrays = safetensors.numpy.load(payload)
+        (size,) = struct.unpack("<Q", payload[:8])
+        metadata = json.loads(payload[8 : 8 + size])["__metadata__"]
+    except (SafetensorError, ValueError, KeyError, RecursionError, struct.error) as error:
+        raise NoStateError(f"not a stored {kind.__name__}: {error}") from None
+    return state_from_parts(arrays, metadata, kind)
+
+
+def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
+    def restore_array(wanted: type, value: Any) -> Any:
+        if wanted is np.ndarray and isinstance(value, dict):
+            return arrays[str(value["$array"])]
+        raise ValueError(f"expected a {wanted.__name__}")  # msgspec adds where
+
+    try:
+        skeleton = json.loads(metadata["state"])
+        state = msgspec.convert(skeleton, kind, dec_hook=restore_array, str_keys=True)
+        unknown_fields.require_known_fields(skeleton, state, kind.__name__)
+        return state
+    except (ValueError, KeyError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        raise NoStateError(f"not a stored {kind.__name__}: {error}") from None
+
+
+def total_bytes(bundles: Iterable[Tensors]) -> int:
+    return sum(array.nbytes for tensors in bundles for array in tensor_shapes(tensors).values())

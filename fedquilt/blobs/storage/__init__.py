@@ -1,0 +1,1 @@
+"""Blob store on a disk."""

@@ -1,0 +1,502 @@
+"""Blob store: a folder of files that are named by the sha256 of their bytes.
+
+    <sha256>          complete: verified, on disk, never changed
+    <sha256>.part     incomplete: as long as the blob, with holes where chunks are missing
+    <sha256>.damaged  formerly complete, now with other bytes: out of use, and removed after a day
+    <random>.tmp      being written, removed after a day if its process was killed
+    <random>.own      the same, by the process that called `open_as_owner`, removed at its next start
+    small.pack        small blobs that the owner stores and soon removes (`store_small`)
+
+A file gets its final name only when its bytes are verified and on the disk, so a file with that name is complete
+whenever the process is killed or the power fails. A part has no record of its chunks, which could claim data that a
+power cut lost. `open_part` gets the written ranges from the file system and verifies them with the manifest.
+
+A disk may return other bytes than were written, and a flipped bit does not change the times of a file. So a blob is
+hashed whenever it is opened (`load`, `verified_path`), and a damaged blob counts as missing. For `has_blob`, in a store
+that is not durable, and for a file whose reader hashes it, once an hour is enough. The receiver of a part checks it.
+
+ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
+
+A work item of another thread names blobs in its result, which the owner records later. Blobs that the work item stores
+or finds are pinned until then (`pin_during`), and pinned blobs are not removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from fedquilt import wire
+from fedquilt.blobs import chunks
+from fedquilt.blobs.storage.background_deletion import BackgroundDeleter
+from fedquilt.blobs.storage.folder_errors import folder_errors
+from fedquilt.blobs.storage.pack_file import PackFile, read_foreign_blob
+from fedquilt.blobs.storage.verification_cache import VerificationCache
+from fedquilt.core import BlobRef, StoreError
+from fedquilt.host.disk import REAL, Disk, PathInfo, Place
+
+T = TypeVar("T")
+
+log = logging.getLogger("fedquilt.blobs.store")
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_STALE_S: Final = 24 * 3600.0
+PACK: Final = "small.pack"
+SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of its own
+
+
+class BlobStore:
+    """Folder of blobs. Several processes may use the folder at once.
+
+    Args:
+        disk: The disk that holds the folder.
+        make: Whether to create the folder if it does not exist.
+        durable: Whether to sync files before they get their final name, so that they survive a power failure. In a
+            simulation it is enough to survive a killed process.
+
+    Raises, from every method:
+        StoreError: If the folder cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        wall_clock: Callable[[], float] = time.time,
+        *,
+        durable: bool = True,
+        make: bool = True,
+        disk: Disk = REAL,
+    ) -> None:
+        self.folder, self.disk = folder, disk
+        self._prefix = os.path.join(folder, "")
+        self._durable = durable
+        self._wall_clock = wall_clock
+        self._doing = partial(folder_errors, folder=folder)
+        self._verified = VerificationCache(disk)
+        self._freeing = BackgroundDeleter(disk)
+        self._kind = "tmp"  # ending of the files that it is writing
+        self._pins: dict[int, set[str]] = {}  # by work item: what it has stored or found
+        self._item = threading.local()  # `pins`: those of the work item of this thread
+        self._pin_lock = threading.Lock()  # from the look at the pins until the blob is removed
+        with self._doing("make the folder"):
+            if make:
+                (disk.make_durable_folder if durable else disk.make_folder)(folder)
+            self._unsynced = durable and make  # an earlier process may have ended before it synced the last names
+            self._pack = None if durable else PackFile(self._prefix + PACK, self.disk, checks=self._durable)
+
+    def open_as_owner(self) -> None:
+        """Open the blob store as the only process that stores small blobs in one file.
+
+        Files that the last such process was writing when it was killed are removed.
+        """
+        with self._doing("open the small blobs"):
+            self._pack = self._pack or PackFile(self._prefix + PACK, self.disk, checks=self._durable)
+            if self._kind != "own":
+                self._kind = "own"
+                for found in self._depot_entries():
+                    if found.name.endswith(".own"):
+                        self._freeing.unlink(f"{self._prefix}{found.name}")
+
+    def sync_small_blobs(self) -> None:
+        if self._pack is not None and self._durable:
+            with self._doing("store blobs"):
+                self._pack.sync()
+
+    # -- pins --
+
+    def pin_during(
+        self, item: Callable[[], T], then: Callable[[Callable[[], T], float], None]
+    ) -> tuple[Callable[[], T], Callable[[Callable[[], T], float], None]]:
+        """Return a work item and its callback, wrapped so that the item's blobs are pinned until both have run."""
+        pins = set[str]()
+
+        def run_pinned() -> T:
+            with self._pin_lock:
+                self._pins[id(pins)] = pins
+            self._item.pins = pins
+            try:
+                return item()
+            finally:
+                del self._item.pins
+
+        def call_and_unpin(result: Callable[[], T], now_s: float) -> None:
+            try:
+                then(result, now_s)
+            finally:
+                with self._pin_lock:
+                    self._pins.pop(id(pins), None)
+
+        return run_pinned, call_and_unpin
+
+    def pinned_blobs(self) -> set[str]:
+        with self._pin_lock:
+            return set[str]().union(*self._pins.values())
+
+    def _pin(self, sha256: str) -> None:
+        # Before the blob is looked up, so that no other thread removes it in between.
+        pins: set[str] | None = getattr(self._item, "pins", None)
+        if pins is not None:
+            with self._pin_lock:
+                pins.add(sha256)
+
+    def _is_pinned(self, sha256: str) -> bool:
+        return any(sha256 in pins for pins in self._pins.values())
+
+    # -- what is here --
+
+    def blob_path(self, sha256: str) -> Path | None:
+        """Return the path of a blob, or None if missing or damaged."""
+        found = self.verified_path(sha256)
+        return None if found is None else Path(found)
+
+    def verified_path(self, sha256: str, *, compared: bool = False) -> str | None:
+        """Return the path of a blob, or None if missing or damaged.
+
+        A small blob gets a file first. With `compared`, the caller hashes the file itself.
+        """
+        path = self._file_path(sha256)
+        self._pin(sha256)
+        with self._doing(f"read blob {sha256[:12]}"):
+            with suppress(FileNotFoundError):  # another process has dropped it meanwhile
+                if self._verified_file(sha256, opens=self._durable and not compared) is not None:
+                    return path
+            if (payload := self.load_packed(sha256)) is not None:
+                self._store_payload(payload, sha256)
+        return None if payload is None else path
+
+    def ref(self, sha256: str) -> BlobRef | None:
+        self._pin(sha256)
+        if self._pack is not None and (size := self._pack.blob_size(sha256)) is not None:
+            return BlobRef(sha256=sha256, size=size)
+        found = None
+        with suppress(OSError):
+            found = self.disk.stat(self._file_path(sha256))
+        return None if found is None else BlobRef(sha256=sha256, size=found.size)
+
+    def has_blob(self, ref: BlobRef) -> bool:
+        """Return whether a blob is stored and undamaged. Disk errors count as missing."""
+        with suppress(StoreError):
+            return self.is_intact(ref)
+        return False
+
+    def is_intact(self, ref: BlobRef) -> bool:
+        """Return whether the whole blob is here and undamaged. Raise StoreError if the disk fails."""
+        self._pin(ref.sha256)
+        if self._pack is not None and (size := self._pack.blob_size(ref.sha256)) is not None:
+            return size == ref.size
+        with self._doing(f"look for blob {ref.sha256[:12]}"):
+            if (found := self._verified_file(ref.sha256)) is not None:
+                self._sync_folder()
+        return found is not None and found.size == ref.size
+
+    def forget_verifications(self) -> None:
+        """Hash every blob again at its next use, after a failure that a disk may have caused."""
+        self._verified.forget()
+
+    def discard_damaged(self, sha256: str) -> None:
+        with self._doing(f"put the damaged blob {sha256[:12]} aside"):
+            if self._pack is not None and sha256 in self._pack:
+                return self._pack.remove_blob(sha256)
+            if self.disk.is_file(self._file_path(sha256)):
+                self._move_damaged_aside(sha256)
+
+    def read_range(self, sha256: str, offset: int, size: int) -> bytes:
+        """Return `size` bytes of a blob from `offset`, fewer at its end. The bytes are not verified."""
+        with self._doing(f"read blob {sha256[:12]}"):
+            if self._pack is not None and sha256 in self._pack:
+                return self._pack.read_range(sha256, offset, size)
+            return self.disk.read(self._file_path(sha256), offset, size)
+
+    def open_blob_file(self, sha256: str) -> int:
+        """Return a descriptor of a blob's file for reading. The bytes are not verified."""
+        with self._doing(f"read blob {sha256[:12]}"):
+            return self.disk.open_for_reading(self._file_path(sha256))
+
+    def load(self, sha256: str) -> bytes | None:
+        """Return the bytes of a whole blob, or None if it is missing or damaged."""
+        self._pin(sha256)
+        with self._doing(f"read blob {sha256[:12]}"):
+            if self._pack is not None and sha256 in self._pack:
+                return self._pack.load(sha256)
+            try:
+                hashed = not self._durable and self._verified_file(sha256) is not None
+                if (payload := self._verified.load(self._file_path(sha256), sha256, hashed=hashed)) is None:
+                    self._move_damaged_aside(sha256)
+                return payload
+            except (FileNotFoundError, IsADirectoryError):
+                return self.load_packed(sha256)
+
+    def load_packed(self, sha256: str) -> bytes | None:
+        """Return a small blob from the pack file, or None if missing or damaged."""
+        with self._doing(f"read blob {sha256[:12]}"):
+            return self._pack.load(sha256) if self._pack else read_foreign_blob(self._prefix + PACK, self.disk, sha256)
+
+    # -- whole blobs --
+
+    def store_bytes(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        """Store bytes and return their reference. In a durable store the bytes are then on the disk.
+
+        Raises:
+            DamagedBlobError: If the bytes are not the blob `expected`. They are not stored then.
+        """
+        ref = chunks.ref_from_bytes(payload, expected)
+        self._pin(ref.sha256)
+        with suppress(OSError):  # then it is stored
+            if self._verified_file(ref.sha256) is not None:  # a stowed blob may be dropped by its user
+                self._sync_folder()
+                return ref
+        with self._doing(f"store blob {ref.sha256[:12]}"):
+            self._store_payload(payload, ref.sha256)
+        return ref
+
+    def store_small(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        """Store a blob that only this process removes, and soon. Small blobs share one file.
+
+        In a durable store this requires `open_as_owner`, and the blob is on the disk only after `sync_small_blobs`.
+        """
+        if self._pack is None or len(payload) > SMALL_BYTES:
+            return self.store_bytes(payload, expected)
+        ref = chunks.ref_from_bytes(payload, expected)
+        if not self.has_blob(ref):
+            self.name_blob(ref, self.write_unnamed(ref, payload))
+        return ref
+
+    def store_written(self, write: Callable[[Path], None]) -> BlobRef:
+        """Store a file that the function `write` creates, for content that is too large for memory."""
+        with self._doing("store a blob"), self._temporary_path() as path:
+            write(Path(path))
+            if not self.has_blob(ref := self._sync_and_hash(path)):
+                self._move_into_place(path, ref.sha256)
+        return ref
+
+    def write_unnamed(self, ref: BlobRef, payload: bytes) -> int:
+        """Write a small blob without a name yet, and return its place in the pack file."""
+        assert self._pack is not None
+        with self._doing(f"store blob {ref.sha256[:12]}"):
+            return self._pack.write_blob(ref.sha256, payload)
+
+    def name_blob(self, ref: BlobRef, place: int) -> None:
+        assert self._pack is not None
+        self._pack.name_blob(ref.sha256, place, ref.size)
+
+    def discard_unnamed(self, ref: BlobRef, place: int) -> None:
+        assert self._pack is not None
+        self._pack.free_place(place, ref.size)
+
+    def store_untrusted_file(self, path: Place, expected: BlobRef) -> None:
+        """Store a copy of a file that another process may still change.
+
+        Raises:
+            DamagedBlobError: If the content is not `expected`.
+            StoreError: If the file is a link, a pipe or another special file.
+        """
+        if self.has_blob(expected):
+            return
+        with self._doing(f"store {path}"), self._temporary_path() as temporary:
+            digest = self.disk.copy_untrusted(path, temporary, expected.size)
+            self._require_expected(path, self._sync_and_hash(temporary, digest), expected)
+            self._move_into_place(temporary, expected.sha256)
+
+    def store_file(self, path: Place, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+        """Store a file by a hard link if the file system supports links, else by a copy.
+
+        A linked file must not be changed in place afterwards, but may be replaced. With `move` the file is moved
+        instead, within one file system.
+
+        Raises:
+            DamagedBlobError: If the content is not `expected`.
+        """
+        if expected is not None and self.has_blob(expected):
+            return expected
+        with self._doing(f"store {path}"), self._temporary_path() as temporary:
+            try:
+                if move:
+                    self.disk.replace(path, temporary)
+                else:
+                    self.disk.hard_link(path, temporary)
+            except OSError:  # another file system, or one without links
+                self.disk.copy(path, temporary)
+            ref = self._sync_and_hash(temporary)
+            self._require_expected(path, ref, expected)
+            if not self.has_blob(ref):
+                self._move_into_place(temporary, ref.sha256)
+        return ref
+
+    def adopt_file(self, path: str, ref: BlobRef) -> None:
+        """Move a file of this process into the store, without hashing or syncing the file.
+
+        For simulated fleets. The digest of the file must be that of `ref`.
+
+        For simulated fleets: nothing waits for the disk.
+        """
+        with self._doing(f"store {path}"):
+            if self.has_blob(ref):
+                self.disk.unlink(path)
+            else:
+                self.disk.replace(path, self._file_path(ref.sha256))
+                self._verified.record_verified(self._file_path(ref.sha256), ref.sha256)
+
+    def remove_blob(self, sha256: str) -> None:
+        """Remove a blob and its part, unless pinned."""
+        with self._doing(f"remove blob {sha256[:12]}"), self._pin_lock:
+            if self._is_pinned(sha256):
+                return
+            if self._pack is not None and sha256 in self._pack:
+                self._pack.remove_blob(sha256)  # it may have a file as well
+                if not self.disk.is_file(self._file_path(sha256)):
+                    return
+            self._verified.forget(sha256)
+            for path in (self._file_path(sha256), self._part_path(sha256)):
+                self._freeing.unlink(path)
+
+    def remove_all_but(self, only: set[str]) -> None:
+        """Remove every blob except these and those that are pinned.
+
+        Parts, damaged and temporary files go a day after their last write.
+        """
+        with self._doing("collect garbage"):
+            for sha256 in () if self._pack is None else set(self._pack.blob_names()) - only:
+                with self._pin_lock:
+                    if not self._is_pinned(sha256):
+                        self._pack.remove_blob(sha256)  # type: ignore[union-attr]
+            for found in self._depot_entries():
+                sha256, _, kind = found.name.partition(".")
+                stale = kind != "own" and self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
+                superfluous = kind == "part" and self.ref(sha256) is not None
+                with self._pin_lock:
+                    if (stale or superfluous) if kind else sha256 not in only and not self._is_pinned(sha256):
+                        self._verified.forget(found.name)
+                        self._freeing.unlink(f"{self._prefix}{found.name}")
+
+    def files_by_last_use(self) -> list[tuple[int, str, int]]:
+        """Return (time of last use in ns, sha256, size) of every file, oldest first.
+
+        Parts and temporary files are included.
+        """
+        with self._doing("list blobs"):
+            return sorted((each.mtime_ns, each.name.partition(".")[0], each.size) for each in self._depot_entries())
+
+    def record_use(self, sha256: str) -> None:
+        with self._doing(f"touch blob {sha256[:12]}"):
+            self._verified.touch(self._file_path(sha256), sha256)
+
+    # -- parts --
+
+    def open_part(self, manifest: wire.BlobManifest) -> bytearray:
+        """Open or create the part of a blob. Return one byte per chunk, 1 if stored and verified."""
+        had = bytearray(chunks.chunk_count(manifest))
+        with self._doing(f"receive blob {manifest.sha256[:12]}"):
+            part = self._part_path(manifest.sha256)
+            self.disk.resize(part, manifest.size)
+            for start, end in self.disk.data_ranges(part):
+                # a written chunk begins inside data
+                for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
+                    offset, size = chunks.chunk_extent(manifest, index)
+                    had[index] = chunks.is_valid_chunk(manifest, index, self.disk.read(part, offset, size))
+        return had
+
+    def write_part(self, sha256: str, offset: int, payload: bytes | memoryview) -> None:
+        with self._doing(f"receive blob {sha256[:12]}"):
+            self.disk.write_at(self._part_path(sha256), payload, offset)
+
+    def finish_part(self, ref: BlobRef, digest: str | None = None) -> None:
+        """Turn a complete part into the blob.
+
+        Args:
+            ref: The reference of the blob.
+            digest: The sha256 of the part if hashed on arrival, or None to hash the part now.
+
+        Raises:
+            DamagedBlobError: If the part is not the blob. The part is removed then.
+        """
+        part = self._part_path(ref.sha256)
+        with self._doing(f"complete blob {ref.sha256[:12]}"):
+            if self._sync_and_hash(part, digest) != ref:
+                self.disk.unlink(part)
+                raise chunks.damaged_arrival_error(ref)
+            self._move_into_place(part, ref.sha256)
+
+    # -- within --
+
+    def _file_path(self, sha256: str) -> str:
+        if not _DIGEST.fullmatch(sha256):
+            raise StoreError(f"{sha256[:80]!r} names no blob: expected a sha256 in hex")
+        return f"{self._prefix}{sha256}"
+
+    def _part_path(self, sha256: str) -> str:
+        return f"{self._file_path(sha256)}.part"
+
+    def _depot_entries(self) -> Iterator[PathInfo]:
+        """Yield the folder's files that are blobs, or parts, damaged or temporary files of the depot."""
+        for entry in self.disk.entries(self.folder):
+            sha256, _, kind = entry.name.partition(".")
+            if kind in ("tmp", "own") or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
+                yield entry
+
+    def _verified_file(self, sha256: str, *, opens: bool = False) -> PathInfo | None:
+        path = self._file_path(sha256)
+        found = self.disk.stat(path)
+        if found is None or found.is_dir:
+            return None
+        if not self._verified.is_verified(path, found, sha256, opens=opens):
+            self._move_damaged_aside(sha256)
+            return None
+        return found
+
+    def _move_damaged_aside(self, sha256: str) -> None:
+        path = self._file_path(sha256)
+        log.warning("blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self.folder)
+        self._verified.forget(sha256)
+        self.disk.touch(path)  # it is kept for a day from now on
+        self.disk.replace(path, f"{path}.damaged")
+
+    def _sync_and_hash(self, path: str, digest: str | None = None) -> BlobRef:
+        if self._durable:
+            self.disk.sync(path)
+        found = self.disk.stat(path)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return BlobRef(sha256=digest or self.disk.hash_file(path), size=found.size)
+
+    @staticmethod
+    def _require_expected(path: Place, ref: BlobRef, expected: BlobRef | None) -> None:
+        """Raise DamagedBlobError if a file's reference is not the expected one, if any."""
+        if expected not in (None, ref):
+            raise chunks.DamagedBlobError(f"{path} is not what it should be ({ref.sha256[:12]}): make it anew")
+
+    def _store_payload(self, payload: bytes, sha256: str) -> None:
+        with self._temporary_path() as path:
+            self.disk.write(path, payload, new=True)
+            if self._durable:
+                self.disk.sync(path)
+            self._move_into_place(path, sha256)
+
+    @contextmanager
+    def _temporary_path(self) -> Iterator[str]:
+        """Yield the path of a new temporary file, which is removed afterwards."""
+        path = f"{self._prefix}{os.urandom(16).hex()}.{self._kind}"
+        try:
+            yield path
+        finally:
+            self.disk.unlink(path)
+
+    def _move_into_place(self, path: str, sha256: str) -> None:
+        """Rename a verified temporary file to its blob's name, and sync the folder."""
+        self._unsynced = self._durable
+        self.disk.replace(path, self._file_path(sha256))
+        self._verified.record_verified(self._file_path(sha256), sha256)
+        self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        if self._unsynced:
+            self.disk.sync(self.folder)
+            self._unsynced = False

@@ -1,0 +1,1 @@
+"""Transfer of blobs over MQTT and HTTP."""

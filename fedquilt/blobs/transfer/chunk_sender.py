@@ -1,0 +1,186 @@
+"""Sending of requested chunks and manifests, a part of `fedquilt.blobs.transfer.transfers`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.blobs import chunks
+from fedquilt.blobs.chunks import MANIFEST, ManifestBuilder, OutgoingChunk, OutgoingChunkQueue
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer.direct_transfer import DirectTransfers
+from fedquilt.core import BlobRef, FedquiltError, StoreError, WireMessage, shorten_error
+from fedquilt.transport.link import Link
+
+log = logging.getLogger("fedquilt.blobs.sending")
+
+_CUT_MOST: Final = 4096  # blobs of which it is remembered that they have been cut
+_SENT_MOST: Final = 4096  # chunks of which it is remembered that they have been sent
+HASHED_BYTE_S: Final = 2e-9  # of work, as estimated, for each byte that a peer makes this side read and hash
+SENT_S: Final = 200e-6  # for a chunk that is small, or was sent before
+PAID_S: Final = 500e-6  # what a larger chunk pays when it is sent for the first time: it is what the peer is here for
+PAYING_BYTES: Final = 16 * 1024  # the smallest of these
+CUT_BYTES: Final = 8 << 20  # that are cut at once: nothing else is read or sent meanwhile
+_DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
+
+
+class ChunkSender:
+    """Sender of requested chunks and manifests, at the speed of the link.
+
+    Args:
+        link: The link to the devices or to the coordinator.
+        depot: The store of the blobs to send.
+        topics: The topics of the fleet.
+        direction: The direction in which this side publishes.
+        allowed: A function `allowed(device, sha256)` that returns whether the blob may be sent to (or by) the device.
+        budget_bytes: The limit on chunks that wait in the link.
+        streaming: The transfers outside the link, offered for each blob of several chunks.
+        strain: A function `strain(device, seconds)` that charges processing time to a device.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        depot: BlobStore,
+        topics: wire.Topics,
+        direction: wire.Direction,
+        allowed: Callable[[str, str], bool],
+        budget_bytes: int,
+        streaming: DirectTransfers,
+        strain: Callable[[str, float], None],
+    ) -> None:
+        self._link, self._depot, self._topics, self._streaming = link, depot, topics, streaming
+        self._direction: wire.Direction = direction
+        self._allowed, self._strain = allowed, strain
+        self.sent_bytes: Counter[str] = Counter()  # device -> bytes of chunks, repetitions included
+        self._serve = OutgoingChunkQueue(budget_bytes)
+        self._manifests: dict[tuple[str, int], wire.BlobManifest] = {}  # the latest ones
+        self._sent: set[OutgoingChunk] = set()
+        self._latest: tuple[tuple[str, int, int], bytes] = ("", 0, 0), b""  # chunk sent last, by blob, cut and index
+        self._cut: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
+        self._cutting: dict[
+            tuple[str, int], tuple[str, ManifestBuilder]
+        ] = {}  # by blob and chunk: for whom, and how far
+        self._waiting: dict[
+            str, dict[str, wire.ChunkRequest]
+        ] = {}  # blob that is being cut -> device -> its latest request
+
+    def __bool__(self) -> bool:
+        return bool(self._serve) or bool(self._cutting)
+
+    def handle_request(self, device: str, get: wire.ChunkRequest) -> None:
+        try:
+            manifest = self._find_or_build_manifest(device, get.sha256, get.chunk)
+        except FedquiltError as error:
+            return self._publish_missing(device, get.sha256, str(error))
+        if manifest is None:
+            self._waiting.setdefault(get.sha256, {})[device] = get
+            return None
+        if chunks.chunk_count(manifest) > 1:
+            self._streaming.offer_locations(
+                device, BlobRef(sha256=get.sha256, size=manifest.size), again=not get.indices
+            )
+        if get.indices and manifest.chunk == get.chunk:
+            for index in get.indices:
+                if index < chunks.chunk_count(manifest):
+                    self._serve.add(OutgoingChunk(device, get.sha256, manifest.chunk, index))
+        else:  # also when our packets have become smaller since the manifest was sent
+            self._serve.add(OutgoingChunk(device, get.sha256, manifest.chunk, MANIFEST))
+        return None
+
+    def _find_or_build_manifest(self, device: str, sha256: str, asked: int) -> wire.BlobManifest | None:
+        if not self._allowed(device, sha256):
+            raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
+        ref = self._depot.ref(sha256)
+        if ref is None:
+            raise StoreError(f"blob {sha256[:12]} is not here any more")
+        chunk = chunks.negotiate_chunk_size(chunks.chunk_size_for(self._link.max_payload), asked)
+        key = sha256, chunk
+        if key not in self._manifests and key not in self._cutting:
+            read = partial(self._depot.read_range, sha256)
+            self._cutting[key] = device, ManifestBuilder(ref, chunk, read)
+            self._continue_building(key)
+        if key in self._manifests:
+            self._manifests[key] = self._manifests.pop(key)  # as the latest
+        return self._manifests.get(key)
+
+    def _continue_building(self, key: tuple[str, int]) -> bool:
+        device, cutting = self._cutting[key]
+        try:
+            manifest = cutting.hash_chunks(CUT_BYTES)
+        except StoreError as error:
+            del self._cutting[key]
+            if isinstance(error, chunks.DamagedBlobError):
+                self._depot.discard_damaged(key[0])
+            raise
+        if manifest is None:
+            return False
+        del self._cutting[key]
+        self._strain(device, manifest.size * (key[0] in self._cut) * HASHED_BYTE_S)
+        if len(self._cut) >= _CUT_MOST:
+            self._cut.clear()
+        self._cut.add(key[0])
+        while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _DIGESTS_MOST:
+            del self._manifests[next(iter(self._manifests))]
+        self._manifests[key] = manifest
+        return True
+
+    def step(self) -> None:
+        """Build some of one manifest, and send as much as the link accepts."""
+        if self._cutting:
+            key = next(iter(self._cutting))
+            try:
+                ended, reason = self._continue_building(key), ""
+            except StoreError as error:
+                ended, reason = True, str(error)
+            for device, get in self._waiting.pop(key[0], {}).items() if ended else ():
+                self._publish_missing(device, get.sha256, reason) if reason else self.handle_request(device, get)
+        while (item := self._serve.take_next(self._link.backlog)) is not None:
+            self._send_item(item)
+
+    def _send_item(self, item: OutgoingChunk) -> None:
+        device, sha256, index = item.device, item.sha256, item.index
+        try:
+            manifest = self._find_or_build_manifest(device, sha256, item.chunk)
+            if manifest is None:  # it was forgotten, and is being cut anew
+                indices = () if index == MANIFEST else (index,)
+                self.handle_request(device, wire.ChunkRequest(sha256=sha256, chunk=item.chunk, indices=indices))
+            elif index == MANIFEST:
+                self._publish(device, f"blob/{sha256}/manifest", manifest)
+            elif manifest.chunk == item.chunk:
+                if self._latest[0] != (sha256, item.chunk, index):  # the same for many devices, one after the other
+                    payload = self._depot.read_range(sha256, *chunks.chunk_extent(manifest, index))
+                    self._latest = (sha256, item.chunk, index), payload
+                payload = self._latest[1]
+                self._verify_resent_chunk(item, manifest, payload)
+                topic = self._topics.chunk_topic(device, self._direction, sha256, index)
+                self._link.publish(topic, payload, reliable=False)
+                self.sent_bytes[device] += len(payload)
+        except FedquiltError as error:
+            self._publish_missing(device, sha256, str(error))
+
+    def _verify_resent_chunk(self, item: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes) -> None:
+        # Only chunks requested again are hashed: hashing each chunk for each device takes half a millisecond.
+        if item not in self._sent:
+            if len(self._sent) >= _SENT_MOST:
+                self._sent.clear()
+            self._sent.add(item)
+            return self._strain(item.device, SENT_S if len(payload) < PAYING_BYTES else -PAID_S)
+        self._strain(item.device, SENT_S + len(payload) * HASHED_BYTE_S)
+        if not chunks.is_valid_chunk(manifest, item.index, payload):
+            self._manifests.pop((item.sha256, item.chunk), None)
+            self._latest = ("", 0, 0), b""
+            self._depot.discard_damaged(item.sha256)
+            raise chunks.DamagedBlobError(f"blob {item.sha256[:12]} is damaged on disk: it has to be stored again")
+
+    def _publish_missing(self, device: str, sha256: str, reason: str) -> None:
+        """Publish to a device that a blob cannot be sent, with the reason."""
+        log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
+        self._publish(device, f"blob/{sha256}/missing", wire.MissingBlob(sha256=sha256, reason=shorten_error(reason)))
+
+    def _publish(self, device: str, leaf: str, message: WireMessage) -> None:
+        self._link.publish(self._topics.device_topic(device, self._direction, leaf), wire.encode(message))

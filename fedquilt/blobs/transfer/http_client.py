@@ -1,0 +1,396 @@
+"""HTTP client that fetches blobs in ranges of bytes and uploads them. All calls block.
+
+URLs and tokens are secrets: messages name a location by host and quote nothing from the server.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError
+from fedquilt.security.handshake import COORDINATOR, LinkIdentity, common_name_of_peer
+from fedquilt.transport.mqtt.errors import describe_exception
+
+log = logging.getLogger("fedquilt.blobs.http")
+
+PIECE: Final = 256 * 1024  # bytes read at once, and written
+TLS_PIECE: Final = 16 * 1024  # bytes sent at once under TLS: each within STALL_S
+CONNECT_S: Final = 5.0
+STALL_S: Final = 20.0  # longest time without a byte
+PACE_S: Final = 30.0  # within which PACE_BYTES have to be moved
+PACE_BYTES: Final = 30_000
+PROGRESS_BYTES: Final = 64 * 1024  # least that a connection has to bring, or it has failed
+MISSES_MOST: Final = 4  # most connections in a row that break although the host was reached
+PAUSE_S: Final = 0.1  # before the next attempt after such a connection; it doubles with each, less up to half at random
+REST_S: Final = 5.0  # pause after a host was not reached; it doubles with each failure
+REST_MOST_S: Final = 3600.0
+_OFFSET: Final = "Upload-Offset"
+_BUSY: Final = frozenset({408, 425, 500, 502, 503, 504})
+
+
+class BlobLocationError(LinkError):
+    """Error of a blob location. `later` is true if a later attempt may succeed."""
+
+    def __init__(self, sentence: str, *, later: bool) -> None:
+        super().__init__(sentence)
+        self.later = later
+
+
+class MinimumThroughput:
+    """Minimum throughput of a transfer, so that a slow peer does not occupy a thread for long."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since_s, self._bytes = clock(), 0
+
+    def count_bytes(self, size: int) -> None:
+        """Count transferred bytes.
+
+        Raises:
+            TimeoutError: If fewer than PACE_BYTES were transferred in PACE_S.
+        """
+        self._bytes += size
+        now_s = self._clock()
+        if now_s >= self._since_s + PACE_S:
+            if self._bytes < PACE_BYTES:
+                raise TimeoutError(f"fewer than {PACE_BYTES} bytes in {PACE_S:g} s")
+            self._since_s, self._bytes = now_s, 0
+
+
+class ConnectionPool:
+    """HTTP connections, and hosts in backoff after a failure.
+
+    Args:
+        identity: The certificate of this side, also used to verify the coordinator's server, or None if unsigned.
+        ca: The authority of blob stores' certificates, in addition to those of the system.
+        pause: A function that blocks for some seconds between two attempts.
+    """
+
+    def __init__(
+        self, identity: LinkIdentity | None = None, ca: Path | None = None, pause: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._identity, self._ca, self.pause = identity, ca, pause
+        self._rests: dict[str, tuple[int, float]] = {}  # origin -> failures in a row, and until when it rests
+
+    def retry_at_s(self, source: BlobLocation) -> float:
+        """Return when a location's host may be tried again, in seconds of the monotonic clock."""
+        return self._rests.get(source.origin, (0, 0.0))[1]
+
+    def record_success(self, source: BlobLocation) -> None:
+        self._rests.pop(source.origin, None)
+
+    def record_failure(self, source: BlobLocation) -> None:
+        failures = self._rests.get(source.origin, (0, 0.0))[0]
+        rest_s = min(REST_S * 2.0 ** min(failures, 20), REST_MOST_S)
+        self._rests[source.origin] = (failures + 1, time.monotonic() + rest_s)
+
+    @contextmanager
+    def open_connection(self, source: BlobLocation) -> Iterator[http.client.HTTPConnection]:
+        """Yield a connection to a location, closed at the end.
+
+        Raises:
+            CarrierError: If the certificate of the location is not trusted.
+            OSError: If the location cannot be reached.
+        """
+        try:
+            parts = urlsplit(source.url)
+            host, port = parts.hostname or "", parts.port
+            host.encode("idna")  # as the look-up of the name does
+        except ValueError:
+            raise BlobLocationError(f"{source.origin} is no host and port", later=False) from None
+        connection: http.client.HTTPConnection
+        if parts.scheme == "https":
+            context = self._tls_context(source)
+            connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=context)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
+        try:
+            connection.connect()
+            if source.token and isinstance(connection.sock, ssl.SSLSocket):
+                peer = common_name_of_peer(connection.sock)
+                if peer != COORDINATOR:
+                    raise BlobLocationError(
+                        f"{source.origin} is {peer or 'somebody'!r}, not the coordinator", later=False
+                    )
+            connection.sock.settimeout(STALL_S)
+            yield connection
+        finally:
+            connection.close()
+
+    def _tls_context(self, source: BlobLocation) -> ssl.SSLContext:
+        try:
+            if source.token and self._identity is not None:
+                return self._identity.tls_context(server=False)
+            if source.token:
+                raise BlobLocationError(f"{source.origin} wants a certificate, and this board has none", later=False)
+            context = ssl.create_default_context()
+            if self._ca is not None:
+                context.load_verify_locations(self._ca)
+            return context
+        except JobError as error:
+            raise BlobLocationError(str(error), later=True) from None
+
+
+# -- fetching -------------------------------------------------------------------------------------
+
+
+def fetch_blob(reach: ConnectionPool, sources: Sequence[BlobLocation], intake: BlobWriter) -> None:
+    """Fetch the missing bytes from the first location that works, and finish the blob.
+
+    Raises:
+        CarrierError: If no location works.
+        ContentError: If the bytes do not match the manifest.
+        ClosedError: If the blob is no longer required.
+        StoreError: If the disk refuses.
+    """
+    turn = intake.replace_writer()
+    _try_locations(
+        reach, sources, lambda source: _fetch_ranges(reach, source, intake, turn), lambda source: intake.moved
+    )
+    intake.finish(turn)
+
+
+def _fetch_ranges(reach: ConnectionPool, source: BlobLocation, intake: BlobWriter, turn: int) -> None:
+    while (due := intake.next_range()) is not None:
+        with reach.open_connection(source) as connection:
+            connection.putrequest("GET", _request_target(source), skip_accept_encoding=True)
+            connection.putheader("Range", f"bytes={due[0]}-{due[1] - 1}")
+            _add_authorization(connection, source)
+            connection.endheaders()
+            with connection.getresponse() as answer:
+                _require_status(source, answer, (200, 206))
+                _require_range(source, answer, due, intake.ref)
+                read_pieces(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
+
+
+def _require_range(source: BlobLocation, answer: http.client.HTTPResponse, due: tuple[int, int], ref: BlobRef) -> None:
+    whole = answer.status == 200 and due == (0, ref.size)
+    ranged = answer.getheader("Content-Range", "").replace(" ", "") == f"bytes{due[0]}-{due[1] - 1}/{ref.size}"
+    if not whole and not ranged:
+        raise BlobLocationError(
+            f"{source.origin} answers with another range of bytes than it was asked for", later=False
+        )
+    if answer.length != due[1] - due[0]:
+        raise BlobLocationError(
+            f"{source.origin} answers with {answer.length} bytes instead of the range's", later=False
+        )
+
+
+def read_pieces(file: Any, size: int, take: Callable[[memoryview], None], *, piece: int = PIECE) -> None:
+    """Read `size` bytes from a socket's buffered file and pass them on in large pieces.
+
+    Raises:
+        OSError: If the bytes do not arrive or arrive too slowly. Bytes that have arrived are passed on first.
+    """
+    buffer, pace = memoryview(bytearray(min(piece, size))), MinimumThroughput()
+    filled = 0
+    try:
+        while size:
+            got = file.readinto1(buffer[filled : min(len(buffer), filled + size)])
+            if not got:
+                raise ConnectionError("the other side hung up")
+            pace.count_bytes(got)
+            filled, size = filled + got, size - got
+            if filled == len(buffer) or not size:
+                done, filled = filled, 0
+                take(buffer[:done])
+    finally:
+        if filled:
+            take(buffer[:filled])
+
+
+# -- putting --------------------------------------------------------------------------------------
+
+
+def upload_blob(
+    reach: ConnectionPool, sources: Sequence[BlobLocation], file: int, ref: BlobRef, moved: Callable[[int], None]
+) -> int:
+    """Upload a blob to the first location that works. Return the location's index.
+
+    Args:
+        reach: The connection pool of this process.
+        sources: The locations.
+        file: A descriptor of the blob's file.
+        ref: The reference of the blob.
+        moved: A function that is called with the size of each piece sent.
+
+    Raises:
+        CarrierError: If no location accepts the blob.
+    """
+    tries: dict[str, int] = {}
+    gone: dict[str, int] = {}
+
+    def attempt(source: BlobLocation) -> None:
+        first = tries.setdefault(source.url, 0) == 0
+        tries[source.url] += 1
+
+        def count_sent(size: int) -> None:
+            gone[source.url] = gone.get(source.url, 0) + size
+            moved(size)
+
+        start = source.start if first or not source.token else _request_upload_offset(reach, source, ref)
+        if start < ref.size:  # else the reply to the last bytes was lost
+            _upload_to(reach, source, file, ref, start, count_sent)
+
+    # a store takes a blob as a whole: what has gone before a connection broke is lost
+    return _try_locations(reach, sources, attempt, lambda source: gone.get(source.url, 0) if source.token else 0)
+
+
+def _upload_to(
+    reach: ConnectionPool, source: BlobLocation, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]
+) -> None:
+    with reach.open_connection(source) as connection:
+        connection.putrequest("PUT", _request_target(source), skip_accept_encoding=True)
+        connection.putheader("Content-Length", str(ref.size - start))
+        if source.token:
+            connection.putheader("Content-Range", f"bytes {start}-{ref.size - 1}/{ref.size}")
+        _add_authorization(connection, source)
+        with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
+            connection.endheaders()
+            send_file(connection.sock, file, start, ref.size - start, moved)
+        with connection.getresponse() as answer:
+            if answer.status == http.client.CONFLICT and source.token:  # what went before has come after all
+                raise ConnectionError("it is further than it said")
+            _require_status(source, answer, (200, 201, 204))
+
+
+def _request_upload_offset(reach: ConnectionPool, source: BlobLocation, ref: BlobRef) -> int:
+    with reach.open_connection(source) as connection:
+        connection.putrequest("HEAD", _request_target(source), skip_accept_encoding=True)
+        _add_authorization(connection, source)
+        connection.endheaders()
+        with connection.getresponse() as answer:
+            _require_status(source, answer, (200, 204))
+            said = answer.getheader(_OFFSET, "")
+    if not (said.isascii() and said.isdigit() and int(said) <= ref.size):
+        raise BlobLocationError(f"{source.origin} does not say how far the upload came", later=False)
+    return int(said)
+
+
+def send_file(
+    sock: socket.socket, file: int, offset: int, size: int, moved: Callable[[int], None] = lambda size: None
+) -> None:
+    """Send bytes of a file over a socket, by the kernel's `sendfile` unless TLS is used.
+
+    Raises:
+        OSError: If the peer accepts no bytes, or too slowly.
+    """
+    pace, end = MinimumThroughput(), offset + size
+    sealed = isinstance(sock, ssl.SSLSocket)
+    with open(file, "rb", buffering=0, closefd=False) as opened:
+        while offset < end:
+            if sealed:
+                piece = os.pread(file, min(TLS_PIECE, end - offset), offset)
+                sock.sendall(piece)
+                sent = len(piece)
+            else:
+                sent = sock.sendfile(opened, offset, min(4 * PIECE, end - offset))
+            if not sent:
+                raise ConnectionError("the file is shorter than it was")
+            offset += sent
+            pace.count_bytes(sent)
+            moved(sent)
+
+
+# -- neither ---------------------------------------------------------------------------------------
+
+
+def send_request(reach: ConnectionPool, method: str, source: BlobLocation) -> tuple[int, str]:
+    """Return the status and date of a location's answer to a request without a body.
+
+    Raises:
+        CarrierError: If the location does not answer.
+    """
+    found: list[tuple[int, str]] = []
+
+    def attempt(source: BlobLocation) -> None:
+        with reach.open_connection(source) as connection:
+            connection.request(method, _request_target(source))
+            with connection.getresponse() as answer:
+                found.append((answer.status, answer.getheader("Date", "")))
+
+    _try_locations(reach, (source,), attempt, lambda source: 0)
+    return found[0]
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+def _try_locations(
+    reach: ConnectionPool,
+    sources: Sequence[BlobLocation],
+    attempt: Callable[[BlobLocation], None],
+    gained: Callable[[BlobLocation], int],
+) -> int:
+    failures: list[BlobLocationError] = []
+    for index, source in enumerate(sources):
+        if reach.retry_at_s(source) > time.monotonic():
+            failures.append(BlobLocationError(f"{source.origin} was not reached a short while ago", later=True))
+            continue
+        try:
+            _retry(reach, source, attempt, gained)
+        except BlobLocationError as error:
+            failures.append(error)
+            if error.later:
+                reach.record_failure(source)
+        else:
+            reach.record_success(source)
+            return index
+    raise BlobLocationError("; ".join(map(str, failures)), later=any(each.later for each in failures))
+
+
+def _retry(
+    reach: ConnectionPool,
+    source: BlobLocation,
+    attempt: Callable[[BlobLocation], None],
+    gained: Callable[[BlobLocation], int],
+) -> None:
+    misses, begun = 0, gained(source)
+    while True:
+        before = gained(source)
+        try:
+            return attempt(source)
+        except (OSError, http.client.HTTPException) as error:
+            misses = 0 if gained(source) >= before + PROGRESS_BYTES else misses + 1
+            broke = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+            if misses >= (MISSES_MOST if broke or gained(source) > begun else 1):
+                raise BlobLocationError(
+                    f"{source.origin} cannot be used ({_describe_failure(error)})", later=True
+                ) from None
+            log.debug("%s broke off (%s): it is gone on with", source.origin, _describe_failure(error))
+            if misses > broke:  # one that broke before it brought anything is tried again at once
+                reach.pause(PAUSE_S * 2.0 ** (misses - 1) * (1.0 - 0.5 * random.random()))
+
+
+def _describe_failure(error: Exception) -> str:
+    # No text of the server is quoted, because it may contain line ends and terminal commands.
+    return describe_exception(error) if isinstance(error, OSError) else "what it answers is not HTTP"
+
+
+def _request_target(source: BlobLocation) -> str:
+    parts = urlsplit(source.url)
+    return f"{parts.path}?{parts.query}" if parts.query else parts.path
+
+
+def _add_authorization(connection: http.client.HTTPConnection, source: BlobLocation) -> None:
+    if source.token:
+        connection.putheader("Authorization", f"Bearer {source.token}")
+
+
+def _require_status(source: BlobLocation, answer: http.client.HTTPResponse, statuses: Sequence[int]) -> None:
+    if answer.status not in statuses:
+        busy = answer.status in _BUSY
+        said = f"{source.origin} refuses ({answer.status} {http.client.responses.get(answer.status, '')})"
+        raise BlobLocationError(said, later=busy)

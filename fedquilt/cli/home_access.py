@@ -1,0 +1,153 @@
+"""Common steps of several verbs: reading jobs, opening homes, running to the end, printing rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fedquilt.cli.commands import verbosity
+from fedquilt.cli.options import BlobOptions, BrokerOptions
+from fedquilt.console import table
+from fedquilt.core import JobError, StoreError
+from fedquilt.host import disk
+
+ENDED: Final = {"done": 0, "failed": 8, "stopped": 9}
+
+
+def open_existing_home(home: Path) -> Any:
+    from fedquilt.coordinator.storage.store import Store
+
+    require_home(home)
+    return Store(home)
+
+
+def require_home(home: Path) -> None:
+    with disk.disk_errors(f"look into {home}"):
+        found = disk.REAL.stat(home / "fedquilt.db")
+    if found is None or found.is_dir:
+        raise StoreError(no_runs_message(home))
+
+
+def no_runs_message(home: Path) -> str:
+    return f"no runs in {home}: `fedquilt run` or `fleet` begins one, --home names another folder"
+
+
+def load_job(path: Path) -> Any:
+    """Load a job file, and check its [data] and [test] tables too.
+
+    Raises:
+        JobError: If the file cannot be read, is not a job, or has a wrong key or value.
+    """
+    from fedquilt.coordinator import settings
+    from fedquilt.data.spec import DataSpec
+    from fedquilt.formats import toml
+
+    job = settings.load_job(path)
+    with toml.prefix_errors(str(path)):
+        if job.data:
+            DataSpec.parse(job.data)
+        if job.test:
+            from fedquilt.coordinator.views import scores
+
+            DataSpec.parse(scores.make_test_table(job), "[test]")
+    return job
+
+
+def bundle_folder(job: Path, given: Path | None) -> Path:
+    return given or job.with_name(job.stem + ".bundle")
+
+
+def make_link(broker: BrokerOptions, say: Callable[[str], None]) -> tuple[Any, Any]:
+    """Return the coordinator's unconnected link and its identity, or None if messages are unsigned.
+
+    Unsigned messages are reported through `say`.
+    """
+    from fedquilt import wire
+    from fedquilt.security import authenticated_link
+    from fedquilt.transport.mqtt.broker import Broker as Address
+    from fedquilt.transport.mqtt.link import MqttLink
+
+    will = (wire.Topics(broker.fleet).coord, wire.encode(wire.CoordState(online=False)))
+    address = Address.from_url(**broker.to_table())
+    identity = authenticated_link.load_identity(address)
+    if identity is None:
+        say(authenticated_link.UNSIGNED)
+    return MqttLink(address, f"fedquilt-coordinator-{broker.fleet}", will), identity
+
+
+def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Any, submit: Callable[[], str]) -> int:
+    """Submit a job, run it to its end and return the exit code.
+
+    The job runs in this process, or in the coordinator that serves the home. This is decided before `submit`, so that
+    the process does not replace a coordinator that fails because of the job.
+
+    Raises:
+        JobError: If blob locations or the home's limits.toml are wrong.
+    """
+    from fedquilt.coordinator import limits
+    from fedquilt.coordinator.views import terminal
+
+    where, limited = blobs.to_locations(broker.ca), limits.load_limits(home)
+    here, id = store.lock(), submit()
+    print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
+    if here:
+        console = terminal.Console(wordy=verbosity() > 0)
+        link, identity = make_link(broker, console.report)
+        link.connect(timeout_s=5.0)
+        terminal.run_coordinator(
+            store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where
+        )
+    else:
+        if blobs.given_options:
+            print(
+                f"{blobs.given_options[0]} has no effect: a coordinator serves {home}, by the options of its "
+                "own command"
+            )
+        terminal.print_log(store, id, follow=True)
+    return report_end(home, id, store.status(id), f"fedquilt resume {id}")
+
+
+def report_end(home: Path, id: str, status: str, again: str) -> int:
+    """Print the next step after a run, and return the exit code. `again` is the resuming command."""
+    if status == "running":
+        print(f"interrupted; `{again} --home {home}` continues it")
+    elif status == "done" and id:
+        print(f"done; `{export_command(home, id)}` writes its result")
+    return ENDED.get(status, 130)
+
+
+def export_command(home: Path, id: str) -> str:
+    return f"fedquilt export {id} --home {home} --out FILE"
+
+
+def confirm(question: str, yes: bool) -> bool:
+    """Return whether the user confirms a question, or True with `yes`.
+
+    Raises:
+        JobError: If there is no terminal.
+    """
+    import click
+
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise JobError(f"{question} There is no terminal to ask on: --yes answers it")
+    return click.confirm(question, err=True)
+
+
+def format_freed_space(found: Any) -> str:
+    from fedquilt.console import units
+
+    said = f"{units.format_bytes(found.bytes)} freed"
+    return f"{said}; blobs go when the coordinator of this home takes up its next job" if found.blobs_left else said
+
+
+def print_rows(format: str, rows: Any, lines: Sequence[str]) -> None:
+    if format == "json":
+        import msgspec
+
+        print(msgspec.json.encode(rows).decode())
+    elif lines:
+        print("\n".join(part for line in lines for part in table.fold_line(line)))

@@ -1,0 +1,166 @@
+"""Progress of long operations: a live line on a terminal, otherwise lines at growing intervals.
+
+A file or a pipe gets a first line after QUIET_S, and further ones after EVERY_S or a quarter of the elapsed time,
+whichever is longer, but at most RARELY_S.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final, TextIO
+
+from fedquilt.console import units
+from fedquilt.host import threads
+
+QUIET_S: Final = 5.0
+EVERY_S: Final = 10.0
+RARELY_S: Final = 300.0
+SHARE: Final = 0.25  # of the time passed so far, between two lines
+LIVE_S: Final = 0.1  # between two changes of a terminal's line
+TICK_S: Final = 1.0
+
+
+class ProgressLine:
+    """Progress line of the current operation. Thread-safe.
+
+    Args:
+        out: Output stream, or None for the current standard error.
+        live: Whether the line is rewritten in place, or None to do so on a terminal.
+        clock: Function that returns seconds.
+        rarely_s: Maximum seconds before the first line and between lines, if not rewritten.
+    """
+
+    def __init__(
+        self,
+        out: TextIO | None = None,
+        *,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rarely_s: float = RARELY_S,
+    ) -> None:
+        self._rarely_s = rarely_s
+        self._given, self._live, self._clock, self._lock = out, live, clock, threading.Lock()
+        self._begun_s: float | None = None  # of what goes on now
+        self._due_s = 0.0
+        self._drawn = ""
+        self._first: tuple[float, float, float] | None = None  # total, what was done first, and when
+        self._part: tuple[str, float, float] | None = None  # as of `set_part`
+
+    @property
+    def is_live(self) -> bool:
+        return self._out.isatty() if self._live is None else self._live
+
+    def show_status(self, what: str | Callable[[], str], done: float | None = None, total: float | None = None) -> None:
+        """Show the current operation, unless the last line is too recent.
+
+        Args:
+            what: Short text, or a function that returns the text and is called only when shown.
+            done: Completed part of `total`. With both, the remaining time is shown too.
+            total: Amount of all work.
+        """
+        with self._lock:
+            now_s, live = self._clock(), self.is_live
+            if self._begun_s is None:
+                self._begun_s, self._due_s = now_s, now_s + (0.0 if live else min(QUIET_S, self._rarely_s))
+            left = self._format_remaining(done, total, now_s)
+            if now_s < self._due_s:
+                return
+            told = (what if isinstance(what, str) else what()) + left
+            if live:
+                self._due_s = now_s + LIVE_S
+                self._draw(told)
+            else:
+                self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), self._rarely_s)
+                print(told, file=self._out, flush=True)
+
+    def set_part(self, now: str, done: float, total: float) -> None:
+        """Set the current part of the work, which `show_progress` displays.
+
+        Args:
+            now: Short text.
+            done: Number of completed parts.
+            total: Number of parts.
+        """
+        self._part = (now, done, total)
+
+    def show_elapsed(self, what: str, began_s: float) -> None:
+        part, so_far = self._part, units.format_duration(self._clock() - began_s)
+        if part is None:
+            return self.show_status(f"{what}: {so_far} so far")
+        now, done, total = part
+        return self.show_status(f"{what}: {now}, {so_far} so far", done, total)
+
+    def print_lines(self, *lines: str) -> None:
+        """Print permanent lines. A live line disappears until the next `show_status`."""
+        with self._lock:
+            self._wipe()
+            for line in lines:
+                print(line, file=self._out)
+            self._out.flush()
+
+    def print_to_stdout(self, *lines: str) -> None:
+        """Print permanent lines to standard output, which may be the same terminal."""
+        with self._lock:
+            self._wipe()
+            self._out.flush()
+            for line in lines:
+                print(line, flush=True)
+
+    def end_operation(self) -> None:
+        """Remove the live line and reset the elapsed time."""
+        with self._lock:
+            self._wipe()
+            self._out.flush()
+            self._begun_s = self._first = self._part = None
+
+    @property
+    def _out(self) -> TextIO:
+        return sys.stderr if self._given is None else self._given
+
+    def _draw(self, told: str) -> None:
+        wide = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
+        told = told if len(told) <= wide else f"{told[: wide - 1]}…"
+        if told != self._drawn:
+            print(f"\r\x1b[K{told}", end="", file=self._out, flush=True)
+            self._drawn = told
+
+    def _wipe(self) -> None:
+        if self._drawn:
+            print("\r\x1b[K", end="", file=self._out)
+            self._drawn, self._due_s = "", 0.0
+
+    def _format_remaining(self, done: float | None, total: float | None, now_s: float) -> str:
+        if done is None or total is None:
+            return ""
+        if self._first is None or self._first[0] != total or done < self._first[1]:
+            self._first = (total, done, now_s)
+        _, first, first_s = self._first
+        told = f" ({done:g} of {total:g} done"
+        if done > first:
+            left_s = (now_s - first_s) / (done - first) * (total - done)
+            told += f", about {units.format_duration(left_s)} left"
+        return f"{told})"
+
+
+LINE: Final = ProgressLine()
+"""The line of this process on standard error: all that a command does shows itself here."""
+
+
+def call_periodically(tell: Callable[[], None], every_s: float = TICK_S) -> AbstractContextManager[None]:
+    return threads.call_in_background(tell, every_s, "progress")
+
+
+@contextmanager
+def show_progress(what: str, line: ProgressLine = LINE) -> Iterator[None]:
+    """Show an operation with its elapsed time and its current part while the body runs."""
+    began_s = line._clock()
+    try:
+        with call_periodically(lambda: line.show_elapsed(what, began_s)):
+            yield
+    finally:
+        line.end_operation()

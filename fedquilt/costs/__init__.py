@@ -1,0 +1,1 @@
+"""Costs of training: time, memory and bytes."""

@@ -1,0 +1,248 @@
+"""Peak memory of training and inference above an idle engine, predicted for engines and admission.
+
+Only `measure_training` imports torch. Constants were fitted with `fedquilt bench footprint` on x86-64 (torch 2.13 for
+the CPU, onnxruntime 1.31, glibc 2.36). A device learns its own error while working
+(`fedquilt.edge_agent.task.memory_budget`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
+"""What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
+FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
+"""What an engine loads and compiles when it is first used, whatever the work."""
+FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
+"""What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt bench memory`."""
+
+
+def task_process_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
+    """Return the peak memory of a task's process: imported and active engine, freed memory, and work.
+
+    Args:
+        engine: Name of the engine.
+        peak_bytes: Peak memory of the work above the active engine.
+        base_bytes: Memory of the process after importing the engine, or None for the assumed value.
+    """
+    base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
+    return base + FIRST_USE_BYTES.get(engine, 0) + FREED_BYTES.get(engine, 0) + peak_bytes
+
+
+@dataclass(frozen=True)
+class TrainingProperties:
+    weights_bytes: int  # parameters and buffers
+    convolutions: int  # convolution layers
+    largest_bytes: int  # the largest of them
+    kept_bytes: int  # activations of one example that the forward pass keeps for the backward one
+    widest_bytes: int  # largest of those
+    still_bytes: int = 0  # part of the parameters that is frozen: without gradients and moments
+    passing_bytes: int = 0  # largest activation of one example, kept or not
+    kinds: int = 0  # of operations in its backward pass, beside USUAL
+
+
+def measure_training(model: nn.Module, x: torch.Tensor) -> tuple[TrainingProperties, torch.Tensor]:
+    """Measure a network's training memory with one forward pass, and return the pass's output too.
+
+    A parameter without gradient is frozen, and activations needed only by frozen parameters are not kept. The pass is
+    in training mode, so it updates batch-normalisation statistics and requires two examples with batch normalisation.
+    """
+    import torch
+    from torch import nn
+
+    held = [*model.parameters(), *model.buffers()]
+    own = {value.untyped_storage().data_ptr() for value in held}
+    kept: dict[int, int] = {}
+
+    def record_storage(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return value.detach()  # the value itself would hold the graph that holds it: torch never frees such a circle
+
+    passing = 0
+
+    def record_output(module: nn.Module, given: object, found: object) -> None:
+        nonlocal passing
+        if isinstance(found, torch.Tensor):
+            passing = max(passing, found.nbytes)
+
+    watches = [module.register_forward_hook(record_output) for module in model.modules()]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(record_storage, lambda value: value):
+            answer = model.train()(x)
+    finally:
+        for watch in watches:
+            watch.remove()
+    weights = [value.untyped_storage().nbytes() for value in held]
+    trained = TrainingProperties(
+        weights_bytes=sum(weights),
+        convolutions=sum(isinstance(each, nn.modules.conv._ConvNd) for each in model.modules()),
+        largest_bytes=max(weights, default=0),
+        kept_bytes=-(-sum(kept.values()) // len(x)),
+        widest_bytes=-(-max(kept.values(), default=0) // len(x)),
+        still_bytes=sum(value.untyped_storage().nbytes() for value in model.parameters() if not value.requires_grad),
+        passing_bytes=-(-passing // len(x)),
+        kinds=len(_backward_operations(answer) - USUAL),
+    )
+    return trained, answer
+
+
+def _backward_operations(answer: object) -> set[str]:
+    found: set[str] = set()
+    seen, left = set(), [getattr(answer, "grad_fn", None)]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(node.name().rstrip("0123456789"))
+            left += [before for before, _ in node.next_functions]
+    return found
+
+
+# -- training -------------------------------------------------------------------------------------
+
+LIBRARY_BYTES = {"torchvision": 64_000_000}
+"""What the library of a network holds besides, once it is imported; torchvision imports torch's compiler."""
+FIRST_KERNEL_BYTES, KERNEL_BYTES = 9_000_000, 500_000
+"""What is compiled for a network's convolutions: once, and for each of them."""
+USUAL = frozenset(
+    f"{name}Backward"
+    for name in (
+        "Add",
+        "Addmm",
+        "Cat",
+        "Convolution",
+        "MaxPool2DWithIndices",
+        "Mean",
+        "NativeBatchNorm",
+        "Relu",
+        "T",
+        "View",
+    )
+) | {"torch::autograd::AccumulateGrad"}
+"""Operations that FIRST_USE_BYTES includes: those of the networks that it was fitted with."""
+KIND_BYTES = 400_000
+"""What each other kind of operation adds, whatever its size: pages of torch's libraries with its two passes."""
+COPIES = 2
+"""Of the weights: as received, and the model's own. Anchors, as a correction's start, come on top; of what is trained
+also the gradients, and what the optimizer remembers."""
+FREED = 0.5
+"""Times the weights is what glibc holds of tensors that came and went."""
+WIDEST = 10
+"""Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
+WIDEST_AGAIN = 9
+"""Likewise where what is kept is made again in pieces: glibc then holds nothing, as memory goes back to the kernel."""
+PASSING = 4
+"""Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained."""
+
+PIECES = 8
+"""Into how many parts at most what is kept for the backward pass is divided, where it does not fit."""
+
+MARGIN = 1.1
+"""True peaks were up to so many times what was predicted: who is held to a budget plans with so much less."""
+
+
+def training_bytes(
+    network: TrainingProperties,
+    examples: int,
+    *,
+    anchors: int = 0,
+    moments: int = 0,
+    library: str = "",
+    piece_bytes: int | None = None,
+) -> int:
+    """Return the peak memory of a training step above active torch.
+
+    Args:
+        network: Properties measured by `measure_training`.
+        examples: Examples of a micro-batch.
+        anchors: Copies of the weights read by a method, besides COPIES.
+        moments: Copies of the trained tensors in the optimizer's state.
+        library: Prefix of the network's name before the slash.
+        piece_bytes: Limit on activations kept at once with checkpointing, or None to keep all.
+    """
+    moving = (1 + moments) * (network.weights_bytes - network.still_bytes)
+    fixed = fixed_training_bytes(
+        network.weights_bytes,
+        network.convolutions,
+        moving,
+        copies=COPIES + anchors,
+        library=library,
+        kinds=network.kinds,
+    )
+    kept_bytes = examples * network.kept_bytes
+    held_bytes = kept_bytes if piece_bytes is None else min(piece_bytes, kept_bytes)
+    return fixed + examples * _working_bytes(network, again=piece_bytes is not None) + held_bytes
+
+
+def fixed_training_bytes(
+    weights_bytes: int,
+    convolutions: int,
+    moving_bytes: int = 0,
+    *,
+    copies: int = COPIES,
+    library: str = "",
+    kinds: int = 0,
+) -> int:
+    """Return the part of `training_bytes` that is independent of the micro-batch.
+
+    Args:
+        weights_bytes: Size of the network.
+        convolutions: Number of convolution layers.
+        moving_bytes: Size of gradients and optimizer state, or 0 in an evaluation.
+        copies: Copies of the weights held at once.
+        library: Prefix of the network's name before the slash.
+        kinds: Number of operations besides USUAL. Callers that know only the tensors pass 0.
+    """
+    compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
+    used = compiled + KIND_BYTES * kinds
+    return LIBRARY_BYTES.get(library, 0) + used + int((copies + FREED) * weights_bytes) + moving_bytes
+
+
+def bytes_per_example(network: TrainingProperties) -> int:
+    return network.kept_bytes + _working_bytes(network)
+
+
+def least_bytes_per_example(network: TrainingProperties) -> int:
+    """Return the memory per example with activations recomputed in PIECES."""
+    return -(-network.kept_bytes // PIECES) + _working_bytes(network, again=True)
+
+
+def checkpoint_bytes(network: TrainingProperties, examples: int, room_bytes: float) -> int | None:
+    """Return the activation bytes to keep at once in the given room, or None to keep all.
+
+    The result is at least the size of one of PIECES, because each further piece costs up to one more forward pass.
+    """
+    kept_bytes = examples * network.kept_bytes
+    if kept_bytes <= int(room_bytes) - examples * _working_bytes(network):
+        return None
+    left_bytes = int(room_bytes) - examples * _working_bytes(network, again=True)
+    return max(min(left_bytes, kept_bytes), -(-kept_bytes // PIECES))
+
+
+def _working_bytes(network: TrainingProperties, *, again: bool = False) -> int:
+    return max((WIDEST_AGAIN if again else WIDEST) * network.widest_bytes, PASSING * network.passing_bytes)
+
+
+# -- inference ------------------------------------------------------------------------------------
+
+SESSION_BYTES = 2 << 20
+"""An ONNX Runtime session beside its weights and activations."""
+
+
+def inference_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
+    """Return the peak memory of one graph above ONNX Runtime, with memory-mapped weights.
+
+    Args:
+        weights_bytes: Size of the graph's weights.
+        activation_bytes: Peak activations of one example (`fedquilt.models.stitching.onnx.memory`).
+        examples: Examples of a micro-batch.
+    """
+    return SESSION_BYTES + weights_bytes + examples * activation_bytes

@@ -1,0 +1,174 @@
+"""Compatibility of a job's data and network, checked on headers and labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fedquilt import metrics, plugins
+from fedquilt.core import DataError
+from fedquilt.data import examples, inputs
+from fedquilt.data.readers import ExampleReader
+from fedquilt.data.readers.base import describe_class_problem
+from fedquilt.data.spec import DataSpec
+
+SAMPLED = 10_000  # rows by which the scales of features are compared
+MEND = "give the job data that fit, or another network and a new bundle"
+
+
+def open_compatible_data(meta: Mapping[str, Any], spec: DataSpec) -> ExampleReader:
+    """Open the data of a [data] table and check that they fit a bundle's network.
+
+    No inputs are read. The inputs of an imported network are not checked here.
+
+    Args:
+        meta: The bundle's metadata, as written by `fedquilt prepare`.
+        spec: The [data] table.
+
+    Returns:
+        Reader of the data.
+
+    Raises:
+        JobError: If the network is of a package whose content differs on this machine.
+        DataError: If the data cannot be opened, inputs or labels do not fit the network, or all training labels are
+            equal.
+    """
+    plugins.require_unchanged_modules(meta.get("plugins") or {})
+    reader = examples.open_split(spec)
+    _require_label_variety(reader, spec)
+    network: Mapping[str, Any] = meta.get("network", {})
+    while isinstance(network.get("of"), Mapping):  # a network of exits is made of another network
+        network = {**network["of"], **{key: network[key] for key in ("input", "task") if key in network}}
+    name = f"network {network.get('name', '')!r}"
+    task = metrics.task_from_network(network)
+    if task != spec.task:
+        raise DataError(
+            f"{spec.source_name}: [data] task is {spec.task!r}, and {name} was prepared for {task!r}: set "
+            "`task` in [data] "
+            "and [model] alike, and prepare anew"
+        )
+    if "donors" in meta:
+        _require_label_range(reader, spec, len(meta["labels"]), "the job has labels for")
+    elif isinstance(outputs := meta.get("outputs", network.get("classes")), int):
+        if task == "classes":
+            _require_label_range(reader, spec, outputs, f"{name} predicts")
+        else:
+            _require_label_width(reader, spec, outputs, name)
+    wanted = network.get("input") or meta.get("input") or {}
+    if "channels" in wanted:
+        if not _is_image(reader.shape):
+            raise DataError(
+                f"{spec.source_name}: examples have shape {reader.shape}, and the job's input are images: "
+                "(height, width) or "
+                f"(height, width, 1 or 3) are wanted; {MEND}"
+            )
+        return reader
+    features = max((len(wanted.get(key, ())) for key in ("mean", "std")), default=0)
+    if features > 1 and reader.shape[-1:] != (features,):
+        raise DataError(
+            f"{spec.source_name}: examples of shape {reader.shape}{_format_features(reader)}, and the job's "
+            "[input] standardises "
+            f"{features} features; {MEND}"
+        )
+    if "donors" in meta:
+        _require_series_shape(reader, spec, meta)
+    _require_network_shape(reader, spec, network, name)
+    return reader
+
+
+def data_warnings(meta: Mapping[str, Any], reader: ExampleReader, spec: DataSpec) -> list[str]:
+    """Return warnings, each with its fix, on data that would probably train badly.
+
+    Args:
+        meta: The bundle's metadata.
+        reader: Data that fit the bundle.
+        spec: The [data] table.
+    """
+    found = []
+    if spec.task == "classes" and not (spec.sources or spec.labels_from) and len(reader.y) and reader.y.min() == 1:
+        problem = describe_class_problem(reader.y, int(reader.y.max()), is_table=bool(reader.features))
+        found.append(f"{spec.source_name}: no example has class 0; {problem}")
+    network: Mapping[str, Any] = meta.get("network", {})
+    if len(reader.shape) == 1 and not (network.get("input") or meta.get("input")):
+        rows = np.linspace(0, len(reader.y) - 1, min(len(reader.y), SAMPLED)).astype(np.int64)
+        if told := inputs.describe_unequal_scales(reader.take(rows), reader.features):
+            found.append(f"{spec.source_name}: {told}: set [input] standardise = true, and prepare anew")
+    return found
+
+
+def _require_label_variety(reader: ExampleReader, spec: DataSpec) -> None:
+    if spec.split != "train" or len(reader.y) < 2 or (reader.y != reader.y[0]).any():
+        return
+    label = ", ".join(f"{value:g}" for value in np.ravel(reader.y[0]))
+    what = f"class {label}" if spec.task == "classes" else f"label {label}"
+    raise DataError(
+        f"{spec.source_name}: all {len(reader.y)} training examples have {what}: there is nothing to learn, "
+        "and whatever "
+        "says so each time scores as if it had learnt; name data with other labels too"
+    )
+
+
+def _require_series_shape(reader: ExampleReader, spec: DataSpec, meta: Mapping[str, Any]) -> None:
+    donor, facts = next(iter(meta["donors"].items()))
+    wanted = tuple(meta["blocks"][facts["blocks"][0]]["in_shape"])
+    if reader.shape != wanted:
+        raise DataError(
+            f"{spec.source_name}: examples of shape {reader.shape}{_format_features(reader)}, donor {donor!r} "
+            f"takes {wanted}; {MEND}"
+        )
+
+
+def _require_network_shape(reader: ExampleReader, spec: DataSpec, network: Mapping[str, Any], name: str) -> None:
+    shape, kind = reader.shape, network.get("name")
+    if kind in ("mlp", "rezero") and math.prod(shape) != network["inputs"]:
+        raise DataError(
+            f"{spec.source_name}: examples of shape {shape} hold {math.prod(shape)} values "
+            f"each{_format_features(reader)}, {name} "
+            f"takes {network['inputs']}; {MEND}"
+        )
+    if kind in ("conv1d", "gru") and shape != (network["steps"], network["channels"]):
+        raise DataError(
+            f"{spec.source_name}: examples of shape {shape}{_format_features(reader)}, {name} takes "
+            f"{network['steps']} steps of "
+            f"{network['channels']} channels; {MEND}"
+        )
+    if kind == "transformer":
+        if shape != (network["length"],):
+            raise DataError(
+                f"{spec.source_name}: examples of shape {shape}, {name} takes {network['length']} tokens; {MEND}"
+            )
+        if reader.tokens > network["vocabulary"]:
+            raise DataError(
+                f"{spec.source_name}: the vocabulary has {reader.tokens} tokens, {name} knows "
+                f"{network['vocabulary']}; {MEND}"
+            )
+
+
+def _format_features(reader: ExampleReader, most: int = 8) -> str:
+    if not reader.features:
+        return ""
+    more = f" and {len(reader.features) - most} more" if len(reader.features) > most else ""
+    return f" ({', '.join(reader.features[:most])}{more})"
+
+
+def _require_label_width(reader: ExampleReader, spec: DataSpec, outputs: int, name: str) -> None:
+    if reader.y.shape[1] != outputs:
+        what = "numbers" if spec.task == "regression" else "labels"
+        raise DataError(
+            f"{spec.source_name}: each example has {reader.y.shape[1]} {what}, {name} predicts {outputs}; {MEND}"
+        )
+
+
+def _require_label_range(reader: ExampleReader, spec: DataSpec, classes: int, who: str) -> None:
+    if problem := describe_class_problem(reader.y, classes, is_table=bool(reader.features)):
+        raise DataError(
+            f"{spec.source_name}: labels run from {reader.y.min()} to {reader.y.max()}, {who} {classes} classes "
+            f"(0 to {classes - 1}); {problem}"
+        )
+
+
+def _is_image(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))

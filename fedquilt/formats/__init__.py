@@ -1,0 +1,1 @@
+"""File formats: TOML, bundles, labels and personal models."""

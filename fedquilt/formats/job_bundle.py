@@ -1,0 +1,104 @@
+"""Bundle of a job on disk: `bundle.json` with metadata and file digests, and the folder `blobs`.
+
+`fedquilt prepare` writes the bundle on the operator's machine, and the coordinator serves it. Blobs are named by their
+digests in one folder, so that an ONNX graph finds its external data beside itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fedquilt.arrays import tensors
+from fedquilt.core import BlobRef, Bundle, JobError, StoreError, WireMessage
+from fedquilt.formats import checksummed_json
+from fedquilt.host.disk import REAL, Disk, disk_errors
+
+
+class BundleIndex(WireMessage, frozen=True):
+    meta: dict[str, Any]
+    files: dict[str, BlobRef]
+    version: Literal[1] = 1
+
+
+def write_bundle(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
+    """Write a bundle. Blobs that exist undamaged are kept.
+
+    Raises:
+        StoreError: If the folder cannot be written.
+    """
+    refs: dict[str, BlobRef] = {}
+    try:
+        REAL.make_folder(folder / "blobs")
+        for name, payload in files.items():
+            refs[name] = ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+            path = folder / "blobs" / ref.sha256
+            if not path.is_file() or REAL.hash_file(path) != ref.sha256:
+                _replace_file(path, payload)
+        _replace_file(
+            folder / "bundle.json", checksummed_json.encode_with_checksum(BundleIndex(meta=dict(meta), files=refs))
+        )
+    except OSError as error:
+        raise StoreError(f"cannot write the bundle {folder}: {error.strerror}") from None
+    return load_bundle(folder)
+
+
+def load_bundle(folder: Path, disk: Disk = REAL) -> Bundle:
+    """Open a bundle and check that its files are present with the right sizes.
+
+    The content of a file is checked on reading, which may raise the same errors.
+
+    Args:
+        folder: Folder of the bundle.
+        disk: Disk of the folder.
+
+    Raises:
+        JobError: If there is no bundle, or it is damaged.
+        StoreError: If the bundle cannot be read.
+    """
+    index_at = folder / "bundle.json"
+    with disk_errors(f"read the bundle {folder}"):
+        try:
+            index = checksummed_json.decode_with_checksum(disk.read(index_at), BundleIndex)
+        except (FileNotFoundError, NotADirectoryError):
+            raise JobError(f"no bundle in {folder}: make it with `fedquilt prepare`") from None
+        except (IsADirectoryError, checksummed_json.DamagedFileError) as error:
+            raise JobError(f"{index_at} is damaged ({error}): make it anew with `fedquilt prepare`") from None
+        for name, ref in index.files.items():
+            found = disk.stat(folder / "blobs" / ref.sha256)
+            if found is None or found.is_dir or found.size != ref.size:
+                raise JobError(f"{folder}: file {name!r} ({ref.sha256[:12]}) is missing or cut short: prepare it anew")
+    return Bundle(index.meta, index.files, lambda name: _read_tensors(folder, index.files[name], disk))
+
+
+def _read_tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, np.ndarray]:
+    path = verify_file(folder, ref, disk)
+    with disk_errors(f"read {path}"):
+        payload = disk.read(path)
+    return tensors.decode_tensors(payload)
+
+
+def verify_file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
+    """Return the path of a bundle's file after comparing its content with its digest.
+
+    Raises:
+        JobError: If the file is missing or damaged.
+        StoreError: If the file cannot be read.
+    """
+    path = folder / "blobs" / ref.sha256
+    with disk_errors(f"read {path}"):
+        try:
+            damaged = disk.hash_file(path) != ref.sha256
+        except FileNotFoundError:
+            raise JobError(f"{path} is gone: make the bundle anew with `fedquilt prepare`") from None
+    if damaged:
+        raise JobError(f"{path} is damaged: make the bundle anew with `fedquilt prepare`")
+    return path
+
+
+def _replace_file(path: Path, payload: bytes) -> None:
+    REAL.write_atomically(path, payload, durable=False)

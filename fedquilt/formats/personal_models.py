@@ -1,0 +1,100 @@
+"""Personalised result of a run, as one blob for all devices that keep parts of the model.
+
+The blob is a safetensors file. It contains the network's ONNX graph without tensor data (`fedquilt.onnx.weights`) as
+"graph", and the bundles of an evaluation task as "<bundle>/<tensor>". Its metadata contain the encoded task. A device
+builds its network from these and from its private state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from fedquilt import wire
+from fedquilt.core import UNDECODABLE, ModelError, Task, UpdateError, WireError
+from fedquilt.host.disk import REAL, Disk
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fedquilt.core import Tensors
+
+GRAPH: Final = "graph"
+HEADER_MOST: Final = 16 << 20  # bytes of a file's header
+_KEY: Final = "personal"
+
+
+class PersonalParts(NamedTuple):
+    graph: np.ndarray  # bytes
+    bundles: Mapping[str, Tensors]
+
+
+class _PersonalHeader(msgspec.Struct):
+    """Metadata in the header of a safetensors file."""
+
+    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+
+
+def encode_personal(task: Task, graph: bytes, bundles: Mapping[str, Tensors]) -> bytes:
+    """Encode an evaluation task for devices new to the run, with its bundles and the network's graph.
+
+    Raises:
+        WireError: If the task exceeds the size of a message.
+    """
+    import numpy as np
+
+    from fedquilt.arrays import tensors
+
+    held = {f"{name}/{key}": array for name, bundle in bundles.items() for key, array in bundle.items()}
+    held[GRAPH] = np.frombuffer(graph, np.uint8)
+    return tensors.encode_tensors(held, {_KEY: wire.encode(task).decode()})
+
+
+def read_task(path: Path, disk: Disk = REAL) -> Task | None:
+    """Read the evaluation task of a file, or return None for a file of another kind.
+
+    Numpy is not imported.
+
+    Raises:
+        ModelError: If the task was written by another version, or is damaged.
+        OSError: If the file cannot be read.
+    """
+    size = int.from_bytes(disk.read(path, 0, 8), "little")
+    if not 0 < size <= HEADER_MOST:
+        return None
+    try:
+        found = msgspec.json.decode(disk.read(path, 8, size), type=_PersonalHeader).metadata.get(_KEY)
+    except UNDECODABLE:
+        return None
+    try:
+        return None if found is None else wire.decode(found.encode(), Task)
+    except (WireError, UnicodeError) as error:
+        raise ModelError(f"the task in the result of a run with parts on boards: {error}; deploy it anew") from None
+
+
+def read_personal(path: Path) -> PersonalParts:
+    """Read the graph and the bundles of a file.
+
+    Raises:
+        ModelError: If the file is of another kind, or damaged.
+        StoreError: If the file cannot be read.
+    """
+    import numpy as np
+
+    from fedquilt.arrays import tensors
+
+    try:
+        held = tensors.read_tensors(path)
+    except UpdateError as error:
+        raise ModelError(f"the result of a run with parts on boards is damaged: {error}") from None
+    graph = held.pop(GRAPH, None)
+    if graph is None or graph.dtype != np.uint8 or graph.ndim != 1:
+        raise ModelError("the result of a run with parts on boards has no graph: deploy it anew")
+    bundles: dict[str, dict[str, np.ndarray]] = {}
+    for key, array in held.items():
+        bundle, _, name = key.partition("/")
+        bundles.setdefault(bundle, {})[name] = array
+    return PersonalParts(graph, bundles)

@@ -1,0 +1,1 @@
+"""The machine: disk, memory, threads, logs and HTTP."""

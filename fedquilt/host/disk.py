@@ -1,0 +1,569 @@
+"""File and database access of coordinator and agent, replaceable by a simulated disk.
+
+`Disk` is the machine's own. Its methods are thin, so that a simulation can lose, tear or refuse writes
+(`fedquilt.testing.faults`). The content of a file is durable only after `sync` of the file, and its name only after
+`sync` of its folder.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, TypeAlias, TypeVar
+
+from fedquilt.core import DiskFullError, StoreError
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from _typeshed import WriteableBuffer
+
+
+Place: TypeAlias = str | Path
+T = TypeVar("T")
+log = logging.getLogger("fedquilt.disk")
+DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+WAIT_S: Final = 0.1  # between two attempts to get a file descriptor
+
+
+def retry_without_descriptor(open: Callable[[], T]) -> T:
+    """Return what `open` returns, repeating the call while no file descriptor is free."""
+    waited = False
+    while True:
+        try:
+            found = open()
+        except OSError as error:
+            if error.errno not in DESCRIPTORS:
+                raise
+            if not waited:
+                log.error("%s: waiting; raise the limit on open files (LimitNOFILE, ulimit -n)", error.strerror)
+            waited = True
+            time.sleep(WAIT_S)
+        else:
+            if waited:
+                log.warning("a file descriptor is free again")
+            return found
+
+
+def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
+    """Open a file like `os.open`, and wait until a file descriptor is free."""
+    return retry_without_descriptor(lambda: os.open(path, flags, mode))
+
+
+class OpenFile:
+    """File that stays open, so that small reads and writes need one system call each.
+
+    Every method may raise OSError.
+    """
+
+    def __init__(self, path: Place, mode: int) -> None:
+        self._file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+
+    def size(self) -> int:
+        return os.fstat(self._file).st_size
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Read `size` bytes from `offset`, or fewer at the end of the file."""
+        return os.pread(self._file, size, offset)
+
+    def read_into(self, buffer: WriteableBuffer, offset: int) -> int:
+        """Fill a buffer from `offset`, and return the number of bytes read."""
+        view, size = memoryview(buffer), 0
+        while size < view.nbytes and (found := os.preadv(self._file, [view[size:]], offset + size)):
+            size += found
+        return size
+
+    def write(self, payload: bytes | memoryview, offset: int) -> None:
+        write_fully(self._file, payload, offset)
+
+    def truncate(self) -> None:
+        os.ftruncate(self._file, 0)
+
+    def sync(self) -> None:
+        """Wait until the content is on the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def write_fully(file: int, payload: bytes | memoryview, offset: int) -> None:
+    """Write all bytes at an offset of an open file, in several calls if necessary."""
+    view = memoryview(payload)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # numbers of errors that free space cures
+ENTRY_BYTES: Final = 4096  # of a name in a folder, about, with its inode
+BUFFER_BYTES: Final = 256 * 1024
+LOCK_S: Final = 0.05  # seconds between two tries for a lock
+
+
+class PathInfo(NamedTuple):
+    """Name, type and size of a file or folder, with modification time and inode."""
+
+    name: str
+    is_dir: bool
+    size: int  # bytes
+    mtime_ns: int
+    inode: int  # a file that is written anew and renamed has another one
+
+
+class Lock:
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def release(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Disk:
+    """File access of this process.
+
+    Methods that open a file wait until a file descriptor is free. Every method may raise OSError.
+    """
+
+    withheld = 0  # bits of the modes of new files and folders that nobody gets, beside those of the process's umask
+
+    def wall_clock_s(self) -> float:
+        return time.time()
+
+    # -- what is there --
+
+    def stat(self, path: Place) -> PathInfo | None:
+        """Return information on a path, following links, or None if nothing exists there."""
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return _found_from_stat(os.path.basename(path), found)
+
+    def is_file(self, path: Place) -> bool:
+        return os.path.isfile(path)
+
+    def is_dir(self, path: Place) -> bool:
+        return os.path.isdir(path)
+
+    def entries(self, folder: Place) -> list[PathInfo]:
+        """Return the entries of a folder, in any order, without files that vanish meanwhile."""
+        found = []
+        with retry_without_descriptor(lambda: os.scandir(folder)) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # another process was faster
+                    found.append(_found_from_stat(entry.name, entry.stat()))
+        return found
+
+    def free_bytes(self, folder: Place) -> int:
+        stat = os.statvfs(folder)
+        return stat.f_bavail * stat.f_frsize
+
+    # -- reading --
+
+    def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+        """Read `size` bytes from `offset`, or fewer at the end of the file. By default, read all."""
+        with builtins.open(path, "rb", buffering=0, opener=_open_nonblocking) as file:
+            if size is not None:
+                return os.pread(file.fileno(), size, offset)
+            file.seek(offset)
+            return file.read()
+
+    def open_for_reading(self, path: Place) -> int:
+        """Return the descriptor of a file opened for reading, which the caller closes."""
+        return open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
+        """Fill a buffer with bytes from `offset`. Return their number, which is smaller at the file's end."""
+        view, have = memoryview(buffer), 0
+        with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
+            file.seek(offset)
+            while size := file.readinto(view[have:]):  # 2 GiB at once at the most
+                have += size
+        return have
+
+    def read_pieces(self, path: Place) -> Iterator[memoryview]:
+        """Yield the bytes of a file piece by piece. A piece is valid until the next one."""
+        with builtins.open(path, "rb", buffering=0, opener=open_descriptor) as file:
+            buffer = memoryview(bytearray(min(BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1)))
+            while size := file.readinto(buffer):
+                yield buffer[:size]
+
+    def data_ranges(self, path: Place) -> list[tuple[int, int]]:
+        """Return the ranges (start, end) of a sparse file that hold data, or the whole file if unknown."""
+        found: list[tuple[int, int]] = []
+        file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            at, size = 0, os.fstat(file).st_size
+            while at < size:
+                try:
+                    start = os.lseek(file, at, os.SEEK_DATA)
+                except OSError as error:
+                    if error.errno == errno.ENXIO:  # only a hole is left
+                        break
+                    raise
+                at = os.lseek(file, start, os.SEEK_HOLE)
+                found.append((start, at))
+        finally:
+            os.close(file)
+        return found
+
+    # -- writing --
+
+    def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
+        """Write a whole file in place, without protection against partial writes.
+
+        Args:
+            path: Path of the file.
+            payload: Content of the file.
+            new: Whether the file must not exist yet.
+        """
+        file = open_descriptor(
+            path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else os.O_TRUNC), self._file_mode
+        )
+        try:
+            write_fully(file, payload, 0)
+        finally:
+            os.close(file)
+
+    def ensure(self, path: Place) -> None:
+        """Create an empty file, unless the file exists."""
+        with suppress(FileExistsError):
+            os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
+
+    def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
+        file = open_descriptor(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            write_fully(file, payload, offset)
+        finally:
+            os.close(file)
+
+    def resize(self, path: Place, size: int) -> None:
+        """Set the size of a file, which is created if missing. Added bytes are a hole."""
+        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
+        try:
+            if os.fstat(file).st_size != size:
+                os.ftruncate(file, size)
+        finally:
+            os.close(file)
+
+    def open(self, path: Place) -> OpenFile:
+        """Open a file for reading and writing, and create the file if missing."""
+        return OpenFile(path, self._file_mode)
+
+    def open_scratch(self, folder: Place) -> OpenFile:
+        """Open a file without a name, which is deleted on closing or when the process ends."""
+        file = self.open(path := os.path.join(folder, f"{os.urandom(16).hex()}.tmp"))
+        self.unlink(path)
+        return file
+
+    def sync(self, path: Place) -> None:
+        """Wait until the content of a file, or the names in a folder, are on the disk."""
+        file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def replace(self, source: Place, target: Place) -> None:
+        """Rename a file over `target`, or a folder to a free path."""
+        os.replace(source, target)
+
+    def hard_link(self, source: Place, target: Place) -> None:
+        """Create a second name for a file. Of a symbolic link, its target is linked."""
+        os.link(os.path.realpath(source) if os.path.islink(source) else source, target)
+
+    def symlink(self, target: str, path: Place) -> None:
+        os.symlink(target, path)
+
+    def read_link(self, path: Place) -> str | None:
+        """Return the text of a symbolic link, or None if the path is not a symbolic link."""
+        return os.readlink(path) if os.path.islink(path) else None
+
+    def unlink(self, path: Place) -> None:
+        """Remove a file, and do nothing if the file does not exist."""
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def touch(self, path: Place) -> None:
+        with suppress(FileNotFoundError):
+            os.utime(path)
+
+    def set_mode(self, path: Place, mode: int) -> None:
+        """Set the permission bits of a file or folder, regardless of the umask."""
+        os.chmod(path, mode)
+
+    def make_folder(self, folder: Place) -> None:
+        """Create a folder with missing parents. `withheld` applies to the folder alone."""
+        os.makedirs(folder, 0o777 & ~self.withheld, exist_ok=True)
+
+    def make_durable_folder(self, folder: Place) -> None:
+        """Create a folder with missing parents, and wait until their names are on the disk.
+
+        An existing folder is synced too, because its creator may have ended before the sync.
+        """
+        place, unsure = os.fspath(folder), [os.fspath(folder)]
+        while (above := os.path.dirname(place)) not in ("", place) and not self.is_dir(above):
+            unsure.append(above)
+            place = above
+        self.make_folder(folder)
+        for each in unsure:
+            with suppress(
+                PermissionError
+            ):  # a folder of somebody else, in which others may work, and which they may not list
+                self.sync(os.path.dirname(each) or ".")
+
+    def remove(self, path: Place) -> None:
+        """Remove a file, a link or a folder with its content. Do nothing if the path does not exist."""
+        if os.path.islink(path) or not os.path.isdir(path):
+            self.unlink(path)
+        else:
+            _empty_folder(path)
+            os.rmdir(path)
+
+    def clear_folder(self, folder: Place) -> None:
+        self.make_folder(folder)
+        _empty_folder(folder)
+
+    def copy_untrusted(self, source: Place, target: Place, most_bytes: int) -> str:
+        """Copy a file that another process may change to a new file, and return the copy's sha256.
+
+        Raises:
+            OSError: If the source is a link or a special file, or has more than `most_bytes`.
+        """
+        file = _open_nonblocking(os.fspath(source), os.O_RDONLY | os.O_NOFOLLOW)
+        with builtins.open(file, "rb", buffering=0) as given, self._create_file(target) as copy:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, "it is not a plain file", str(source))
+            if os.fstat(file).st_size > most_bytes:
+                raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(source))
+            sha256, left, buffer = hashlib.sha256(), most_bytes, memoryview(bytearray(BUFFER_BYTES))
+            while left and (size := given.readinto(buffer[: min(left, BUFFER_BYTES)])):
+                sha256.update(buffer[:size])
+                copy.write(buffer[:size])
+                left -= size
+        return sha256.hexdigest()
+
+    # -- made of these --
+
+    def measure_usage(self, path: Place) -> tuple[int, int]:
+        """Return the latest modification time in ns and the size in bytes of a file or folder tree.
+
+        Links are not followed. Each entry counts as `ENTRY_BYTES` in addition to its content.
+        """
+        latest_ns, size, folders = 0, 0, [(os.fspath(path), self.stat(path))]
+        while folders:
+            place, found = folders.pop()
+            size += ENTRY_BYTES
+            if found is None or self.read_link(place) is not None:
+                continue
+            latest_ns = max(latest_ns, found.mtime_ns)
+            if found.is_dir:
+                folders += [(f"{place}/{each.name}", each) for each in self.entries(place)]
+            else:
+                size += found.size
+        return latest_ns, size
+
+    def hash_file(self, path: Place) -> str:
+        sha256 = hashlib.sha256()
+        for piece in self.read_pieces(path):
+            sha256.update(piece)
+        return sha256.hexdigest()
+
+    def copy(self, source: Place, target: Place) -> str:
+        """Copy a file to a path that must be free, and return the sha256 of the copy."""
+        sha256, offset = hashlib.sha256(), 0
+        self.write(target, b"", new=True)
+        for piece in self.read_pieces(source):
+            sha256.update(piece)
+            self.write_at(target, bytes(piece), offset)
+            offset += len(piece)
+        return sha256.hexdigest()
+
+    def repoint_link(self, path: Place, target: str) -> None:
+        """Replace the target of a symbolic link atomically and durably."""
+        part = f"{path}.part"
+        self.unlink(part)
+        self.symlink(target, part)
+        self.replace(part, path)
+        self.sync(os.path.dirname(path) or ".")
+
+    def write_atomically(self, path: Place, payload: bytes, *, durable: bool = True) -> None:
+        """Write a small file atomically, and durably with `durable`."""
+        part = f"{path}.part"
+        self.write(part, payload)
+        if durable:
+            self.sync(part)
+        self.replace(part, path)
+        if durable:
+            self.sync(os.path.dirname(path) or ".")
+
+    # -- shared with other processes --
+
+    def is_locked(self, path: Place) -> bool:
+        """Return whether any process, this one included, has locked a file. Change nothing."""
+        try:
+            file = open_descriptor(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # several may look at once
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+        return False
+
+    def lock(self, path: Place, *, tries: int = 1) -> Lock | None:
+        """Lock a file, which is created if missing, or return None if another process holds the lock.
+
+        `is_locked` of another process holds it for a moment, so that a few `tries` may be needed.
+        """
+        file = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._file_mode)
+        for left in reversed(range(tries)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return Lock(file)
+            except BlockingIOError:
+                if left:
+                    time.sleep(LOCK_S)
+        os.close(file)
+        return None
+
+    def connect(self, path: Place, *, any_thread: bool = False) -> sqlite3.Connection:
+        """Open an SQLite database in autocommit mode, and create it if missing.
+
+        Args:
+            path: Path of the database.
+            any_thread: Whether several threads may use the connection, one at a time.
+
+        Raises:
+            sqlite3.Error: If the database cannot be opened.
+        """
+        import sqlite3  # of no use to an agent
+
+        self.ensure(path)  # SQLite gives its other files the same mode
+        return sqlite3.connect(path, timeout=10, isolation_level=None, check_same_thread=not any_thread)
+
+    def _create_file(self, path: Place) -> BinaryIO:
+        """Create a file, which must not exist, and open it for writing."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return builtins.open(open_descriptor(path, flags, self._file_mode), "wb")
+
+    @property
+    def _file_mode(self) -> int:
+        return 0o666 & ~self.withheld
+
+
+class PrivateDisk(Disk):
+    """`Disk` whose new files and folders are accessible to this user alone."""
+
+    withheld = 0o077
+
+
+REAL: Final = Disk()  # the machine's own
+PRIVATE: Final = PrivateDisk()
+
+
+def _found_from_stat(name: str, status: os.stat_result) -> PathInfo:
+    is_dir = (status.st_mode & 0o170000) == 0o040000
+    return PathInfo(name, is_dir, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    """Open a file without blocking: reading a pipe fails instead of waiting for a writer."""
+    return open_descriptor(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _empty_folder(folder: Place) -> None:
+    """Remove the content of a folder, which a task may have filled to do harm.
+
+    Links are removed, not followed. Folders are moved up before they are emptied: `shutil.rmtree` recurses, and fails
+    with a RecursionError where folders are nested a thousand deep.
+    """
+    top = _open_folder(folder)
+    try:
+        names = os.listdir(top)
+        while names:
+            name = names.pop()
+            if _try_unlink(name, top):
+                continue
+            inner = _open_folder(name, top)
+            try:
+                for nested in os.listdir(inner):
+                    if not _try_unlink(nested, inner):
+                        os.close(_open_folder(nested, inner))  # a folder that is shut cannot be moved
+                        names.append(os.urandom(16).hex())
+                        os.rename(nested, names[-1], src_dir_fd=inner, dst_dir_fd=top)
+            finally:
+                os.close(inner)
+            os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+
+
+def _try_unlink(name: str, folder: int) -> bool:
+    """Unlink a name in an open folder. Return False if the name is a folder."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except IsADirectoryError:
+        return False
+    return True
+
+
+def _open_folder(path: Place, above: int | None = None) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, dir_fd=above, follow_symlinks=False):
+        place = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+        try:
+            with suppress(PermissionError):
+                os.chmod(f"/proc/self/fd/{place}", 0o700)
+        finally:
+            os.close(place)
+    return os.open(path, flags, dir_fd=above)
+
+
+# -- sentences ------------------------------------------------------------------------------------
+
+
+def write_output(file: Path, text: str) -> None:
+    make_output_folder(file)
+    with disk_errors(f"write {file}", "name another file"):
+        file.write_text(text, encoding="utf-8")
+
+
+def make_output_folder(file: Path) -> None:
+    with disk_errors(f"write {file}", "name another file"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+
+class disk_errors(AbstractContextManager[None]):
+    """Context manager that converts an OSError to a StoreError, or to DiskFullError on a full disk."""
+
+    def __init__(self, what: str, when_full: str = "free some space or use another home") -> None:
+        self._what, self._when_full = what, when_full
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            if error.errno in FULL:
+                raise DiskFullError(f"cannot {self._what}: {error.strerror}; {self._when_full}") from None
+            hint = "check the folder, its owner and the disk"
+            if error.errno in DESCRIPTORS:
+                hint = "raise the limit on open files (LimitNOFILE, ulimit -n)"
+            raise StoreError(f"cannot {self._what}: {error.strerror}; {hint}") from None

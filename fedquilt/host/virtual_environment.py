@@ -1,0 +1,122 @@
+"""Creation of virtual environments from wheels, without pip and network.
+
+Only the standard library is used, so that an environment can be made for a device with another Python, and on a device
+without pip. `fedquilt flash` copies this file to the device beside install.py.
+"""
+
+from __future__ import annotations
+
+import compileall
+import os
+import struct
+import sys
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import IO, Final
+
+PIECE: Final = 1 << 20
+DAMAGED: Final = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError, RuntimeError)
+"""What `zipfile` raises for archives that are damaged or encrypted."""
+COMMAND: Final = '#!/bin/sh\nexec "$(dirname "$(readlink -f "$0")")/python" -m fedquilt.cli "$@"\n'
+
+
+class InvalidWheelError(Exception):
+    """Error for a wheel that is damaged, too large, or would write outside the environment."""
+
+
+def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path, most_bytes: int) -> None:
+    """Unpack wheels into a folder of packages.
+
+    Args:
+        wheels: Names and files of the wheels.
+        packages: Target folder, created if missing.
+        most_bytes: Limit on the size of all files together.
+
+    Raises:
+        Odd: If a wheel is damaged, exceeds the limit, or would write outside the folder.
+        OSError: If a file cannot be written.
+    """
+    packages.mkdir(parents=True, exist_ok=True)
+    left = most_bytes
+    for name, file in wheels:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                for entry in archive.infolist():
+                    inside = _installed_path(name, entry.filename)
+                    if inside is None or entry.is_dir():
+                        continue
+                    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                        raise InvalidWheelError(f"{name} is compressed in another way than by deflate")
+                    target = packages / inside
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with archive.open(entry) as source, target.open("wb") as out:
+                        while piece := source.read(PIECE):
+                            left -= len(piece)
+                            if left < 0:
+                                raise InvalidWheelError(
+                                    f"{name} holds more than the {most_bytes} bytes that were announced"
+                                )
+                            out.write(piece)
+        except DAMAGED as error:
+            raise InvalidWheelError(f"{name} is no whole wheel ({error})") from None
+
+
+def _installed_path(wheel: str, filename: str) -> PurePosixPath | None:
+    # None stands for files that are not installed, such as scripts and headers.
+    inside = PurePosixPath(filename)
+    if inside.is_absolute() or ".." in inside.parts or not inside.parts:
+        raise InvalidWheelError(f"{wheel} would write to {filename}")
+    if not inside.parts[0].endswith(".data"):
+        return inside
+    if len(inside.parts) < 3 or inside.parts[1] not in ("purelib", "platlib"):
+        return None
+    return PurePosixPath(*inside.parts[2:])
+
+
+def packages_folder(home: Path, python: str) -> Path:
+    return home / "lib" / f"python{python}" / "site-packages"
+
+
+def make_environment(home: Path, python: str, interpreter: str, *, system_packages: bool) -> None:
+    """Complete a folder with packages to a virtual environment with the command `fedquilt`.
+
+    Args:
+        home: Folder of the environment.
+        python: Python version, such as "3.10".
+        interpreter: Path of the interpreter where the environment is used.
+        system_packages: Whether packages of the interpreter are visible.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    (home / "bin").mkdir()
+    for name in ("python", "python3"):
+        (home / "bin" / name).symlink_to(interpreter)
+    see = str(system_packages).lower()
+    where = PurePosixPath(interpreter).parent
+    (home / "pyvenv.cfg").write_text(f"home = {where}\ninclude-system-site-packages = {see}\nversion = {python}\n")
+    command = home / "bin" / "fedquilt"
+    command.write_text(COMMAND)
+    command.chmod(0o755)
+
+
+def compile_packages(home: Path, python: str, seen_as: str) -> bool:
+    """Compile the packages, or return False if this Python is of another version."""
+    if python != f"{sys.version_info[0]}.{sys.version_info[1]}":
+        return False
+    compileall.compile_dir(
+        str(packages_folder(home, python)), quiet=2, stripdir=str(home), prependdir=seen_as, workers=1
+    )
+    return True
+
+
+def make_world_readable(home: Path) -> None:
+    """Give all users read access to a folder's content, and preserve executability."""
+    for folder, folders, names in os.walk(home):
+        for name in (*folders, *names):
+            path = Path(folder, name)
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode & 0o755 | (0o755 if path.is_dir() else 0o644))
+    home.chmod(0o755)

@@ -1,0 +1,1 @@
+"""ONNX files, without the onnx package."""

@@ -1,0 +1,464 @@
+"""Check of untrusted ONNX graphs before a session is created.
+
+ONNX Runtime up to 1.23.2 (in JetPack 6) reads any file that a graph names as its weights, such as a device's key. A
+graph may also call operators without end, or declare sizes beyond any memory. Permitted are only:
+
+- operators in OPERATORS, without functions, sequences, strings, sparse tensors and loops,
+- weights inside the graph, or in a regular file beside it that is named by its sha256,
+- tensors with as many bytes as are present, and bounded nodes, texts, nesting and declared sizes.
+
+Sizes computed at run time are not checked, and are limited by the task's memory budget. The file is parsed by
+`fedquilt.onnx.protobuf`, because devices need not have the `onnx` package.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Final, NamedTuple, TypeAlias
+
+from fedquilt.core import ModelError
+from fedquilt.onnx.protobuf import ProtobufError, ProtobufReader, Schema, decode_ints, decode_text, to_signed
+from fedquilt.onnx.schema import (
+    ATTRIBUTE,
+    DIM,
+    ENTRY,
+    GRAPH,
+    MODEL,
+    NODE,
+    OPERATORS,
+    OPSET,
+    SHAPE,
+    TENSOR,
+    TENSOR_TYPE,
+    TYPE,
+    UNUSED,
+    VALUE,
+    Versions,
+)
+
+NODES_MOST: Final = 20_000
+TENSORS_MOST: Final = 20_000
+DEPTH_MOST: Final = 4  # of graphs within graphs: the branches of `If`
+ELEMENTS_MOST: Final = 2**31  # of one tensor, or of a size that the graph states
+EDGE_MOST: Final = 65_536  # of a kernel, stride, padding or the like
+AXES_MOST: Final = 16
+LIST_MOST: Final = 4096  # inputs of a node, numbers in an attribute
+NAME_MOST: Final = 4096  # bytes
+META_MOST: Final = 1 << 20  # bytes of one text in the metadata: a thousand labels
+META_ENTRIES_MOST: Final = 64
+FILE_MOST: Final = 2**31 - 1  # bytes of one protobuf file
+SMALL: Final = 4096  # elements of constants whose values are read, for the sizes that they state
+
+_ITEM_BYTES: Final = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
+_TYPED: Final = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+_TYPED_BYTES: Final = {"float_data": 4, "double_data": 8}  # of an element; variable length: at least 1
+_EDGES: Final = frozenset({"dilations", "kernel_shape", "output_padding", "output_shape", "pads", "strides"})
+_SIZED_BY: Final = {  # operator -> the input that states the size of what it makes
+    "ConstantOfShape": 0,
+    "Expand": 1,
+    "Tile": 1,
+    "OneHot": 1,
+    "Pad": 1,
+    "Upsample": 1,
+}
+_INT64, _FLOAT, _BFLOAT16 = 7, 1, 16
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+Fields: TypeAlias = Mapping[str, list[int | memoryview]]
+FileSize: TypeAlias = Callable[[str], int]  # name of a file beside the graph -> its bytes; ModelError: not to be read
+
+
+Shape: TypeAlias = tuple[int | None, ...] | None
+"""A declared shape. None: one axis has no declared size, or the shape no declared number of axes."""
+
+
+class GraphValue(NamedTuple):
+    name: str
+    kind: int  # number of its type in onnx.proto; 0: not declared
+    shape: Shape
+
+
+def fits_shape(given: Sequence[int], wanted: Shape) -> bool:
+    return wanted is None or (
+        len(given) == len(wanted) and all(size in (None, own) for own, size in zip(given, wanted, strict=True))
+    )
+
+
+def format_shape(shape: Shape) -> str:
+    return "any" if shape is None else f"({', '.join('any' if size is None else str(size) for size in shape)})"
+
+
+@dataclass(frozen=True)
+class CheckedGraph:
+    metadata: Mapping[str, str]
+    weight_bytes: int  # of its initializers, inside and beside it
+    activation_bytes: int | None  # per example, as its metadata say; None: they do not
+    nodes: int
+    versions: Versions
+    inputs: tuple[GraphValue, ...]  # without those that are initializers
+    outputs: tuple[GraphValue, ...]
+
+    @property
+    def input_shape(self) -> Shape:
+        """Shape of one example, valid after `require_batched_examples`."""
+        shape = self.inputs[0].shape
+        return None if shape is None else shape[1:]
+
+    def require_batched_examples(self) -> None:
+        """Raise ModelError unless the graph has one batched input and one output."""
+        for values, side, verb in ((self.inputs, "input", "feeds"), (self.outputs, "output", "reads")):
+            if len(values) != 1:
+                names = ", ".join(repr(each.name[:40]) for each in values[:6]) or "none"
+                raise ModelError(
+                    f"the graph has {len(values)} {side}s ({names}), and fedquilt {verb} one: export a network with "
+                    f"one {side}, and make other {side}s constants or leave them out"
+                )
+            if values[0].kind == _BFLOAT16:
+                named = f"{side} {values[0].name[:80]!r}"
+                raise ModelError(f"{named} is bfloat16, which has no type in numpy: export it with float32")
+        ((name, _, shape),) = self.inputs
+        if shape == ():
+            raise ModelError(f"input {name[:80]!r} is a single number: export it with a batch as its first axis")
+        if shape and shape[0] not in (None, 1):
+            raise ModelError(
+                f"input {name[:80]!r} takes exactly {shape[0]} examples at once: export it with a first axis of any "
+                "size (`dynamic_axes`, `dynamic_shapes`), or of 1"
+            )
+
+
+def check_file(path: Path) -> CheckedGraph:
+    """Check an ONNX file and its external weights, and require batched examples.
+
+    Raises:
+        ModelError: If the file cannot be read or the graph is not permitted. The message omits the graph's name.
+    """
+    folder = path.parent
+
+    def file_size(name: str) -> int:
+        try:
+            found = (folder / name).lstat()
+        except OSError as error:
+            raise ModelError(f"its weights {name[:12]} are not beside it: {error.strerror}") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise ModelError(f"its weights {name[:12]} are a link or no file: a graph reads only what lies beside it")
+        return found.st_size
+
+    found = check_bytes(map_file(path), file_size)
+    found.require_batched_examples()
+    return found
+
+
+def map_file(path: Path) -> memoryview:
+    """Map an ONNX file into memory.
+
+    Raises:
+        ModelError: If the file cannot be read, is empty or too large. The message omits its name.
+    """
+    try:
+        with path.open("rb") as file:
+            length = file.seek(0, 2)
+            if not 0 < length <= FILE_MOST:
+                raise ModelError(f"it has {length} bytes, and an ONNX file has 1 to {FILE_MOST}")
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except OSError as error:
+        raise ModelError(f"it cannot be read: {error.strerror}") from None
+
+
+def check_bytes(data: bytes | memoryview, size: FileSize | None = None) -> CheckedGraph:
+    """Check a graph in memory.
+
+    Args:
+        data: Bytes of an ONNX file.
+        size: Function that returns the size of a file beside the graph, or None if there are none.
+
+    Raises:
+        ModelError: If the graph is not permitted.
+    """
+    try:
+        return _GraphCheck(size or _refuse_file).check_model(memoryview(data))
+    except ProtobufError as error:
+        raise ModelError(f"it is no ONNX file as fedquilt writes them: {error}") from None
+
+
+def _refuse_file(name: str) -> int:
+    raise ModelError("its weights are in a file, and it has none beside it")
+
+
+@dataclass
+class _GraphCheck:
+    """The checks of one file, and what has been counted on the way."""
+
+    size: FileSize
+    reader: ProtobufReader = field(default_factory=ProtobufReader)
+    nodes: int = 0
+    tensors: int = 0
+
+    def check_model(self, data: memoryview) -> CheckedGraph:
+        found = self._read_message(data, MODEL, "the model")
+        metadata = _read_entries(self.reader, found, "metadata_props", META_MOST)
+        if len(graphs := _bytes_fields(found, "graph")) != 1:
+            raise ModelError("it holds no graph")
+        said = metadata.get("activation_bytes")
+        if said is not None and not re.fullmatch(r"[0-9]{1,15}", said):
+            raise ModelError(f"its metadata say activation_bytes = {said[:40]!r}, and a number of bytes is expected")
+        weight_bytes, inputs, outputs = self.check_graph(graphs[0], 0)
+        opsets = [self._read_opset(piece) for piece in _bytes_fields(found, "opset_import", LIST_MOST)]
+        domains = [domain[:80] for domain, _ in opsets]
+        if "" not in domains or len(set(domains)) != len(domains):
+            raise ModelError(f"it imports the operator sets {domains[:6]}: import ONNX's own (''), and each set once")
+        return CheckedGraph(
+            metadata=metadata,
+            weight_bytes=weight_bytes,
+            activation_bytes=None if said is None else int(said),
+            nodes=self.nodes,
+            versions=(dict(opsets)[""], _int_field(found, "ir_version")),
+            inputs=inputs,
+            outputs=outputs,
+        )
+
+    def _read_message(self, data: memoryview, schema: Schema, what: str) -> Fields:
+        found = self.reader.read_message(data, schema, what)
+        for name, fix in UNUSED.items():
+            _require(name not in found, f"{what} has {name}: {fix}")
+        return found
+
+    def _read_opset(self, data: memoryview) -> tuple[str, int]:
+        # Nodes decide which domains are permitted: exporters import more than they use.
+        found = self.reader.read_message(data, OPSET, "an operator set")
+        return _normalise_domain(decode_text(found.get("domain"), NAME_MOST, "a domain")), _int_field(found, "version")
+
+    def check_graph(self, data: memoryview, depth: int) -> tuple[int, tuple[GraphValue, ...], tuple[GraphValue, ...]]:
+        """Check a graph and nested graphs, and return its weight bytes, inputs and outputs."""
+        if depth > DEPTH_MOST:
+            raise ModelError(f"graphs lie within graphs {depth} deep, {DEPTH_MOST} are permitted")
+        found = self._read_message(data, GRAPH, "the graph")
+        weight_bytes, weights, known = 0, set(), {}
+        for piece in _bytes_fields(found, "initializer"):
+            name, nbytes, numbers = self.check_tensor(piece)
+            weight_bytes += nbytes
+            weights.add(name)
+            if numbers is not None:
+                known[name] = numbers
+        values = {
+            side: [self._check_value(piece) for piece in _bytes_fields(found, side)]
+            for side in ("input", "output", "value_info")
+        }
+        for piece in _bytes_fields(found, "node"):
+            weight_bytes += self.check_node(piece, known, depth)
+        inputs = tuple(value for value in values["input"] if value.name not in weights)
+        return weight_bytes, inputs, tuple(values["output"])
+
+    def check_node(self, data: memoryview, known: dict[str, list[float]], depth: int) -> int:
+        """Check a node, and return the weight bytes of its graphs.
+
+        The values of a constant are added to `known`.
+        """
+        self.nodes += 1
+        if self.nodes > NODES_MOST:
+            raise ModelError(f"it has more than {NODES_MOST} nodes")
+        found = self.reader.read_message(data, NODE, "a node")
+        kind = decode_text(found.get("op_type"), NAME_MOST, "an operator")
+        domain = _normalise_domain(decode_text(found.get("domain"), NAME_MOST, "a domain"))
+        if kind not in OPERATORS.get(domain, frozenset()):
+            whole = f"{domain}.{kind}" if domain else kind
+            raise ModelError(
+                f"it calls the operator {whole[:80]!r}, which is not among those that are permitted: "
+                "export the network without it"
+            )
+        inputs = [decode_text([piece], NAME_MOST, "a name") for piece in _bytes_fields(found, "input", LIST_MOST)]
+        outputs = [decode_text([piece], NAME_MOST, "a name") for piece in _bytes_fields(found, "output", LIST_MOST)]
+        weight_bytes, constant = 0, None
+        for piece in _bytes_fields(found, "attribute", LIST_MOST):
+            nbytes, values = self._check_attribute(piece, kind, depth)
+            weight_bytes += nbytes
+            constant = values if values is not None else constant
+        if kind == "Constant" and outputs and constant is not None:
+            known[outputs[0]] = constant
+        _require_bounded_sizes(kind, inputs, known)
+        return weight_bytes
+
+    def _check_attribute(self, data: memoryview, kind: str, depth: int) -> tuple[int, list[float] | None]:
+        found = self._read_message(data, ATTRIBUTE, f"an attribute of {kind}")
+        name = decode_text(found.get("name"), NAME_MOST, "a name")
+        for value in _bytes_fields(found, "strings", LIST_MOST):
+            _require(len(value) <= NAME_MOST, f"{kind}: {name} holds a text of more than {NAME_MOST} bytes")
+        decode_text(found.get("s"), META_MOST, f"{name} of {kind}")
+        values: list[float] | None = [float(to_signed(value)) for value in found.get("i", [])] or None
+        if "ints" in found:
+            values = [float(value) for value in decode_ints(found["ints"], LIST_MOST, f"{name} of {kind}")]
+        if name in _EDGES and any(abs(value) > EDGE_MOST for value in values or ()):
+            raise ModelError(f"{name} of {kind} is more than {EDGE_MOST}")
+        weight_bytes = 0
+        for piece in _bytes_fields(found, "t"):
+            _, _, values = self.check_tensor(piece)
+        for piece in _bytes_fields(found, "g"):
+            _require(kind == "If", f"{kind} holds a graph, which only If may")
+            weight_bytes += self.check_graph(piece, depth + 1)[0]
+        return weight_bytes, values
+
+    def check_tensor(self, data: memoryview) -> tuple[str, int, list[float] | None]:
+        """Check a tensor, and return its name, size in bytes, and its values if they may be sizes."""
+        self.tensors += 1
+        _require(self.tensors <= TENSORS_MOST, f"it has more than {TENSORS_MOST} tensors")
+        found = self._read_message(data, TENSOR, "a tensor")
+        name = decode_text(found.get("name"), NAME_MOST, "a name")
+        (kind,) = found.get("data_type", [0])
+        item = _ITEM_BYTES.get(to_signed(kind))
+        if item is None:
+            raise ModelError(f"tensor {name[:80]!r} is of type {to_signed(kind)}, which is no number that is permitted")
+        dims = decode_ints(found.get("dims", []), AXES_MOST, f"the shape of {name[:80]!r}")
+        _require(all(dim >= 0 for dim in dims), f"tensor {name[:80]!r} has a negative size")
+        elements = prod(dims)
+        _require(elements <= ELEMENTS_MOST, f"tensor {name[:80]!r} has {elements} elements")
+        (where,) = found.get("data_location", [0])
+        external, raw = bool(found.get("external_data")), _bytes_fields(found, "raw_data")
+        typed = {each: found[each] for each in _TYPED if each in found}
+        places = external + bool(raw) + len(typed)
+        if where not in (0, 1) or (where == 1) != external or places > 1:
+            raise ModelError(f"tensor {name[:80]!r} does not say in one way where its numbers are")
+        if external:
+            self._check_external_data(name, read_external_location(self.reader, found, name), elements * item)
+            return name, elements * item, None
+        if raw:
+            _require(
+                len(raw[0]) == elements * item, f"tensor {name[:80]!r} has {len(raw[0])} bytes, not {elements * item}"
+            )
+            return name, elements * item, _decode_values(to_signed(kind), raw[0]) if elements <= SMALL else None
+        held = sum(_count_elements(each, values) for each, values in typed.items())
+        _require(elements <= held or not elements, f"tensor {name[:80]!r} has fewer numbers than its shape")
+        small = "int64_data" in typed and elements <= SMALL
+        values = [float(value) for value in decode_ints(typed["int64_data"], SMALL, name)] if small else None
+        return name, elements * item, values
+
+    def _check_external_data(self, name: str, where: ExternalDataLocation, nbytes: int) -> None:
+        if not _DIGEST.fullmatch(where.file):
+            raise ModelError(
+                f"tensor {name[:80]!r} is in {where.file[:200]!r}: weights may only be in a file beside the graph that "
+                "is named by its sha256"
+            )
+        size = self.size(where.file)
+        length = size - where.offset if where.length is None else where.length
+        if length != nbytes or where.offset + length > size:
+            left = max(size - where.offset, 0)
+            raise ModelError(f"tensor {name[:80]!r} takes {nbytes} bytes, and {where.file[:12]} has {left} from there")
+
+    def _check_value(self, data: memoryview) -> GraphValue:
+        found = self.reader.read_message(data, VALUE, "a declared value")
+        name, kind, dims = decode_text(found.get("name"), NAME_MOST, "a name"), 0, None
+        for piece in _bytes_fields(found, "type"):
+            for inner in _bytes_fields(self._read_message(piece, TYPE, f"the type of {name[:80]!r}"), "tensor_type"):
+                declared = self.reader.read_message(inner, TENSOR_TYPE, "a tensor's type")
+                kind = _int_field(declared, "elem_type")
+                if kind and kind not in _ITEM_BYTES:
+                    raise ModelError(
+                        f"value {name[:80]!r} is of type {kind}, which is no number that is permitted: export the "
+                        "network with another type, such as float32"
+                    )
+                for shape in _bytes_fields(declared, "shape"):
+                    dims = tuple(self._read_sizes(shape))
+                elements = prod(dim for dim in dims or () if dim is not None)
+                _require(elements <= ELEMENTS_MOST, f"value {name[:80]!r} is declared with {elements} elements")
+        return GraphValue(name, kind, dims)
+
+    def _read_sizes(self, data: memoryview) -> Iterator[int | None]:
+        # None is a named or unknown size. Exporters write -1 or 0 for unknown.
+        for piece in _bytes_fields(self.reader.read_message(data, SHAPE, "a shape"), "dim", AXES_MOST):
+            size = _int_field(self.reader.read_message(piece, DIM, "an axis"), "dim_value")
+            _require(size >= -1, f"a declared axis has the size {size}")
+            yield size if size > 0 else None
+
+
+class ExternalDataLocation(NamedTuple):
+    file: str  # as the graph names it
+    offset: int
+    length: int | None  # None: all bytes from `offset` on
+
+
+def read_external_location(reader: ProtobufReader, tensor: Fields, name: str) -> ExternalDataLocation:
+    """Read the location of a tensor's external data.
+
+    Args:
+        reader: Reader of the graph.
+        tensor: Fields of the tensor, with "external_data".
+        name: Name of the tensor in errors.
+
+    Raises:
+        ModelError: If the location is repeated or malformed.
+        ProtobufError: If the fields are not such messages.
+    """
+    found = _read_entries(reader, tensor, "external_data", NAME_MOST)
+    if odd := found.keys() - {"location", "offset", "length", "checksum"}:
+        raise ModelError(f"tensor {name[:80]!r} says {min(odd)[:40]!r} of the file that it is in")
+    length = _parse_int(found["length"], name) if "length" in found else None
+    return ExternalDataLocation(found.get("location", ""), _parse_int(found.get("offset", "0"), name), length)
+
+
+def _read_entries(reader: ProtobufReader, found: Fields, name: str, most: int) -> dict[str, str]:
+    entries: dict[str, str] = {}
+    for piece in _bytes_fields(found, name, META_ENTRIES_MOST):
+        entry = reader.read_message(piece, ENTRY, name)
+        key = decode_text(entry.get("key"), NAME_MOST, name)
+        _require(key not in entries, f"{name} says {key[:80]!r} twice")
+        entries[key] = decode_text(entry.get("value"), most, name)
+    return entries
+
+
+def _require_bounded_sizes(kind: str, inputs: list[str], known: Mapping[str, list[float]]) -> None:
+    # ONNX Runtime would allocate a constant size, often before anything runs.
+    def constant_values(place: int) -> list[float]:
+        return known.get(inputs[place], []) if place < len(inputs) else []
+
+    sizes = constant_values(_SIZED_BY[kind]) if kind in _SIZED_BY else []
+    if kind == "Resize":
+        sizes = [*constant_values(2), *constant_values(3)]
+    if kind == "Range" and all(len(constant_values(place)) == 1 for place in range(3)):
+        (start,), (limit,), (step,) = constant_values(0), constant_values(1), constant_values(2)
+        sizes = [abs(limit - start) / abs(step) if step else float("inf")]
+    if kind == "Pad":
+        _require(all(abs(size) <= EDGE_MOST for size in sizes), f"Pad by more than {EDGE_MOST}")
+        return
+    most = prod(max(abs(size), 1.0) for size in sizes)
+    _require(most <= ELEMENTS_MOST, f"{kind} is to make {most:.3g} elements, {ELEMENTS_MOST} are permitted")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ModelError(otherwise)
+
+
+def _int_field(found: Fields, name: str) -> int:
+    return to_signed(found.get(name, [0])[0])
+
+
+def _bytes_fields(found: Fields, name: str, most: int = 1 << 30) -> list[memoryview]:
+    values = found.get(name, [])
+    _require(len(values) <= most, f"{name} stands there {len(values)} times, {most} are permitted")
+    return [value for value in values if not isinstance(value, int)]
+
+
+def _normalise_domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def _parse_int(said: str, name: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,15}", said):
+        raise ModelError(f"tensor {name[:80]!r} is said to be at {said[:40]!r} of its file")
+    return int(said)
+
+
+def _count_elements(name: str, values: list[int | memoryview]) -> int:
+    packed = sum(len(value) // _TYPED_BYTES.get(name, 1) for value in values if not isinstance(value, int))
+    return packed + sum(isinstance(value, int) for value in values)
+
+
+def _decode_values(kind: int, raw: memoryview) -> list[float] | None:
+    if kind not in (_INT64, _FLOAT):
+        return None
+    return [float(value) for (value,) in struct.iter_unpack("<q" if kind == _INT64 else "<f", raw)]

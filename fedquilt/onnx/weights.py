@@ -1,0 +1,216 @@
+"""Insertion of tensor data into ONNX graphs without weights, by name or from external files.
+
+A graph whose initializers have the names of the network's tensors can be sent to devices without data. Each device
+inserts the tensors received and its own. Exporters such as torch's write a graph and its data as two files, combined by
+`read_with_external_data`. Only numpy is needed. The result must be checked (`fedquilt.onnx.graph_check`) before use.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from fedquilt.core import ModelError
+from fedquilt.onnx.graph_check import DEPTH_MOST, FILE_MOST, ExternalDataLocation, map_file, read_external_location
+from fedquilt.onnx.protobuf import (
+    Pieces,
+    ProtobufError,
+    ProtobufReader,
+    Schema,
+    decode_ints,
+    decode_text,
+    encode_message,
+    to_signed,
+)
+from fedquilt.onnx.schema import ATTRIBUTE, GRAPH, MODEL, NODE, TENSOR
+
+if TYPE_CHECKING:
+    from fedquilt.core import Tensors
+
+NAME_MOST: Final = 4096  # bytes
+AXES_MOST: Final = 16
+MESSAGES_MOST: Final = 3 * (DEPTH_MOST + 2)  # within each other: each graph is in an attribute of a node
+KINDS: Final[Mapping[int, str]] = {1: "<f4", 7: "<i8", 10: "<f2", 11: "<f8"}  # of onnx.proto's data types
+NUMBERS: Final = frozenset(name for name, kind in TENSOR.values() if kind in ("floats", "doubles")) | {
+    "raw_data",
+    "int32_data",
+    "int64_data",
+    "uint64_data",
+    "external_data",
+}
+_RAW: Final = {9: TENSOR[9]}
+
+
+class MissingTensor(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+
+def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
+    """Return the tensors that a graph declares without data, by name.
+
+    Raises:
+        ModelError: If the bytes are not a supported ONNX graph.
+    """
+    return {name: lack for name, (lack, _) in _read_graph(graph)[2].items()}
+
+
+def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
+    """Return an ONNX file with the missing tensors inserted, in pieces and without copying.
+
+    Args:
+        graph: ONNX file without the data of some tensors.
+        tensors: Tensors of the network by name. Names unknown to the graph are ignored.
+
+    Raises:
+        ModelError: If the graph is not supported, or a missing tensor is absent or has another shape or type.
+    """
+    model, inner, lacking = _read_graph(graph)
+    whole: list[memoryview | Pieces] = []
+    for piece in inner["initializer"]:
+        assert isinstance(piece, memoryview)
+        whole.append(piece)
+    for name, (lack, at) in lacking.items():
+        given = tensors.get(name)
+        if given is None:
+            raise ModelError(f"the network's tensor {name!r} is missing")
+        if given.shape != lack.shape or given.dtype != lack.dtype:
+            raise ModelError(
+                f"tensor {name!r} is {given.dtype} of shape {given.shape}, the network wants {lack.dtype} of shape "
+                f"{lack.shape}"
+            )
+        raw = np.ascontiguousarray(given).reshape(-1).view(np.uint8).data
+        own = inner["initializer"][at]
+        assert isinstance(own, memoryview)
+        whole[at] = [own, *encode_message({"raw_data": [raw]}, _RAW)]
+    return encode_message({**model, "graph": [encode_message({**inner, "initializer": whole}, GRAPH)]}, MODEL)
+
+
+Fields = dict[str, list[int | memoryview]]
+
+
+def _read_graph(graph: bytes | memoryview) -> tuple[Fields, Fields, dict[str, tuple[MissingTensor, int]]]:
+    reader = ProtobufReader()
+    try:
+        model = reader.read_message(memoryview(graph), MODEL, "the model")
+        (data,) = model.get("graph", [0])
+        if isinstance(data, int):
+            raise ProtobufError("it holds no graph")
+        inner = reader.read_message(data, GRAPH, "the graph")
+        inner.setdefault("initializer", [])
+        found: dict[str, tuple[MissingTensor, int]] = {}
+        for at, piece in enumerate(inner["initializer"]):
+            if isinstance(piece, int):
+                continue
+            tensor = reader.read_message(piece, TENSOR, "a tensor")
+            name = decode_text(tensor.get("name"), NAME_MOST, "a name")
+            shape = tuple(decode_ints(tensor.get("dims", []), AXES_MOST, f"the shape of {name[:80]!r}"))
+            if NUMBERS & tensor.keys() or prod(shape) <= 0:
+                continue
+            (kind,) = tensor.get("data_type", [0])
+            if to_signed(kind) not in KINDS:
+                raise ProtobufError(f"tensor {name[:80]!r} is of type {to_signed(kind)}, which cannot be put in")
+            found[name] = (MissingTensor(shape, np.dtype(KINDS[to_signed(kind)])), at)
+    except ProtobufError as error:
+        raise ModelError(f"it is no ONNX file as fedquilt writes them: {error}") from None
+    return model, inner, found
+
+
+# -- two files ------------------------------------------------------------------------------------
+
+
+def read_with_external_data(path: Path) -> Pieces:
+    """Read an ONNX file with the data in files beside it, as the pieces of one file.
+
+    The graph is untrusted, so only regular files in its own folder are read.
+
+    Returns:
+        The pieces, or the mapped file itself if no data are external.
+
+    Raises:
+        ModelError: If a file cannot be read, is too large or in another folder, or has too few bytes.
+    """
+    try:
+        data = map_file(path)
+        found = _ExternalTensorFiles(path.parent, len(data)).inline_tensors(data, MODEL)
+    except ProtobufError as error:
+        raise ModelError(f"{path.name}: it is no ONNX file as fedquilt writes them: {error}") from None
+    except ModelError as error:
+        raise ModelError(f"{path.name}: {error}") from None
+    return [found] if isinstance(found, memoryview) else found
+
+
+_INNER: Final[Mapping[str, Schema]] = {  # fields that hold a tensor, or a message that does
+    "graph": GRAPH,
+    "g": GRAPH,
+    "initializer": TENSOR,
+    "node": NODE,
+    "attribute": ATTRIBUTE,
+    "t": TENSOR,
+}
+
+
+@dataclass
+class _ExternalTensorFiles:
+    """Files beside a graph that hold numbers of its tensors, and the bytes of the whole model so far."""
+
+    folder: Path
+    size: int
+    reader: ProtobufReader = field(default_factory=ProtobufReader)
+
+    def inline_tensors(self, data: memoryview, schema: Schema, depth: int = 0) -> memoryview | Pieces:
+        if depth > MESSAGES_MOST:
+            raise ModelError(f"graphs lie within graphs more than {DEPTH_MOST} deep")
+        fields = self.reader.read_message(data, schema, "the graph")
+        if schema is TENSOR:
+            return self._inline_tensor(data, fields)
+        made: dict[str, Sequence[int | memoryview | Pieces]] = dict(fields)
+        for name in _INNER.keys() & fields.keys():
+            made[name] = [
+                piece if isinstance(piece, int) else self.inline_tensors(piece, _INNER[name], depth + 1)
+                for piece in fields[name]
+            ]
+        changed = any(new is not old for name in fields for new, old in zip(made[name], fields[name], strict=True))
+        return encode_message(made, schema) if changed else data
+
+    def _inline_tensor(self, data: memoryview, fields: Fields) -> memoryview | Pieces:
+        if "external_data" not in fields:
+            return data
+        name = decode_text(fields.get("name"), NAME_MOST, "a name")
+        raw = self._read_external_data(name, read_external_location(self.reader, fields, name))
+        left = {key: value for key, value in fields.items() if key not in ("external_data", "data_location")}
+        return encode_message({**left, "raw_data": [[raw]]}, TENSOR)
+
+    def _read_external_data(self, name: str, where: ExternalDataLocation) -> bytes:
+        file = where.file
+        if file in ("", ".", "..") or any(mark in file for mark in "/\\\0"):
+            raise ModelError(
+                f"tensor {name[:80]!r} is in {file[:200]!r}: fedquilt reads files of the model's own folder alone; "
+                "export the model as one file (`external_data=False`)"
+            )
+        try:
+            opened = os.open(self.folder / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(opened, "rb") as stream:
+                found = os.fstat(opened)
+                if not stat.S_ISREG(found.st_mode):
+                    raise ModelError(f"tensor {name[:80]!r} is in {file[:200]!r}, which is no plain file")
+                length = found.st_size - where.offset if where.length is None else where.length
+                self.size += max(length, 0)
+                if self.size > FILE_MOST:
+                    raise ModelError(f"with the numbers of {file[:200]!r} it has more than {FILE_MOST} bytes")
+                stream.seek(where.offset)
+                raw = stream.read(max(length, 0))
+        except OSError as error:
+            why = "it is a link: copy the file itself there" if error.errno == errno.ELOOP else error.strerror
+            raise ModelError(f"tensor {name[:80]!r} is in {file[:200]!r} beside the model: {why}") from None
+        if len(raw) != length:
+            raise ModelError(f"tensor {name[:80]!r} takes {length} bytes of {file[:200]!r}, and {len(raw)} are there")
+        return raw

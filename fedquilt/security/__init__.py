@@ -1,0 +1,1 @@
+"""Signed messages, sessions and enrolment."""

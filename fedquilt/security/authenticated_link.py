@@ -1,0 +1,443 @@
+"""Authenticated links: signed messages between coordinator and devices over any broker.
+
+`DeviceLink` and `FleetLink` (`fedquilt.security.authenticated_link`) wrap a `Link` to a broker. They perform a
+handshake (`fedquilt.security.handshake`), sign what is published (`fedquilt.security.message_signature`), and `receive`
+returns only messages that the peer sent in the current session.
+
+Three kinds of messages are unsigned. A chunk of a blob is verified by the manifest and by the sha256 in a signed
+message. Messages of the coordinator for observers (coord/state, job/#) have no effect on devices. A last will is given
+to the broker before there is a session: it applies to the start of the agent that it names, and a broker could cut off
+that agent in any case.
+
+An unsigned side uses the plain link. Neither side of a signed fleet accepts other unsigned messages.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.core import JobError, LinkError, SiteRight, WireError
+from fedquilt.security import enrolment, handshake, message_signature
+from fedquilt.security.handshake import Handshake, LinkIdentity, Session
+from fedquilt.security.message_signature import UnknownSessionError, UnsignedMessageError
+from fedquilt.transport.link import Link, LinkWrapper, Message
+from fedquilt.transport.malformed_messages import MalformedMessages
+from fedquilt.transport.mqtt.broker import Broker
+
+log = logging.getLogger("fedquilt.sealed")
+COORDINATOR: Final = handshake.COORDINATOR
+OBSERVER: Final = handshake.OBSERVER
+UNSIGNED: Final = "unsigned: without certificates nobody checks who sends what over the broker"
+AGAIN_S: Final = 5.0  # between two attempts of a board, then twice as long, and so on
+AGAIN_MOST_S: Final = 60.0
+HINT_S: Final = 2.0  # and at the least, if somebody says that there is a coordinator
+RENEW_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
+LATE_S: Final = 30.0  # after the exchange of a session: until then brokers bring what was on its way under the former
+_OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
+
+
+def load_identity(broker: Broker) -> LinkIdentity | None:
+    """Return the identity for signing, or None if this side has no certificate.
+
+    Raises:
+        JobError: If there is a certificate and no authority to verify the peer.
+    """
+    return None if broker.cert is None else LinkIdentity(broker)
+
+
+def handshake_probe(identity: LinkIdentity) -> wire.Hello:
+    """Return a first flight of which only the answer is of interest, to test the connection."""
+    attempt = identity.start_as_device()
+    return hello_from_flight(attempt, 0, attempt.step(b""))
+
+
+class AuthenticatedLink(LinkWrapper):
+    def __init__(self, link: Link, identity: LinkIdentity, fleet: str, clock: Callable[[], float]) -> None:
+        super().__init__(link)
+        self._identity, self._clock = identity, clock
+        self._topics = wire.Topics(fleet)
+        self._refused, self._late = MalformedMessages(), MalformedMessages()
+        self._former: dict[str, tuple[str, float]] = {}  # device -> name of its former session, when it is late no more
+
+    @property
+    def max_payload(self) -> int:
+        return self._link.max_payload - message_signature.ENVELOPE_BYTES
+
+    def _send_hello(self, device: str, direction: wire.Direction, hello: wire.Hello) -> None:
+        try:
+            self._link.publish(self._topics.device_topic(device, direction, "hello"), wire.encode(hello))
+        except LinkError as error:
+            log.error("cannot shake hands: %s", error)
+
+    def _remember_former_session(self, device: str, former: Session | None) -> None:
+        if former is not None:
+            self._former[device] = (former.name, self._clock() + LATE_S)
+
+    def _log_rejected(self, message: Message, error: Exception, key: Session | None) -> None:
+        if message.retained and isinstance(error, UnknownSessionError | UnsignedMessageError):
+            return  # what lies at the broker from before is no news
+        kind = str(error).partition(":")[0]  # "unsigned", "oversized", "forged", "replayed", "stale"
+        kind = kind if kind.isalpha() else "others"
+        if isinstance(error, UnknownSessionError):
+            former, until_s = self._former.get(wire.device_from_topic(message.topic), ("", -math.inf))
+            if key is None or (error.session == former and self._clock() < until_s):
+                if said := self._late.count_message(message.topic, error, message.retained, self._clock()):
+                    log.info("%s", said)
+                return
+        if said := self._refused.count_message(message.topic, error, message.retained, self._clock(), kind):
+            log.warning("%s", said)
+
+    def _log_rejection_counts(self) -> None:
+        for said in self._refused.due_lines(self._clock()):
+            log.warning("%s", said)
+        for said in self._late.due_lines(self._clock()):
+            log.info("%s", said)
+
+
+def hello_from_flight(handshake: Handshake, number: int, data: bytes) -> wire.Hello:
+    return wire.Hello(attempt=handshake.attempt, flight=number, tls=binascii.b2a_base64(data, newline=False).decode())
+
+
+def flight_from_hello(hello: wire.Hello) -> bytes:
+    """Return the bytes of a handshake flight.
+
+    Raises:
+        WireError: If the message contains no base64.
+    """
+    try:
+        return base64.b64decode(hello.tls, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(f"no flight of a handshake: {error}") from None
+
+
+class DeviceLink(AuthenticatedLink):
+    """Device's side of an authenticated link, connected while there is a session.
+
+    Each new session counts as a new connection. While no coordinator answers, presence, profile and telemetry are
+    published unsigned for observers, and no coordinator accepts them.
+    """
+
+    def __init__(
+        self, link: Link, identity: LinkIdentity, fleet: str, device: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(link, identity, fleet, clock)
+        self._device, self._own = device, self._topics.device_topic(device, "up", "hello")
+        self._key: Session | None = None
+        self._alone = False  # no coordinator answers
+        self._turns = 0  # sessions, and times that it was alone
+        self._attempt: Handshake | None = None
+        self._wanted = True  # a session, or another one
+        self._due_s = -math.inf  # when the next attempt may begin
+        self._began_s = -math.inf  # the latest one
+        self._patience_s = AGAIN_S
+        self._renew_s = 0.0
+        self._connection = 0  # number of the broker's, at the last look
+        self._announced: int | None = None  # start of the coordinator for which a session is wanted
+        self._disproved: int | None = None  # start that was announced, while a handshake showed another
+        self._trouble: str | None = None
+        link.subscribe(self._topics.device_filters(device))
+
+    @property
+    def session(self) -> int:
+        """Number that grows whenever all state must be published again, 0 before the first time."""
+        return self._turns and self._turns + self._link.session
+
+    @property
+    def connected(self) -> bool:
+        return self._link.connected and self._key is not None
+
+    @property
+    def problem(self) -> str | None:
+        return super().problem or (self._trouble if self._key is None else None)
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Publish a signed message. Without a session, most messages are dropped.
+
+        The agent publishes its state again with the next session.
+
+        Raises:
+            LinkError: If the payload is larger than the broker accepts.
+        """
+        leaf = wire.parse_topic(topic).leaf
+        if self._key is not None and leaf != "chunk":
+            payload = message_signature.sign_payload(self._key, topic, payload)
+        elif leaf != "chunk" and not (self._alone and leaf in _OBSERVED):
+            return
+        self._link.publish(topic, payload, retain=retain, reliable=reliable)
+
+    def receive(self) -> list[Message]:
+        taken = []
+        for message in self._link.receive():
+            try:
+                if (said := self._verify_message(message)) is not None:
+                    taken.append(said)
+            except WireError as error:
+                self._log_rejected(message, error, self._key)
+        self._start_handshake_if_due()
+        self._log_rejection_counts()
+        return taken
+
+    def _verify_message(self, message: Message) -> Message | None:
+        route = wire.parse_topic(message.topic)
+        if route.leaf == "coord":
+            told = wire.decode(message.payload, wire.CoordState)
+            if told.online and (self._key is None or told.epoch not in (self._key.epoch, self._disproved)):
+                self._announced = told.epoch
+                self._request_session()
+            return None
+        if route.direction != "dn" or route.device != self._device:
+            return None
+        if route.leaf == "hello":
+            self._handle_hello(wire.decode(message.payload, wire.Hello))
+            return None
+        if route.leaf == "chunk":
+            return message
+        if not message.payload:  # cleared at the broker: the coordinator takes a task back in an envelope
+            return None
+        return message_signature.verify_message(self._key, route, message)
+
+    def _request_session(self) -> None:
+        # At most every HINT_S, because the message that causes this may be forged.
+        self._wanted, self._patience_s, self._alone = True, AGAIN_S, False
+        self._due_s = min(self._due_s, self._began_s + HINT_S)
+
+    def _start_handshake_if_due(self) -> None:
+        if not self._link.connected:
+            return
+        now_s = self._clock()
+        if self._connection != self._link.session:
+            self._connection = self._link.session
+            self._due_s = now_s if self._key is None else self._due_s  # what was under way is lost
+        if self._key is not None and now_s >= self._renew_s:
+            self._wanted = True
+        if not self._wanted or now_s < self._due_s:
+            return
+        if self._attempt is not None and self._key is None and now_s >= self._began_s + AGAIN_S:
+            self._record_failure("no coordinator answers: none is online, or it is unsigned (without a certificate)")
+            self._turns += not self._alone
+            self._alone = True
+        self._began_s, self._due_s = now_s, now_s + self._patience_s
+        self._patience_s = min(self._patience_s * 2, AGAIN_MOST_S)
+        try:
+            self._attempt = self._identity.start_as_device()
+        except JobError as error:  # files that cannot be read now
+            return self._record_failure(str(error))
+        self._send_hello(self._device, "up", hello_from_flight(self._attempt, 0, self._attempt.step(b"")))
+
+    def _handle_hello(self, hello: wire.Hello) -> None:
+        attempt = self._attempt
+        if not hello.attempt:
+            self._request_session()
+        elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == attempt.flight + 1:
+            try:
+                if attempt.done:
+                    self._adopt_session(attempt.session_from_flight(flight_from_hello(hello)))
+                else:
+                    self._send_certificate(attempt, flight_from_hello(hello))
+            except WireError as error:
+                self._attempt = None
+                self._record_failure(str(error))
+
+    def _send_certificate(self, attempt: Handshake, data: bytes) -> None:
+        answer = attempt.step(data)
+        if attempt.done and attempt.peer_name != COORDINATOR:
+            raise WireError(f"{attempt.peer_name or 'somebody'!r} poses as the coordinator")
+        attempt.flight = 2
+        self._send_hello(self._device, "up", hello_from_flight(attempt, 2, answer))
+
+    def _adopt_session(self, session: Session) -> None:
+        self._remember_former_session(self._device, self._key)
+        self._key, self._attempt, self._wanted, self._alone = session, None, False, False
+        if self._announced not in (None, session.epoch):
+            self._disproved = self._announced
+        self._turns += 1
+        self._due_s, self._patience_s = self._began_s + AGAIN_S, AGAIN_S
+        self._renew_s, self._trouble = self._clock() + RENEW_S, None
+        log.info("signed: the coordinator has proved that it is; session %s, its start %d", session.name, session.epoch)
+
+    def _record_failure(self, reason: str) -> None:
+        if reason != self._trouble:
+            log.warning("no session with the coordinator: %s", reason)
+        self._trouble = reason
+
+
+ASK_S: Final = 5.0  # how often a board is asked to begin
+ATTEMPTS_MOST: Final = 256  # under way at a coordinator, whoever began them
+DEVICES_MOST: Final = 4096  # of which it is remembered when something was last done for them
+BURST: Final = 1000.0  # attempts that a coordinator answers at once
+EVERY_S: Final = 0.25  # between two attempts of a board that it answers
+RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundredth of its time
+
+
+class FleetLink(AuthenticatedLink):
+    """Coordinator's side of authenticated links to all devices.
+
+    Raises:
+        JobError: If devices would not accept this certificate as the coordinator's.
+    """
+
+    def __init__(
+        self, link: Link, identity: LinkIdentity, fleet: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(link, identity, fleet, clock)
+        self._warn_before_expiry()
+        self._epoch = 0  # as the coordinator has announced it
+        self._keys: dict[str, Session] = {}  # by device
+        self._rights: dict[str, SiteRight] = {}  # of sites, by their certificates
+        self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
+        self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, the oldest first
+        self._asked_s: dict[str, float] = {}  # device -> when it was asked to begin
+        self._begun_s: dict[str, float] = {}  # device -> when an attempt of it was answered
+        self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Publish a message, signed for its device. Without a session, only an empty message is sent.
+
+        Messages for observers (coord/state, job/#) and chunks are unsigned.
+
+        Raises:
+            LinkError: If the payload is larger than the broker accepts.
+        """
+        route = wire.parse_topic(topic)
+        if route.direction == "dn" and route.leaf != "chunk":
+            session = self._current_session(route.device)
+            if session is not None:
+                payload = message_signature.sign_payload(session, topic, payload)
+            elif payload:
+                return
+        elif route.leaf == "coord":
+            self._epoch = wire.decode(payload, wire.CoordState).epoch
+        self._link.publish(topic, payload, retain=retain, reliable=reliable)
+
+    def receive(self) -> list[Message]:
+        taken = []
+        for message in self._link.receive():
+            try:
+                route = wire.parse_topic(message.topic)
+                if (said := self._verify_message(route, message)) is not None:
+                    taken.append(said)
+            except (WireError, JobError) as error:
+                self._log_rejected(message, error, self._current_session(wire.device_from_topic(message.topic)))
+                if isinstance(error, UnknownSessionError) and not message.retained:
+                    self._request_handshake(route.device)
+        self._log_rejection_counts()
+        if self._clock() >= self._told_s + RENEW_S:
+            try:
+                self._warn_before_expiry()
+            except JobError as error:
+                log.warning("%s", error)
+        return taken
+
+    def _warn_before_expiry(self) -> None:
+        self._told_s = self._clock()
+        ends_s = self._identity.require_coordinator_certificate()
+        if ends_s - time.time() < enrolment.SOON_S:  # certificates go by the wall clock, of which ssl asks the system
+            day = time.strftime("%Y-%m-%d", time.gmtime(ends_s))
+            log.warning(
+                "no board takes this coordinator's certificate after %s: `fedquilt ca issue coordinator` on the "
+                "authority's machine makes another, which is taken up without a restart",
+                day,
+            )
+
+    def _verify_message(self, route: wire.Route, message: Message) -> Message | None:
+        if route.direction != "up" or route.leaf == "chunk":
+            return message
+        if not message.payload:  # a retained message that was cleared
+            return None
+        if route.leaf == "hello":
+            self._handle_hello(route.device, wire.decode(message.payload, wire.Hello))
+            return None
+        if route.leaf == "presence" and not message_signature.is_signed(message.payload):
+            return self._accept_last_will(route.device, message)
+        said = message_signature.verify_message(self._current_session(route.device), route, message)
+        if route.leaf == "presence":
+            self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
+        return said
+
+    def site_right(self, device: str) -> SiteRight | None:
+        return self._rights.get(device)
+
+    def _current_session(self, device: str) -> Session | None:
+        session = self._keys.get(device)
+        return session if session is not None and self._clock() < session.ends_s else None
+
+    def _accept_last_will(self, device: str, message: Message) -> Message | None:
+        told = wire.decode(message.payload, wire.Presence)
+        if told.online:
+            raise UnsignedMessageError
+        return message if told.boot == self._boots.get(device) else None
+
+    def _request_handshake(self, device: str) -> None:
+        # Only without a session: each new session makes messages under way in the latest session late.
+        if self._current_session(device) is None and _admit_device(self._asked_s, device, self._clock(), ASK_S):
+            self._send_hello(device, "dn", wire.Hello())
+
+    def _handle_hello(self, device: str, hello: wire.Hello) -> None:
+        attempt = self._attempts.get(device)
+        try:
+            if hello.flight == 0 and hello.attempt:
+                self._answer_first_flight(device, hello)
+            elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == 2:
+                del self._attempts[device]
+                self._finish_handshake(device, attempt, hello)
+        except WireError as error:
+            raise WireError(f"{device}: {error}") from None
+
+    def _admit_handshake(self, device: str) -> bool:
+        now_s = self._clock()
+        self._left = min(self._left + RATE * (now_s - self._left_s), BURST)
+        self._left_s = now_s
+        if self._left < 1 or not _admit_device(self._begun_s, device, now_s, EVERY_S):
+            return False
+        self._left -= 1
+        return True
+
+    def _answer_first_flight(self, device: str, hello: wire.Hello) -> None:
+        if not self._admit_handshake(device):
+            raise WireError("too many handshakes are begun: it has to wait")
+        attempt = self._identity.start_as_coordinator()
+        attempt.attempt = hello.attempt
+        answer = attempt.step(flight_from_hello(hello))
+        self._attempts.pop(device, None)
+        while len(self._attempts) >= ATTEMPTS_MOST:
+            self._attempts.popitem(last=False)
+        self._attempts[device] = attempt
+        self._send_hello(device, "dn", hello_from_flight(attempt, 1, answer))
+
+    def _finish_handshake(self, device: str, attempt: Handshake, hello: wire.Hello) -> None:
+        """Verify the last flight of a handshake, store the device's right and session, and send the answer."""
+        try:
+            attempt.step(flight_from_hello(hello))
+        except WireError:
+            self._send_hello(device, "dn", hello_from_flight(attempt, 3, attempt.take_alert()))
+            raise
+        if not attempt.done:
+            raise WireError("a flight of the handshake is incomplete")
+        if attempt.peer_name != device:
+            raise WireError(f"the certificate is of {attempt.peer_name or 'an observer'!r}")
+        self._rights.pop(device, None)
+        if (right := attempt.peer_right) is not None:
+            self._rights[device] = right
+        session, answer = attempt.create_session(self._epoch)
+        self._send_hello(device, "dn", hello_from_flight(attempt, 3, answer))
+        session.ends_s = self._clock() + 2 * RENEW_S  # a board renews it in time, if its certificate is still good
+        self._remember_former_session(device, self._keys.get(device))
+        self._keys[device] = session
+        log.info("signed: %s has proved that it is; session %s", device, session.name)
+
+
+def _admit_device(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:
+    if now_s < last_s.get(device, -math.inf) + every_s:
+        return False
+    if len(last_s) >= DEVICES_MOST:
+        last_s.clear()
+    last_s[device] = now_s
+    return True

@@ -1,0 +1,110 @@
+"""Enrolment messages between a device and the enrolment server, and storage of secrets.
+
+Each direction is one JSON object over HTTPS: a `SigningRequest` (signing request, with a one-time token to enrol and
+without one to renew) and an `SigningResponse` (certificate, or a reason). Both are limited in size and strictly
+decoded. Private keys are never sent.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt.core import UNDECODABLE, Name, WireError
+from fedquilt.host import disk
+
+PORT: Final = 8884  # beside MQTT's 8883
+ENROL, RENEW, CRL = "/v1/enrol", "/v1/renew", "/crl.pem"
+MAX_BODY: Final = 16 * 1024  # bytes, either way
+DUE_SHARE: Final = 1 / 3  # a certificate is renewed in the last third of its life
+SOON_S: Final = 30 * 86400.0  # so long before its end a certificate is named that nothing renews by itself
+
+Pem = Annotated[str, Meta(max_length=8 * 1024)]
+
+
+class SigningRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Certificate signing request (PKCS#10, PEM) of a device, with a one-time token for enrolment."""
+
+    device: Name
+    csr: Pem
+    token: Annotated[str, Meta(max_length=200)] | None = None
+
+
+class SigningResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Issued certificate (PEM), or None with the reason for the refusal."""
+
+    certificate: Pem | None = None
+    reason: Annotated[str, Meta(max_length=1000)] = ""
+
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def decode_message(body: bytes, kind: type[M]) -> M:
+    """Decode an enrolment message.
+
+    Raises:
+        WireError: If the body is too large, not JSON, or of another type. The body is not quoted, because of the token.
+    """
+    if len(body) > MAX_BODY:
+        raise WireError(f"{len(body)} bytes are more than the {MAX_BODY} of an enrolment message")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNDECODABLE as error:
+        raise WireError(f"this is no enrolment {kind.__name__.lower()}: {error}") from None
+
+
+def is_renewal_due(begins: datetime.datetime, ends: datetime.datetime, now: datetime.datetime) -> bool:
+    """Return whether a certificate is due for renewal: in the last third of its validity.
+
+    The result is also True before its validity, because then the device's clock is wrong. The enrolment server decides.
+    """
+    return now < begins or now >= ends - (ends - begins) * DUE_SHARE
+
+
+def write_file_with_mode(path: Path, data: bytes, mode: int) -> None:
+    """Write a file atomically and durably, with these permission bits from the beginning.
+
+    Raises:
+        StoreError: If the file cannot be written.
+    """
+    with disk.disk_errors(f"write {path}"):
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                os.fchmod(file.fileno(), mode)  # whatever the umask
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        disk.REAL.sync(path.parent)
+
+
+# -- certificates, where the cryptography library is installed -------------------------------------
+
+
+def key_fingerprint(public: Any) -> str:
+    """Return the fingerprint of a public key: SHA-256 of its SubjectPublicKeyInfo (DER), in hex."""
+    import hashlib
+
+    from cryptography.hazmat.primitives import serialization
+
+    der = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(der).hexdigest()
+
+
+def common_name(named: Any) -> str | None:
+    """Return the only common name of a certificate or request, or None if there are none or several."""
+    from cryptography.x509.oid import NameOID
+
+    found = named.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if len(found) == 1 else None

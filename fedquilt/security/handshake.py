@@ -1,0 +1,263 @@
+"""Key exchange of coordinator and device through a broker that neither trusts.
+
+Both have a certificate of the fleet's authority. They perform a TLS 1.3 handshake, each flight in one message. The
+coordinator then sends the key of a `Session` inside this TLS connection, which is not used afterwards. This requires
+only Python's own `ssl`: a device needs no other package and no more memory than for the broker's TLS.
+
+    device   ClientHello                            -> coordinator   flight 0
+    device <- ServerHello, certificate, Finished       coordinator   flight 1
+    device   certificate, Finished                  -> coordinator   flight 2
+    device <- the session's name and key               coordinator   flight 3
+
+A flight that is replayed, changed or lost ends the attempt and has no other effect.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import os
+import secrets
+import ssl
+import time
+from collections.abc import Sequence
+from typing import Annotated, Final, cast
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt.core import UNDECODABLE, Count, JobError, SiteRight, WireError
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.errors import OUT_OF_DATE, describe_exception
+
+COORDINATOR: Final = "coordinator"  # the common name of its certificate
+SITE: Final = "fedquilt:site:"  # beginning of the URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
+OBSERVER: Final = "observer"  # the organisational unit in the certificate of who only watches
+FLIGHT_BYTES: Final = 32 * 1024  # the most that TLS may want to send at once; chains of certificates have 1 to 5 KB
+_ISSUE: Final = "`fedquilt ca issue coordinator` makes one, in place of an earlier version's too"
+
+
+class SessionGrant(msgspec.Struct, frozen=True):
+    session: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    key: bytes
+    epoch: Count  # number of this start of the coordinator
+
+
+class LinkIdentity:
+    """Certificate and key of this side, and the authority for the peer's certificate.
+
+    Changed files are read again.
+
+    Raises:
+        JobError: If there is no authority to verify the peer.
+    """
+
+    def __init__(self, broker: Broker) -> None:
+        if broker.ca is None or broker.cert is None or broker.key is None:
+            raise JobError(
+                "with a certificate of its own this side checks who sends what, and without ca it cannot: give the "
+                "certificate of the fleet's authority as ca (one file may hold it together with the broker's)"
+            )
+        self._ca, self._cert, self._key = broker.ca, broker.cert, broker.key
+        self._known: dict[int, tuple[tuple[int, ...], ssl.SSLContext]] = {}  # by protocol, of files as they were
+
+    def start_as_device(self) -> Handshake:
+        return Handshake(self._cached_context(ssl.PROTOCOL_TLS_CLIENT), server=False)
+
+    def start_as_coordinator(self) -> Handshake:
+        return Handshake(self._cached_context(ssl.PROTOCOL_TLS_SERVER), server=True)
+
+    def tls_context(self, *, server: bool) -> ssl.SSLContext:
+        """Return the context of a TLS connection in which both sides verify certificates.
+
+        No host name is checked. Use `common_name_of_peer` to identify the peer.
+
+        Whose that is, `common_name_of_peer` says: no host's name is checked.
+        """
+        return self._cached_context(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+
+    def require_coordinator_certificate(self) -> float:
+        """Check that devices accept this certificate as the coordinator's.
+
+        Returns:
+            The end of the certificate, in seconds since 1970.
+
+        Raises:
+            JobError: If devices would reject the certificate.
+        """
+        ours = self.start_as_coordinator()
+        context = self._cached_context(ssl.PROTOCOL_TLS_CLIENT)
+        theirs = Handshake(context, server=False)
+        try:
+            theirs.step(ours.step(theirs.step(b"")))
+        except WireError as error:
+            raise JobError(f"no board will take {self._cert} for the coordinator's ({error}): {_ISSUE}") from None
+        if theirs.peer_name != COORDINATOR:
+            raise JobError(f"{self._cert} is the certificate of {theirs.peer_name!r}, not of {COORDINATOR!r}: {_ISSUE}")
+        return float(ssl.cert_time_to_seconds(theirs.peer_expiry))
+
+    def _cached_context(self, protocol: int) -> ssl.SSLContext:
+        try:
+            files = tuple(os.stat(path).st_mtime_ns for path in (self._ca, self._cert, self._key))
+        except OSError as error:
+            raise JobError(
+                f"{self._ca}, {self._cert} or {self._key} cannot be read: {describe_exception(error)}"
+            ) from None
+        known = self._known.get(protocol)
+        if known is None or known[0] != files:
+            known = self._known[protocol] = (files, self._load_context(protocol))
+        return known[1]
+
+    def _load_context(self, protocol: int) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # a peer is known by its common name, not by where it can be reached
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(self._ca)
+            context.load_cert_chain(self._cert, self._key, password=_refuse_passphrase)
+        except OSError as error:  # OpenSSL's own errors are some
+            raise JobError(
+                f"{self._ca}, {self._cert} or {self._key} cannot be used: {describe_exception(error)}"
+            ) from None
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # nothing is resumed
+        return context
+
+
+class Handshake:
+    def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
+        self.attempt = secrets.token_hex(8)
+        self.flight = 1 if server else 0  # the next that this side sends
+        self.done = False
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_side=server)
+
+    def step(self, flight: bytes) -> bytes:
+        """Process a flight of the peer, b"" to begin, and return the next flight of this side.
+
+        Raises:
+            WireError: If the flight is invalid or a certificate is not trusted. `take_alert` then returns a message for
+                the peer.
+        """
+        self._in.write(flight)
+        try:
+            self._tls.do_handshake()
+            self.done = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            raise WireError(_describe_ssl_error(error)) from None
+        return self._out.read()
+
+    def take_alert(self) -> bytes:
+        """Return the TLS alert for the peer after an error, or b"" if there is none."""
+        return self._out.read()
+
+    def create_session(self, epoch: int) -> tuple[Session, bytes]:
+        grant = SessionGrant(secrets.token_hex(8), secrets.token_bytes(32), epoch)
+        self._tls.write(msgspec.json.encode(grant))
+        return Session(grant), self._out.read()
+
+    def session_from_flight(self, flight: bytes) -> Session:
+        """Return the session that the coordinator sends.
+
+        Raises:
+            WireError: If the flight contains no session, or rejects the certificate of this side.
+        """
+        self._in.write(flight)
+        try:
+            return Session(msgspec.json.decode(self._tls.read(FLIGHT_BYTES), type=SessionGrant))
+        except ssl.SSLError as error:
+            raise WireError(_describe_ssl_error(error)) from None
+        except UNDECODABLE as error:
+            raise WireError(f"no session was given: {error}") from None
+
+    @property
+    def peer_name(self) -> str:
+        """Common name in the peer's certificate, or "" if missing or the peer is an observer."""
+        return common_name_of_peer(self._tls)
+
+    @property
+    def peer_right(self) -> SiteRight | None:
+        names = cast(Sequence[tuple[str, str]], (self._tls.getpeercert() or {}).get("subjectAltName", ()))
+        found = [value for kind, value in names if kind == "URI" and value.startswith(SITE)]
+        return right_from_uri(found[0]) if found else None
+
+    @property
+    def peer_expiry(self) -> str:
+        """End of the peer's certificate, as text in the format of Python's `ssl`."""
+        return str((self._tls.getpeercert() or {}).get("notAfter", ""))
+
+
+def common_name_of_peer(tls: ssl.SSLObject | ssl.SSLSocket) -> str:
+    """Return the common name in a peer's certificate, or "" if missing or the peer is an observer."""
+    told = tls.getpeercert() or {}
+    subject = cast(Sequence[Sequence[tuple[str, str]]], told.get("subject", ()))
+    parts = [pair for several in subject for pair in several]
+    names = [value for kind, value in parts if kind == "commonName"]
+    watches = ("organizationalUnitName", OBSERVER) in parts
+    return names[0] if len(names) == 1 and not watches else ""
+
+
+def uri_from_right(right: SiteRight) -> str:
+    return f"{SITE}{right.most}:{','.join(right.boards)}"
+
+
+def right_from_uri(uri: str) -> SiteRight:
+    """Return the right that a URI states.
+
+    Raises:
+        WireError: If the URI states none.
+    """
+    most, _, boards = uri.removeprefix(SITE).partition(":")
+    try:
+        return msgspec.convert({"most": most, "boards": boards.split(",")}, SiteRight, strict=False)
+    except UNDECODABLE as error:
+        raise WireError(f"the site's right {uri[:100]!r} in its certificate cannot be read: {error}") from None
+
+
+class Session:
+    """Session of the coordinator with one device: common key, and latest message numbers.
+
+    A message contains its number and an HMAC-SHA256 of topic, number and payload. The topic names fleet, device,
+    direction and kind. A restarted process has no session, so earlier messages are invalid afterwards.
+    """
+
+    def __init__(self, grant: SessionGrant) -> None:
+        self.name, self.epoch, self._key = grant.session, grant.epoch, grant.key
+        self.ends_s = math.inf  # by the clock of who sets it
+        self._sent = 0
+        self._taken: dict[str, int] = {}  # leaf -> number of the latest message
+
+    def sign(self, topic: str, payload: bytes) -> tuple[int, bytes]:
+        """Return the number and the authentication code of the next outgoing message."""
+        self._sent += 1
+        return self._sent, self._authentication_code(topic, self._sent, payload)
+
+    def verify(self, topic: str, leaf: str, number: int, code: bytes, payload: bytes) -> None:
+        """Verify an incoming message. The latest number of a kind may repeat, as with QoS 1.
+
+        Raises:
+            WireError: If the message is forged, or older than the latest message of its kind.
+        """
+        if not hmac.compare_digest(code, self._authentication_code(topic, number, payload)):
+            raise WireError("forged: it was not sent so, or not here, by who holds the session's key")
+        if number < self._taken.get(leaf, 0):
+            raise WireError(f"replayed: {leaf} number {number} came after number {self._taken[leaf]}")
+        self._taken[leaf] = number
+
+    def _authentication_code(self, topic: str, number: int, payload: bytes) -> bytes:
+        return hmac.digest(self._key, b"%b\0%d\0%b" % (topic.encode(), number, payload), "sha256")
+
+
+def _describe_ssl_error(error: ssl.SSLError) -> str:
+    said = getattr(error, "verify_message", "") or describe_exception(error)
+    if getattr(error, "verify_code", 0) in OUT_OF_DATE:
+        now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+        said = f"{said} by the clock here, which says {now}: set the clock, or renew the certificate of the other side"
+    return f"the handshake failed: {said}"
+
+
+def _refuse_passphrase() -> str:
+    raise JobError("the key is encrypted, and a daemon has nobody to ask: give a key without a passphrase, mode 0600")

@@ -1,0 +1,248 @@
+"""Links in memory, with faults, on virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from fedquilt.costs.cost_model import LinkCost
+from fedquilt.transport.link import Endpoint, Message
+from fedquilt.transport.scheduler import Scheduler
+from fedquilt.transport.topic_tree import TopicTree
+
+# -- in memory ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinkFaults:
+    """Fault probabilities for each delivery of a `MemoryBroker`, and delays in virtual seconds."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    corrupt: float = 0.0
+    delay_s: float = 0.0  # each delivery takes 1 ms plus up to this, so messages overtake each other
+
+
+NO_FAULTS = LinkFaults()
+AT_ONCE = LinkCost()
+
+
+def apply_faults(payload: bytes, draw: random.Random, drop: float, duplicate: float, corrupt: float) -> list[bytes]:
+    """Return the arriving copies of a message: none, one or two, each perhaps with a flipped bit."""
+
+    def flip_bit(copy: bytes) -> bytes:
+        place = draw.randrange(len(copy))
+        return copy[:place] + bytes([copy[place] ^ (1 << draw.randrange(8))]) + copy[place + 1 :]
+
+    if draw.random() < drop:
+        return []
+    copies = [payload, payload] if draw.random() < duplicate else [payload]
+    return [flip_bit(copy) if copy and draw.random() < corrupt else copy for copy in copies]
+
+
+class MemoryBroker:
+    def __init__(self, seed: int = 0, faults: LinkFaults = NO_FAULTS, max_payload: int = 1 << 20) -> None:
+        self.now_s = 0.0
+        self.faults = faults
+        self.max_payload = max_payload
+        self.published = 0
+        self.clients = 0  # number of clients that have ever come or gone
+        self._random = random.Random(seed)
+        self._retained: dict[str, tuple[int, bytes]] = {}  # topic -> since which sequence number, and the latest
+        self._topics: TopicTree[str] = TopicTree()  # those of `_retained`
+        self._links: dict[MemoryLink, None] = {}
+        self._filters: TopicTree[MemoryLink] = TopicTree()
+        self._heap: list[tuple[float, int, MemoryLink | None, Message]] = []  # None: it comes to this broker
+        self._sequence = 0
+
+    def connect(self, will: tuple[str, bytes] | None = None, pace: LinkCost = AT_ONCE) -> MemoryLink:
+        """Connect a new client.
+
+        Args:
+            will: The message that is published (retained) when the client is lost without a regular end.
+            pace: The speed of the client's connection, in each direction.
+        """
+        self.clients += 1
+        link = MemoryLink(self, will, pace)
+        self._links[link] = None
+        return link
+
+    def lose_client(self, link: MemoryLink) -> None:
+        """Simulate the end of a client's process. Its queue is dropped and its will is published."""
+        if link not in self._links:
+            return  # it has said goodbye
+        self._remove_client(link)
+        link.inbox.clear()
+        if link.will is not None:
+            self._publish(link.will[0], link.will[1], retain=True)
+
+    def next_delivery_s(self) -> float | None:
+        """Return the time of the next delivery, or None if there is none."""
+        return self._heap[0][0] if self._heap else None
+
+    def deliver_due(self) -> list[MemoryLink]:
+        reached: dict[MemoryLink, None] = {}
+        while self._heap and self._heap[0][0] <= self.now_s:
+            _, _, link, message = heapq.heappop(self._heap)
+            if link is None:
+                self._receive_message(*message)
+            elif link.connected:
+                link.inbox.append(message)
+                reached[link] = None
+        return list(reached)
+
+    def _remove_client(self, link: MemoryLink) -> None:
+        self.clients += 1
+        del self._links[link]
+        for pattern in link.filters:
+            self._filters.remove(pattern, link)
+        link.connected = False
+
+    def _publish(self, topic: str, payload: bytes, retain: bool) -> None:
+        self.published += 1
+        if retain:
+            self._retain(topic, payload)
+        takers = self._filters.items_matching_topic(topic)
+        if len(takers) > 1:  # once for each client, even if several of its filters match, in the order of connecting
+            takers = sorted(set(takers), key=lambda link: link.number)
+        for link in takers:
+            self._schedule_delivery(link, Message(topic, payload))
+
+    def _retain(self, topic: str, payload: bytes) -> None:
+        known = self._retained.get(topic)
+        if payload:
+            if known is None:
+                self._sequence += 1
+                self._topics.add(topic, topic)
+            self._retained[topic] = (self._sequence if known is None else known[0], payload)
+        elif known is not None:
+            del self._retained[topic]
+            self._topics.remove(topic, topic)
+
+    def _subscribe(self, link: MemoryLink, filters: Sequence[str]) -> None:
+        if link in self._links:
+            for pattern in filters:
+                self._filters.add(pattern, link)
+        kept = {topic for pattern in filters for topic in self._topics.items_matching_filter(pattern)}
+        for topic in sorted(kept, key=lambda topic: self._retained[topic][0]):
+            self._schedule_delivery(link, Message(topic, self._retained[topic][1], True))
+
+    def _unsubscribe(self, link: MemoryLink, filters: Sequence[str]) -> None:
+        for pattern in filters:
+            self._filters.remove(pattern, link)
+
+    def _send(self, link: MemoryLink, message: Message) -> None:
+        if link.pace is AT_ONCE:
+            return self._receive_message(*message)
+        self._sequence += 1
+        link.sent_s, due_s = self._transmission_times(link, link.sent_s, message)
+        heapq.heappush(self._heap, (due_s, self._sequence, None, message))
+
+    def _transmission_times(self, link: MemoryLink, free_s: float, message: Message) -> tuple[float, float]:
+        """Return when the connection is free again and when the message has arrived."""
+        passed_s = max(free_s, self.now_s) + len(message.payload) / link.pace.bytes_per_s
+        return passed_s, passed_s + link.pace.transfer_s
+
+    def _receive_message(self, topic: str, payload: bytes, retain: bool) -> None:
+        for copy in self._apply_faults(payload):
+            self._publish(topic, copy, retain)
+
+    def _schedule_delivery(self, link: MemoryLink, message: Message) -> None:
+        begun_s = self.now_s
+        if link.pace is not AT_ONCE:
+            link.received_s, begun_s = self._transmission_times(link, link.received_s, message)
+        if self.faults == NO_FAULTS:
+            self._sequence += 1
+            heapq.heappush(self._heap, (begun_s + 0.001, self._sequence, link, message))
+            return
+        for payload in self._apply_faults(message.payload):
+            self._sequence += 1
+            due = begun_s + 0.001 + self._random.random() * self.faults.delay_s
+            heapq.heappush(self._heap, (due, self._sequence, link, message._replace(payload=payload)))
+
+    def _apply_faults(self, payload: bytes) -> list[bytes]:
+        faults = self.faults
+        if faults == NO_FAULTS:
+            return [payload]
+        return apply_faults(payload, self._random, faults.drop, faults.duplicate, faults.corrupt)
+
+
+class MemoryLink:
+    backlog = 0
+
+    def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None, pace: LinkCost = AT_ONCE) -> None:
+        self.broker = broker
+        self.will = will
+        self.pace, self.sent_s, self.received_s = pace, 0.0, 0.0
+        self.number = broker.clients  # grows with every client
+        self.session = 1
+        self.connected = True
+        self.max_payload = broker.max_payload
+        self.filters: list[str] = []
+        self.inbox: list[Message] = []
+
+    def subscribe(self, filters: Sequence[str]) -> None:
+        self.filters += [pattern for pattern in filters if pattern not in self.filters]
+        self.broker._subscribe(self, filters)
+
+    def unsubscribe(self, filters: Sequence[str]) -> None:
+        self.filters = [pattern for pattern in self.filters if pattern not in filters]
+        self.broker._unsubscribe(self, filters)
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        if self.connected:
+            self.broker._send(self, Message(topic, payload, retain))
+
+    def receive(self) -> list[Message]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        # Virtual time does not wait.
+        raise RuntimeError("virtual time does not wait: drive a MemoryBroker with `simulate`")
+
+    def keep_alive(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        if self in self.broker._links:
+            self.broker._remove_client(self)
+            self.inbox.clear()
+
+
+def run_on_virtual_time(
+    broker: MemoryBroker,
+    endpoints: Callable[[], Sequence[tuple[MemoryLink, Endpoint]]],
+    until: Callable[[], bool],
+    limit_s: float = 1e6,
+    watch: Callable[[], None] = lambda: None,
+) -> None:
+    """Run endpoints on virtual time until `until` returns True.
+
+    An endpoint is stepped when a message arrives or its due time has come. Endpoints of one instant are stepped in the
+    order of `endpoints`, which is called again whenever a client connects to the broker or leaves, so endpoints may
+    come and go. `watch` is called after each step, to show progress.
+
+    Raises:
+        TimeoutError: If the virtual time limit is exceeded, or no event is left.
+    """
+    agenda = Scheduler()
+    clients = -1
+    while not until():
+        reached = broker.deliver_due()
+        if broker.clients != clients:
+            clients = broker.clients
+            agenda.set_endpoints(endpoints(), broker.now_s)
+        for place in agenda.ready_indices(reached, broker.now_s):
+            agenda.step_endpoint(place, broker.now_s)
+            watch()
+        if until():
+            return
+        next_s = min(agenda.next_due_s(), math.inf if (delivery := broker.next_delivery_s()) is None else delivery)
+        if next_s > limit_s:
+            raise TimeoutError(f"nothing left to happen at virtual second {broker.now_s:.1f}")
+        broker.now_s = max(broker.now_s, next_s)

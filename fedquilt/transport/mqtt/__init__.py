@@ -1,0 +1,1 @@
+"""MQTT link: client, packets and send queue."""

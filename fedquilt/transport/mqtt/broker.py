@@ -1,0 +1,162 @@
+"""Address of a broker, and paths of the files with its credentials.
+
+`Broker` contains all settings of a broker but no secrets: credentials are read from their files at each attempt to
+connect, so that renewed certificates and passwords require no restart.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from fedquilt.core import JobError
+from fedquilt.transport.mqtt.errors import describe_exception
+
+PORTS = {"mqtt": 1883, "mqtts": 8883}
+
+
+@dataclass(frozen=True)
+class Broker:
+    host: str
+    port: int
+    tls: bool = False
+    user: str | None = None
+    password_file: Path | None = None  # its first line
+    ca: Path | None = None  # None with TLS: the system's authorities
+    cert: Path | None = None
+    key: Path | None = None
+    keepalive_s: int = 60
+    session_expiry_s: int = 3600  # time for which the broker keeps subscriptions and messages for an absent client
+    max_payload: int | None = None  # bytes; None: as the broker announces, or a safe guess
+
+    @classmethod
+    def from_url(
+        cls,
+        url: str,
+        *,
+        ca: str | Path | None = None,
+        cert: str | Path | None = None,
+        key: str | Path | None = None,
+        password_file: str | Path | None = None,
+        keepalive_s: int = 60,
+        session_expiry_s: int = 3600,
+        max_payload: int | None = None,
+    ) -> Broker:
+        """Return a broker from a URL `mqtt[s]://[user@]host[:port]` and files, after validation.
+
+        Raises:
+            JobError: If a URL, a file or a number is invalid.
+        """
+        parts = _split_url(url)
+        broker = cls(
+            host=parts.hostname or "",
+            port=parts.port or PORTS[parts.scheme],
+            tls=parts.scheme == "mqtts",
+            user=unquote(parts.username) if parts.username else None,
+            password_file=_path_or_none(password_file),
+            ca=_path_or_none(ca),
+            cert=_path_or_none(cert),
+            key=_path_or_none(key),
+            keepalive_s=keepalive_s,
+            session_expiry_s=session_expiry_s,
+            max_payload=max_payload,
+        )
+        broker._validate()
+        return broker
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'mqtts' if self.tls else 'mqtt'}://{host}:{self.port}"
+
+    def read_password(self) -> str | None:
+        """Return the first line of the password file, or None without a file.
+
+        Raises:
+            JobError: If the file cannot be read or is empty.
+        """
+        if self.password_file is None:
+            return None
+        try:
+            with self.password_file.open(encoding="utf-8") as file:
+                password = file.readline().rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(f"password file {self.password_file} cannot be read: {describe_exception(error)}") from None
+        if not password:
+            raise JobError(f"password file {self.password_file} is empty: write the password on its first line")
+        return password
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Return a TLS context that verifies the broker, with the certificate of this side if any.
+
+        Raises:
+            JobError: If a certificate or key cannot be used.
+        """
+        if self.ca is not None and not _is_readable(self.ca):
+            raise JobError(f"CA file {self.ca} cannot be read: check its path and permissions")
+        try:
+            context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
+        except ssl.SSLError:
+            raise JobError(f"CA file {self.ca} holds no certificate: it must be PEM") from None
+        if self.cert is None or self.key is None:
+            return context
+        for what, path in (("certificate", self.cert), ("key", self.key)):
+            if not _is_readable(path):
+                raise JobError(f"{what} file {path} cannot be read: check its path and permissions")
+        try:
+            context.load_cert_chain(str(self.cert), str(self.key), password=_refuse_passphrase)
+        except ssl.SSLError as error:
+            raise JobError(
+                f"certificate {self.cert} and key {self.key} cannot be used together ({describe_exception(error)}): "
+                "both must be PEM, and of one pair"
+            ) from None
+        return context
+
+    def _validate(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise JobError("a certificate needs its key and a key its certificate: give both cert and key, or neither")
+        if not self.tls and (self.ca or self.cert):
+            raise JobError(f"{self} is not encrypted, so ca, cert and key are of no use: write mqtts://")
+        if self.password_file is not None and self.user is None:
+            raise JobError("a password file needs a user: write mqtt[s]://USER@host")
+        if not 5 <= self.keepalive_s <= 65535:
+            raise JobError(f"keepalive_s is {self.keepalive_s}: it must be 5 to 65535 seconds")
+        if not 0 <= self.session_expiry_s < 2**32:
+            raise JobError(f"session_expiry_s is {self.session_expiry_s}: it must be 0 to 4294967295 seconds")
+        if self.max_payload is not None and not 2048 <= self.max_payload < 2**28:
+            raise JobError(f"max_payload is {self.max_payload}: it must be 2048 to 268435455 bytes")
+        self.read_password()
+        if self.tls:
+            self.tls_context()
+
+
+def _split_url(url: str) -> SplitResult:
+    shown = re.sub(r":[^/@]*@", ":***@", re.sub(r"^[^/]*//", lambda found: found[0], url))
+    form = "write mqtt[s]://[user@]host[:port]"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise JobError(f"broker URL {shown!r}: {error}; {form}") from None
+    if parts.password is not None:
+        raise JobError(f"broker URL {shown!r} holds a password, which others could read: use a password file")
+    if parts.scheme not in PORTS or not parts.hostname or port == 0:
+        raise JobError(f"broker URL {shown!r} names no broker: {form}")
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise JobError(f"broker URL {shown!r} goes on after the port: {form}")
+    return parts
+
+
+def _path_or_none(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
+
+
+def _is_readable(path: Path) -> bool:
+    return os.path.isfile(path) and os.access(path, os.R_OK)
+
+
+def _refuse_passphrase() -> str:
+    raise JobError("the key is encrypted, and a daemon has nobody to ask: give a key without a passphrase, mode 0600")

@@ -1,0 +1,238 @@
+"""MQTT client of one connection on an open socket, and payload limits of brokers.
+
+Paho introduces this side, subscribes and keeps the connection alive. Messages and their acknowledgements, which are
+nearly all packets, bypass paho: paho 2.2 needs 3 to 4 reads of the socket for each packet, one write for each, and a
+dozen property tables that are never used. `MqttClient` reads and writes 64 KiB at a time, handles these two kinds of
+packets itself, and passes all others to paho.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+from paho.mqtt.reasoncodes import ReasonCode
+
+from fedquilt.transport.mqtt import packets
+
+if TYPE_CHECKING:
+    from fedquilt.transport.mqtt.broker import Broker
+
+KIB: Final = 1024
+HEADER: Final = KIB  # bytes left for the topic and the packet's own header
+UNANNOUNCED_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limit
+FILTERS: Final = 100  # in a packet: a thousand may be more than a broker takes at once
+UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
+AT_ONCE: Final = 64 * KIB  # bytes of a read or a write of the socket
+UNREAD: Final = (
+    1.5  # times the keep-alive, after which a broker that takes no byte is lost, as it would lose us by MQTT
+)
+
+
+def payload_limit(level: int, announced: int | None, override: int | None) -> int:
+    """Return the largest payload in bytes. `level` is 5, or 4 for MQTT 3.1.1.
+
+    `announced` is the packet limit in CONNACK, and `override` the configured limit.
+    """
+    if override is not None:
+        return override
+    if level < 5:
+        return UNANNOUNCED_311
+    return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
+
+
+def packet_limit(override: int | None) -> int:
+    """Return the size in bytes of the largest packet that this side accepts."""
+    return max(override or 0, UNANNOUNCED_5) + HEADER
+
+
+def describe_reason(code: int) -> str:
+    try:
+        return str(ReasonCode(PacketTypes.PUBACK, identifier=code))
+    except (KeyError, ValueError):  # a code that paho does not know, or not of this packet
+        return f"reason {code}"
+
+
+class MqttClient(paho.Client):
+    """MQTT client on an open socket, so that connecting never blocks.
+
+    Args:
+        sock: The socket to the broker.
+        level: The version of MQTT: 5, or 4 for 3.1.1.
+        client_id: The name of this client at the broker.
+        heard: A function that is called with each message.
+        settled: A function that is called with the id of each message that is acknowledged (QoS 1) or written (QoS 0),
+            and a reason code.
+        most: The size in bytes of the largest packet that the broker may send.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        level: int,
+        client_id: str,
+        heard: Callable[[str, bytes, bool], None] = lambda topic, payload, retained: None,
+        settled: Callable[[int, int], None] = lambda mid, code: None,
+        most: int = packets.LONGEST,
+    ) -> None:
+        self._given, self._level, self._most = sock, level, most
+        self._heard, self._settled = heard, settled
+        self._input, self._output = bytearray(), bytearray()
+        self._queued = self._written = 0  # bytes so far, of all packets
+        self._blocked_s: float | None = None  # time of the first write without effect since the last byte went
+        self.unread = False  # whether the connection has ended because the broker took no byte
+        self._unreliable: deque[tuple[int, int]] = deque()  # (`_queued` at its end, id) of QoS-0 messages not written
+        super().__init__(
+            CallbackAPIVersion.VERSION2,
+            client_id,
+            clean_session=None if level == 5 else False,
+            protocol=MQTTProtocolVersion(level),
+            reconnect_on_failure=False,
+        )
+
+    def _create_socket(self) -> socket.socket:
+        return self._given
+
+    # -- packets --
+
+    def queue_message(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
+        mid = self._mid_generate()
+        self._append_output(packets.publish_packet(self._level, mid, topic, payload, qos, retain))
+        if not qos:
+            self._unreliable.append((self._queued, mid))
+        return mid
+
+    def want_write(self) -> bool:
+        return bool(self._output)
+
+    def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
+        """Read up to AT_ONCE bytes and handle all complete packets.
+
+        Raises:
+            MalformedPacketError: If the bytes are no packet, or the packet is larger than allowed.
+        """
+        if self._sock is None:
+            return MQTTErrorCode.MQTT_ERR_NO_CONN
+        try:
+            came = self._sock.recv(AT_ONCE)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return MQTTErrorCode.MQTT_ERR_SUCCESS
+        except OSError as error:
+            self._easy_log(paho.MQTT_LOG_ERR, "failed to receive on socket: %s", error)
+            came = b""
+        if not came:
+            return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
+        self._last_bytes_received = self._last_msg_in = time.monotonic()  # for keep-alive: paho 2.2's name, and 2.1's
+        self._input += came
+        taken = 0
+        try:
+            while self._sock is not None and (found := packets.find_packet(self._input, taken, self._most)) is not None:
+                head, begin, taken = found
+                self._handle_broker_packet(head, self._input[begin:taken])
+        finally:
+            del self._input[:taken]
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+    def loop_write(self) -> MQTTErrorCode:
+        """Write as much as the network accepts.
+
+        A connection that accepts nothing for UNREAD times the keep-alive is ended, since paho's keep-alive does not
+        detect a broker that sends and no longer reads.
+        """
+        while self._output and self._sock is not None:
+            try:
+                size = self._sock.send(self._output[:AT_ONCE])
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                now_s = time.monotonic()
+                self._blocked_s = now_s if self._blocked_s is None else self._blocked_s
+                self.unread = now_s - self._blocked_s > UNREAD * self.keepalive
+                if self.unread:
+                    return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_KEEPALIVE)
+                break
+            except OSError as error:
+                self._easy_log(paho.MQTT_LOG_ERR, "failed to send on socket: %s", error)
+                return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
+            del self._output[:size]
+            self._written += size
+            self._blocked_s = None
+            self._last_msg_out = time.monotonic()
+        while self._unreliable and self._unreliable[0][0] <= self._written:
+            self._settled(self._unreliable.popleft()[1], 0)
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+    def _handle_broker_packet(self, head: int, body: bytearray) -> None:
+        kind = head & 0xF0
+        if kind == packets.PUBLISH and head & 0x06 != 0x04:  # QoS 2 was not subscribed to
+            topic, payload, mid = packets.parse_publish(self._level, head, body)
+            if topic is not None:
+                self._heard(topic, payload, bool(head & 1))
+            if mid is not None:
+                self._append_output(packets.puback_packet(mid))
+        elif kind == packets.PUBACK:
+            self._settled(*packets.parse_puback(body))
+        else:
+            self._in_packet |= {"command": head, "packet": body, "remaining_length": len(body), "pos": 0}
+            if failed := self._packet_handle():
+                self._loop_rc_handle(failed)
+
+    def _packet_queue(self, command: int, packet: bytes | bytearray, *others: Any, **named: Any) -> MQTTErrorCode:
+        self._append_output(packet)
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+    def _append_output(self, packet: bytes | bytearray) -> None:
+        self._output += packet
+        self._queued += len(packet)
+
+    # -- what this side asks for --
+
+    def send_connect(self, broker: Broker, password: str | None, will: tuple[str, bytes] | None) -> None:
+        self.username_pw_set(broker.user, password)
+        if will is not None:
+            self.will_set(*will, qos=1, retain=True)
+        properties = None
+        if self.protocol == MQTTProtocolVersion.MQTTv5:
+            properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
+            properties.SessionExpiryInterval = broker.session_expiry_s
+            properties.MaximumPacketSize = self._most
+        self.connect_async(broker.host, broker.port, broker.keepalive_s, clean_start=False, properties=properties)
+        self.reconnect()
+
+    def subscribe_filters(self, filters: Sequence[str]) -> None:
+        for at in range(0, len(filters), FILTERS):
+            self.subscribe([(pattern, 1) for pattern in filters[at : at + FILTERS]])
+
+    def unsubscribe_filters(self, filters: Sequence[str]) -> None:
+        for at in range(0, len(filters), FILTERS):
+            self.unsubscribe(list(filters[at : at + FILTERS]))
+
+    def disconnect_and_wait(self, sock: socket.socket) -> None:
+        """Send DISCONNECT and wait until the broker has closed the connection.
+
+        Closing at once while input is unread would reset the connection: a broker that has not yet read
+        the goodbye would publish our last will.
+        """
+        until = time.monotonic() + 1.0
+        with socket.socket(fileno=os.dup(sock.fileno())) as raw:  # paho closes its own if the broker is gone
+            self.disconnect()
+            poller = select.poll()
+            poller.register(raw, select.POLLOUT)
+            while self.socket() is not None and self.want_write() and time.monotonic() < until:
+                poller.poll(100)
+                self.loop_write()
+            raw.settimeout(0.5)
+            try:
+                raw.shutdown(socket.SHUT_WR)
+                while raw.recv(65536) and time.monotonic() < until:
+                    pass
+            except OSError:
+                return

@@ -1,0 +1,392 @@
+"""Link over an MQTT broker. Only this module and `mqtt_client` import paho.
+
+One thread at a time: paho is driven through its external-loop calls inside `wait`, in the caller's thread, and only
+the resolver blocks. A caller that computes for long uses `keep_alive`, which drives the link in another thread. MQTT 5
+is tried first, and 3.1.1 if a broker refuses MQTT 5. Only the packet limit depends on the version.
+
+Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
+ReceiveMaximum, keeps an unbounded queue, and repeats for ever a message at which a broker closes the connection. So
+paho gets a few messages at a time, and each connection has a new client. `fedquilt.transport.mqtt.send_queue` decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import select
+import socket
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import paho.mqtt.client as paho
+from paho.mqtt.reasoncodes import ReasonCode
+
+from fedquilt.core import FedquiltError, LinkError
+from fedquilt.host import threads
+from fedquilt.transport.link import Message
+from fedquilt.transport.mqtt import errors
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.client import KIB, MqttClient, describe_reason, packet_limit, payload_limit
+from fedquilt.transport.mqtt.connection import ANSWER_S, RetryDelay, SocketWait, dial, has_buffered_input
+from fedquilt.transport.mqtt.send_queue import BREAKS, QueuedMessage, SendQueue
+from fedquilt.transport.subscriptions import Subscriptions
+
+log = logging.getLogger(__name__)
+
+RELIABLE_WINDOW: Final = 100  # QoS-1 messages in flight, if the broker's ReceiveMaximum allows
+INBOX_BYTES: Final = 1024 * KIB  # received ahead of the caller; further messages wait in the broker
+SMALLEST_CEILING: Final = 16 * KIB
+LINGER_S: Final = 5.0
+TENDED: Final = 20  # looks at the connection in `keepalive_s` while the caller computes
+
+
+class MqttLink:
+    """Link over an MQTT broker. Nothing is sent before the first `wait` or `wait_until_connected`.
+
+    `will` (topic, payload) is published by the broker, retained, when this client is lost without `close`. `roll`
+    draws from [0, 1) for the back-off's jitter.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        client_id: str,
+        will: tuple[str, bytes] | None = None,
+        *,
+        roll: Callable[[], float] = random.random,
+    ) -> None:
+        self.broker = broker
+        self.client_id = client_id
+        self.will = will
+        self.session = 0
+        self.connected = False
+        self.level = 5  # of MQTT; becomes 4 (3.1.1) if a broker refuses 5
+        self.max_payload = payload_limit(4, None, broker.max_payload)
+        self.dropped = 0  # messages given up: refused, too large, or too many while offline
+        self._retry = RetryDelay(roll)
+        self._subscribed = Subscriptions()
+        self._inbox: list[Message] = []
+        self._inbox_bytes = 0
+        self._queue = SendQueue()
+        self._window = RELIABLE_WINDOW
+        self._ceiling: int | None = None  # bytes: limit still to be tried with a broker that hangs up at more
+        self._dial: Generator[SocketWait, None, socket.socket] | None = None
+        self._waiting: SocketWait | None = None  # event that the dial waits for
+        self._socket: socket.socket | None = None  # socket of a finished dial
+        self._client: MqttClient | None = None
+        self._said = ""  # last complaint of paho
+        self._farewell: ReasonCode | None = None  # reason for the end of the connection
+        self._due_s = 0.0  # time of the next attempt; during one, its time limit
+        self._trouble: str | None = None
+        self._refused: str | None = None
+        self._final = False  # another attempt cannot mend the problem
+        self._asked = False  # a command waits in `wait_until_connected` and will report the problem itself
+        self._closed = False
+
+    @property
+    def backlog(self) -> int:
+        return self._queue.backlog
+
+    @property
+    def problem(self) -> str | None:
+        """Reason for the missing connection or latest refusal of the broker, or None."""
+        return self._trouble or self._refused
+
+    def wait_until_connected(self, timeout_s: float) -> None:
+        """Wait for the first connection, for commands that require a connection.
+
+        Raises:
+            LinkError: If there is no connection within `timeout_s`, or the broker refuses permanently.
+        """
+        until = time.monotonic() + timeout_s
+        self._final, self._asked = False, True
+        try:
+            while not self.connected:
+                left = until - time.monotonic()
+                if left <= 0 or self._final:
+                    raise LinkError(self.problem or f"no answer from {self.broker} within {timeout_s:g} s")
+                self.wait(left)
+        finally:
+            self._asked = False
+
+    def subscribe(self, filters: Sequence[str]) -> None:
+        self._subscribed.add(filters)
+        if self.connected and self._client is not None:
+            self._client.subscribe_filters(filters)
+
+    def unsubscribe(self, filters: Sequence[str]) -> None:
+        self._subscribed.remove(filters)
+        if self.connected and self._client is not None:
+            self._client.unsubscribe_filters(filters)
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Queue one message. Without a connection, only reliable messages are queued, within limits.
+
+        Raises:
+            LinkError: If the payload is larger than the broker accepts.
+        """
+        if len(payload) > self.max_payload:
+            raise LinkError(
+                f"a message of {len(payload)} bytes to {topic} exceeds the {self.max_payload} of {self.broker}: "
+                "send smaller ones, or raise the broker's packet limit (and max_payload, if it is set)"
+            )
+        if not self.connected and not reliable:
+            return
+        self._queue.add(QueuedMessage(topic, payload, retain, reliable))
+        if not self.connected and (given_up := self._queue.drop_oldest()):
+            self._count_dropped(given_up, f"too much waits for {self.broker}: the oldest messages are dropped")
+
+    def receive(self) -> list[Message]:
+        messages, self._inbox, self._inbox_bytes = self._inbox, [], 0
+        return messages
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        """Sleep until a message arrives, the connection changes or half of `backlog` is sent.
+
+        A readable descriptor of `fds` and the timeout also end the sleep. The connection is kept alive only in `wait`
+        and `keep_alive`: call `wait` at least every `keepalive_s`.
+        """
+        until = time.monotonic() + max(timeout_s, 0.0)
+        before = (self.session, self.connected, self.problem)
+        half = self.backlog // 2 if self.backlog else -1
+        while True:
+            left = 0.0 if self._inbox else until - time.monotonic()
+            woken = self._poll_once(max(left, 0.0), fds)
+            if woken or self._inbox or self.backlog <= half or time.monotonic() >= until:
+                return
+            if before != (self.session, self.connected, self.problem):
+                return
+
+    def keep_alive(self) -> AbstractContextManager[None]:
+        return threads.call_in_background(self._poll_if_connected, self.broker.keepalive_s / TENDED, "keep-alive")
+
+    def _poll_if_connected(self) -> bool:
+        if self.connected:
+            self._poll_once(0.0, ())
+        return self.connected
+
+    def close(self) -> None:
+        until = time.monotonic() + LINGER_S
+        while self.connected and self.backlog and (left := until - time.monotonic()) > 0:
+            self._poll_once(left, ())
+            self.receive()
+        self._closed = True
+        if self.connected and self._client is not None and self._socket is not None:
+            self._client.disconnect_and_wait(self._socket)
+        self._close_socket()
+        self.connected = False
+
+    def _poll_once(self, timeout_s: float, fds: Sequence[int]) -> bool:
+        if not self._closed:
+            self._start_attempt_if_due()
+        self._send_queued()
+        poller = select.poll()
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
+        waiting = self._socket_events()
+        if waiting is not None:
+            poller.register(*waiting)
+            if waiting.events & select.POLLIN and has_buffered_input(waiting.socket):
+                timeout_s = 0.0
+        ready = dict(poller.poll(min(timeout_s, self._poll_timeout_s()) * 1000))
+        if waiting is not None:
+            self._advance_connection(bool(ready.pop(waiting.socket.fileno(), 0)))
+        return bool(ready)
+
+    def _socket_events(self) -> SocketWait | None:
+        if self._client is None or self._socket is None:
+            return self._waiting
+        reading = select.POLLIN if self._inbox_bytes < INBOX_BYTES else 0
+        return SocketWait(self._socket, reading | (select.POLLOUT if self._client.want_write() else 0))
+
+    def _poll_timeout_s(self) -> float:
+        return 1.0 if self.connected or self._closed else min(max(self._due_s - time.monotonic(), 0.0), 1.0)
+
+    def _advance_connection(self, ready: bool) -> None:
+        late = not self.connected and time.monotonic() >= self._due_s
+        if self._client is None:
+            if ready or late:
+                self._step_dial(late)
+        elif late:
+            self._switch_protocol_version()
+            self._end_connection(errors.unreachable_error(self.broker, TimeoutError()))
+        else:
+            self._exchange_packets()
+
+    def _start_attempt_if_due(self) -> None:
+        if self._client is None and self._dial is None and time.monotonic() >= self._due_s:
+            self._dial = dial(self.broker)
+            self._step_dial(late=False)
+
+    def _step_dial(self, late: bool) -> None:
+        assert self._dial is not None
+        before = self._waiting
+        try:
+            self._waiting = self._dial.throw(TimeoutError()) if late else next(self._dial)
+        except StopIteration as stop:
+            self._dial = self._waiting = None
+            self._due_s = time.monotonic() + ANSWER_S  # for CONNACK
+            return self._send_connect(stop.value)
+        except FedquiltError as error:
+            return self._end_connection(error)
+        if before is None or before.socket is not self._waiting.socket:  # another address, or TLS on this one
+            self._due_s = time.monotonic() + ANSWER_S
+
+    def _send_connect(self, sock: socket.socket) -> None:
+        self._socket = sock
+        try:
+            password = self.broker.read_password()
+        except FedquiltError as error:
+            return self._end_connection(error)
+        most = packet_limit(self.broker.max_payload)
+        client = self._client = MqttClient(sock, self.level, self.client_id, self._on_message, self._on_publish, most)
+        client.on_connect, client.on_disconnect = self._on_connect, self._on_disconnect
+        client.on_subscribe, client.on_log = self._on_subscribe, self._on_log
+        self._farewell, self._said = None, ""
+        client.send_connect(self.broker, password, self.will)
+
+    def _on_connect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
+        client.on_log = None  # paho would format a string for every packet
+        self._farewell = reason
+        if reason.is_failure:
+            return
+        self.connected = True
+        self.session += 1
+        limit = payload_limit(self.level, getattr(properties, "MaximumPacketSize", None), self.broker.max_payload)
+        self.max_payload = limit if self._ceiling is None else min(limit, self._ceiling)
+        self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
+        self._retry.record_connection(time.monotonic())
+        self._trouble, self._final = None, False
+        client.ask(self._subscribed.filters)
+        level = "5" if self.level == 5 else "3.1.1"
+        log.info("connected to %s by MQTT %s, payloads up to %d bytes", self.broker, level, self.max_payload)
+
+    def _exchange_packets(self) -> None:
+        client, sock, peek = self._client, self._socket, select.poll()
+        assert client is not None
+        assert sock is not None
+        peek.register(sock, select.POLLIN)
+        while client.socket() is not None and self._inbox_bytes < INBOX_BYTES:
+            if not peek.poll(0) and not has_buffered_input(sock):
+                break
+            try:
+                client.loop_read()
+            except Exception as error:  # bytes that are not MQTT may raise anything in paho's decoder
+                return self._end_connection(errors.not_mqtt_error(self.broker, str(error)))
+        if client.socket() is not None:
+            client.loop_misc()
+        self._send_queued()
+        client.loop_write()
+        if client.socket() is None:
+            self._handle_closed_socket()
+
+    def _send_queued(self) -> None:
+        client = self._client
+        while self.connected and client is not None and client.socket() is not None:
+            message = self._queue.take_next(self._window)
+            if message is None:
+                return
+            if message.size > self.max_payload:  # published when the limit was larger
+                self._queue.discard(message)
+                self._count_dropped(
+                    1, f"{self.broker} now takes {self.max_payload} bytes at most: larger messages are dropped"
+                )
+            else:
+                qos = int(message.reliable)
+                self._queue.record_in_flight(
+                    client.queue_message(message.topic, message.payload, qos, message.retain), message
+                )
+
+    def _on_publish(self, mid: int, code: int) -> None:
+        message = self._queue.remove_sent(mid)
+        if message is not None and code == errors.TOO_LARGE:
+            self._drop_oversized(message)
+        elif message is not None and code >= errors.UNSPECIFIED:
+            self._count_dropped(
+                1, errors.describe_refused_message(self.broker, message.topic, code, describe_reason(code))
+            )
+
+    def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
+        if self._subscribed.matches_topic(topic):  # else of an earlier subscription, or another client's (amqtt)
+            self._inbox.append(Message(topic, payload, retained))
+            self._inbox_bytes += len(payload) + len(topic)
+
+    def _on_subscribe(self, client: Any, userdata: Any, mid: int, reasons: list[ReasonCode], properties: Any) -> None:
+        for reason in reasons:
+            if reason.is_failure:
+                self._log_refusal(f"{self.broker} refuses a subscription of {self.client_id} ({reason}): see its ACL")
+
+    def _on_disconnect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
+        if self._farewell is None or not self._farewell.is_failure:  # CONNACK's reason is the better one
+            self._farewell = reason
+
+    def _on_log(self, client: Any, userdata: Any, level: int, text: str) -> None:
+        if level == paho.MQTT_LOG_ERR:
+            self._said = text
+
+    def _handle_closed_socket(self) -> None:
+        code = self._farewell.value if self._farewell is not None else errors.UNSPECIFIED
+        if self.connected and self._client is not None and self._client.unread:
+            return self._end_connection(errors.unread_error(self.broker))
+        if self.connected:
+            again = self._retry.short >= 2
+            return self._end_connection(
+                errors.connection_lost_error(self.broker, self.client_id, code, str(self._farewell), again)
+            )
+        if code == errors.UNSUPPORTED_VERSION and self.level == 5:
+            log.info("%s refuses MQTT 5: using 3.1.1", self.broker)
+            self.level = 4
+            self._due_s = 0.0
+            return self._close_socket()
+        if error := errors.attempt_error(self.broker, self.client_id, code, str(self._farewell), self._said):
+            return self._end_connection(error)
+        self._switch_protocol_version()
+        self._end_connection(errors.no_answer_error(self.broker))
+
+    def _switch_protocol_version(self) -> None:
+        # without any CONNACK so far: some brokers of 3.1.1 (amqtt) drop MQTT 5 without an answer
+        self.level = self.level if self.session else 9 - self.level
+
+    def _end_connection(self, error: FedquiltError) -> None:
+        self._close_socket()
+        delay_s = self._retry.record_failure(self.connected, time.monotonic())
+        self._due_s = time.monotonic() + delay_s
+        if self.connected:
+            self._requeue_in_flight(self._farewell.value if self._farewell is not None else errors.UNSPECIFIED)
+        self.connected = False
+        if self._trouble != str(error):
+            log.log(logging.INFO if self._asked else logging.WARNING, "%s; trying again in %.1f s", error, delay_s)
+        self._trouble, self._final = str(error), getattr(error, "final", True)
+
+    def _requeue_in_flight(self, code: int) -> None:
+        times = 1 if code == errors.TOO_LARGE else BREAKS
+        culprit = self._queue.handle_disconnect(times, innocent=code == errors.KEEP_ALIVE)
+        if culprit is None:
+            return
+        if culprit.size > SMALLEST_CEILING:  # the next attempt need not wait
+            self._retry.failures, self._due_s = 0, time.monotonic()
+        self._drop_oversized(culprit)
+
+    def _drop_oversized(self, refused: QueuedMessage) -> None:
+        if refused.size > SMALLEST_CEILING:
+            self._ceiling = max(refused.size // 2, SMALLEST_CEILING)
+            self.max_payload = min(self.max_payload, self._ceiling)
+        self._count_dropped(1, errors.describe_oversized_message(self.broker, refused.topic, refused.size))
+
+    def _count_dropped(self, count: int, sentence: str) -> None:
+        self.dropped += count
+        self._log_refusal(sentence)
+
+    def _log_refusal(self, sentence: str) -> None:
+        if sentence != self._refused:
+            log.warning("%s", sentence)
+        self._refused = sentence
+
+    def _close_socket(self) -> None:
+        if self._dial is not None:
+            self._dial.close()
+        if self._socket is not None:
+            self._socket.close()
+        self._dial = self._waiting = self._client = self._socket = None

@@ -1,0 +1,111 @@
+"""Initial weights and costs of an `mlp` in numpy. Weights are bit-identical to torch's.
+
+torch draws with the Mersenne twister, which numpy has too: a number is 24 bits of a draw, scaled to the bounds that
+`torch.nn.Linear` takes. So a job of an `mlp` is prepared without torch, and the bundle is the same with either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedquilt.core import ModelError
+from fedquilt.costs import peak_memory
+from fedquilt.costs.layer_costs import Layer
+from fedquilt.formats import tensor_register
+from fedquilt.models.networks import registry
+
+_BITS = 24  # of a float's mantissa
+
+
+def can_initialise(network: Mapping[str, Any], weights: object) -> bool:
+    """Return whether this module supports the network: an `mlp` with random weights."""
+    return network.get("name") == "mlp" and weights is None
+
+
+def initial_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Return the first tensors, float32, by name: "1.weight" (out, in), "1.bias" (out,), and so on.
+
+    Raises:
+        ModelError: If a setting is missing, unknown or not a whole number above 0.
+    """
+    source = np.random.MT19937()
+    seeded: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)  # seeded like `torch.manual_seed`
+    source.state = seeded
+    found: dict[str, np.ndarray] = {}
+    for path, (out, into) in layer_sizes(network).items():
+        gain = math.sqrt(2.0 / (1 + math.sqrt(5) ** 2))  # kaiming_uniform_ with a = sqrt(5)
+        bound = math.sqrt(3.0) * (gain / math.sqrt(into))
+        found[f"{path}.weight"] = _draw_uniform(source, bound, into * out).reshape(out, into)
+        found[f"{path}.bias"] = _draw_uniform(source, 1 / math.sqrt(into), out)
+    return found
+
+
+def forward_flops(network: Mapping[str, Any]) -> float:
+    return float(sum(2 * out * into for out, into in layer_sizes(network).values()))
+
+
+def mlp_register(network: Mapping[str, Any]) -> tensor_register.TensorRegister:
+    return tensor_register.register_of_mlp(len(_layer_widths(network)) - 1)
+
+
+def costs_by_layer(network: Mapping[str, Any]) -> list[Layer]:
+    found: list[Layer] = []
+    for path, (out, into) in layer_sizes(network).items():
+        if found:
+            found.append(Layer(str(int(path) - 1), 0.0, 0.0, 8.0 * into, 1))
+        found.append(Layer(path, 2.0 * out * into, 0.0, 4.0 * (into + out), 1))
+    return found
+
+
+def layer_sizes(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the size (outputs, inputs) of each layer by its path, first to last."""
+    pairs = itertools.pairwise(_layer_widths(network))
+    return {f"{2 * index + 1}": (out, into) for index, (into, out) in enumerate(pairs)}
+
+
+def training_memory(network: Mapping[str, Any]) -> peak_memory.TrainingProperties:
+    """Return the memory of training, as measured by `footprint.weigh` with torch."""
+    widths = _layer_widths(network)
+    sizes = [into * out for into, out in itertools.pairwise(widths)]
+    return peak_memory.TrainingProperties(
+        weights_bytes=4 * (sum(sizes) + sum(widths[1:])),
+        convolutions=0,
+        largest_bytes=4 * max(*sizes, *widths[1:]),
+        kept_bytes=4 * sum(widths[:-1]),
+        widest_bytes=4 * max(widths[:-1]),
+        passing_bytes=4 * max(widths),
+    )
+
+
+def _draw_uniform(source: np.random.MT19937, bound: float, count: int) -> np.ndarray:
+    # The same numbers as torch.Tensor.uniform_ on a CPU.
+    low, high = np.float32(-bound), np.float32(bound)
+    share = (source.random_raw(count) & ((1 << _BITS) - 1)) * 2.0**-_BITS  # float64: torch rounds once, at the end
+    return (share * float(high - low) + float(low)).astype(np.float32)
+
+
+def _layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
+    """Return the widths of inputs, hidden layers and classes.
+
+    Raises:
+        ModelError: see `weights`.
+    """
+    own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
+    hidden = own.pop("hidden", (64,))
+    between = hidden if isinstance(hidden, list | tuple) else (hidden, None)
+    given = [own.pop("inputs", None), *between, own.pop("classes", None)]
+    if own or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in given):
+        raise ModelError(
+            f"network 'mlp' cannot be built from {dict(network)}: it has inputs, classes and hidden (a list), whole "
+            "numbers above 0"
+        )
+    if math.prod(registry.input_shape(network)) != given[0]:
+        raise ModelError(
+            f"network 'mlp' takes {given[0]} inputs, and the job's input has {math.prod(registry.input_shape(network))}"
+        )
+    return given

@@ -1,0 +1,139 @@
+"""Register of a network's tensors, traced with an example. Requires torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedquilt.formats.tensor_register import ATTENTION, MADE_OF, Kind, RegisterEntry, TensorRegister
+from fedquilt.models.networks import registry
+from fedquilt.models.networks.vit import Attention
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
+
+
+def register_from_table(network: Mapping[str, Any]) -> TensorRegister:
+    return trace_register(registry.build(network), registry.input_shape(network))
+
+
+def trace_register(model: nn.Module, shape: tuple[int, ...]) -> TensorRegister:
+    """Return the register of a network, which is run on examples of this shape (without batch).
+
+    Modules are called in evaluation mode: what only training uses, such as an auxiliary classifier, is not among
+    `calls`. The network itself, with path "", is the first. Which tensors are trained shows a step with two examples.
+    """
+    modules, named, state = dict(model.named_modules()), _names_by_id(model), state_without_aliases(model)
+    moved, calls = _names_changed_by_step(model, shape), _trace_calls(model, shape)
+    layers, rows = _layers_before_norms(modules, calls), []
+    for name, value in state.items():
+        path = name.partition(MADE_OF)[0] if MADE_OF in name else name.rpartition(".")[0]
+        module = modules[path]
+        parameter = isinstance(value, nn.Parameter)
+        kind: Kind = "parameter" if parameter else "buffer" if value.is_floating_point() else "counter"
+        held = [each for each in module.buffers(recurse=False) if id(each) in named]  # the others are not in the state
+        running = [named[id(each)][0] in moved for each in held if each.is_floating_point()]
+        normalises = isinstance(module, _NORMS) or (any(running) and not any(module.children()))
+        facts = (kind, path, layers.get(path, path), _module_type(module), normalises, name in moved)
+        rows.append(RegisterEntry(name, *facts, tuple(named[id(value)][1:])))
+    return TensorRegister(tuple(rows), tuple(calls))
+
+
+def state_without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict(keep_vars=True)
+    first = {same[0] for same in names_of_tensors(model)}
+    return {name: value for name, value in state.items() if name in first}
+
+
+def names_of_tensors(model: nn.Module) -> list[list[str]]:
+    return list(_names_by_id(model).values())
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of each module's own tensors, by their name at the module's first place."""
+    found: dict[str, str] = {}
+    named = _names_by_id(model)
+    for path, module in model.named_modules():
+        own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+        found |= {f"{path}.{leaf}" if path else leaf: named[id(v)][0] for leaf, v in own.items() if id(v) in named}
+    return found
+
+
+def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """Return the modules that have the weight of the module at `path`, once for each of their paths."""
+    weight = model.get_submodule(path).weight
+    every = model.named_modules(remove_duplicate=False)
+    return [(other, each) for other, each in every if getattr(each, "weight", None) is weight]
+
+
+def _names_by_id(model: nn.Module) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(value), []).append(name)
+    return found
+
+
+def _module_type(module: nn.Module) -> str:
+    if isinstance(module, Attention):
+        return ATTENTION
+    for kind in type(module).__mro__:
+        if kind is not nn.Module and getattr(nn, kind.__name__, None) is kind:
+            return kind.__name__
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _layers_before_norms(modules: Mapping[str, nn.Module], calls: Sequence[str]) -> dict[str, str]:
+    """Return each batch normalisation's layer: the one called right before, if its channels fit."""
+    found, before = {}, ""
+    for path in calls:
+        module = modules[path]
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            last = modules[before]
+            if module.num_features == getattr(last, "out_channels", getattr(last, "out_features", None)):
+                found[path] = before
+        if not any(module.children()):
+            before = path
+    return found
+
+
+def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
+    """Return the paths of the modules in the order of their first call, in evaluation mode."""
+    called: dict[str, None] = {}
+
+    def record_call(path: str) -> Any:
+        return lambda module, inputs: called.setdefault(path)
+
+    watches = [each.register_forward_pre_hook(record_call(path)) for path, each in model.named_modules()]
+    was_training = model.training
+    place = next((value.device for value in model.parameters()), torch.device("cpu"))
+    try:
+        with registry.without_fused_attention(), torch.no_grad():
+            model.eval()(torch.zeros(1, *shape, device=place))
+    finally:
+        model.train(was_training)
+        for watch in watches:
+            watch.remove()
+    return list(called)
+
+
+def _names_changed_by_step(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
+    """Return the names of the tensors that a training step changes, on a copy of the network."""
+    model = copy.deepcopy(model).train()
+    before = {name: value.detach().clone() for name, value in state_without_aliases(model).items()}
+    place = next((value.device for value in model.parameters()), torch.device("cpu"))
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        told = model(torch.rand(2, *shape).to(place))  # below 1: token 0, where an example is tokens
+        loss = sum(each.float().sum() for each in _tensors_in(told) if each.requires_grad)
+        if isinstance(loss, torch.Tensor):
+            loss.backward()
+    after = state_without_aliases(model)
+    moved = {name for name, value in after.items() if value.grad is not None}
+    return moved | {name for name, value in after.items() if not torch.equal(value.detach(), before[name])}
+
+
+def _tensors_in(told: Any) -> list[torch.Tensor]:
+    return [each for each in torch.utils._pytree.tree_leaves(told) if isinstance(each, torch.Tensor)]

@@ -1,0 +1,1 @@
+"""Closed forms of stitching: moments, least squares and scores."""

@@ -1,0 +1,321 @@
+"""Ridge regression across devices, from moments that add up.
+
+A junction between two blocks is y = W x + b, fitted by ridge regression. The fit needs only the count, the means and
+the centred second moments of its rows. These merge exactly (Chan et al., 1979), so that the coordinator's solution
+equals the fit on the pooled rows of all devices. FedStitch (arXiv 2409.07202) does not say who fits its Eq. 3, whose
+matrix is singular whenever there are fewer rows than channels.
+
+The moments also give the error of a solution on other rows: `leave_one_out_residuals` solves from all devices but one
+and measures the error on that device, without another task. Requires numpy only.
+
+Privacy: the moments of one device with fewer rows than channels nearly reveal the span of its activations. A few are
+held separately during a round, and deleted afterwards. Only sums over several devices should be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from fedquilt.arrays import tensors
+from fedquilt.arrays.tensors import TensorSpec
+from fedquilt.core import Tensors, UpdateError
+
+RIDGE = 1e-4  # lambda as a share of the mean variance of a channel
+ROWS = 1 << 14  # rows processed at a time
+BLOCK = 256  # rows or columns of a matrix updated at a time, so that no second matrix is needed
+
+
+@dataclass(frozen=True)
+class RegressionMoments:
+    """Moments of n rows x (p,) and y (q,), float64. Uncentred moments have zero means."""
+
+    n: float
+    mean_x: np.ndarray  # (p,)
+    mean_y: np.ndarray  # (q,)
+    xx: np.ndarray  # (p, p) sum of (x - mean_x)(x - mean_x)'
+    xy: np.ndarray  # (p, q) sum of (x - mean_x)(y - mean_y)'
+    yy: float  # sum of |y - mean_y|^2
+
+    @property
+    def nbytes(self) -> int:
+        return self.xx.nbytes + self.xy.nbytes
+
+
+def compute_moments(x: np.ndarray, y: np.ndarray, centred: bool = True) -> RegressionMoments:
+    return add_rows(None, x, y, centred)
+
+
+def merge_moments(parts: Sequence[RegressionMoments]) -> RegressionMoments:
+    first, *others = parts
+    if not others:
+        return first
+    n, mean_x, mean_y, yy = first.n, first.mean_x, first.mean_y, first.yy
+    xx, xy = first.xx.copy(), first.xy.copy()
+    for part in others:
+        total = n + part.n
+        dx, dy = part.mean_x - mean_x, part.mean_y - mean_y
+        share = n * part.n / total
+        _add_outer(xx, part.xx, share, dx, dx)
+        _add_outer(xy, part.xy, share, dx, dy)
+        yy += part.yy + share * float(dy @ dy)
+        mean_x, mean_y, n = mean_x + dx * (part.n / total), mean_y + dy * (part.n / total), total
+    return RegressionMoments(n, mean_x, mean_y, xx, xy, yy)
+
+
+def add_rows(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> RegressionMoments:
+    """Add rows to moments in place, or start with None. `sums` must not be used afterwards."""
+    p, q = x.shape[1], y.shape[1]
+    sums = sums or RegressionMoments(0.0, np.zeros(p), np.zeros(q), np.zeros((p, p)), np.zeros((p, q)), 0.0)
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    mean_x, mean_y = x.mean(axis=0) * centred, y.mean(axis=0) * centred
+    x -= mean_x
+    y -= mean_y
+    total = sums.n + len(x)
+    dx, dy, share = mean_x - sums.mean_x, mean_y - sums.mean_y, sums.n * len(x) / total
+    for start in range(0, p, BLOCK):
+        rows = slice(start, start + BLOCK)
+        sums.xx[rows] += x[:, rows].T @ x + share * np.outer(dx[rows], dx)
+        sums.xy[rows] += x[:, rows].T @ y + share * np.outer(dx[rows], dy)
+    yy = sums.yy + float(np.vdot(y, y)) + share * float(dy @ dy)
+    part = len(x) / total
+    return RegressionMoments(total, sums.mean_x + dx * part, sums.mean_y + dy * part, sums.xx, sums.xy, yy)
+
+
+def add_maps(sums: RegressionMoments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> RegressionMoments:
+    """Add maps x (n, p, ...) and y (n, q, ...) in place, one row per example and position."""
+    for a, b in _iterate_chunks(x, y):
+        sums = add_rows(sums, a, b, centred)
+    assert sums is not None, "no maps"
+    return sums
+
+
+def solve_ridge(sums: RegressionMoments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
+    """Solve for W (q, p) and b (q,), float64, with the least sum of |W x + b - y|^2 plus lam |W|^2.
+
+    lam = ridge * trace(xx) / p is relative to the variance of x, so that dead and duplicate channels are harmless. With
+    ridge = 0 the solution has the least norm, using only eigenvalues larger than rounding errors.
+    """
+    p = len(sums.mean_x)
+    if ridge > 0:
+        lam = ridge * np.trace(sums.xx) / p
+        inner = sums.xx.copy()
+        inner[np.diag_indices(p)] += lam
+        w = np.linalg.solve(inner, sums.xy).T if lam > 0 else np.zeros_like(sums.xy.T)
+    else:
+        values, vectors = np.linalg.eigh(sums.xx)
+        keep = values > max(p, sums.n) * np.finfo(np.float64).eps * values[-1]
+        v = vectors[:, keep]
+        w = ((v / values[keep]) @ (v.T @ sums.xy)).T
+    return w, sums.mean_y - w @ sums.mean_x
+
+
+def fit_bytes(channels: int, positions: int) -> int:
+    """Return the peak memory of a `RidgeFit` of `channels` channels on `positions` rows."""
+    side = min(channels, positions)
+    return 24 * side * side + 12 * positions * channels + 8 * BLOCK * (3 * positions + 2 * channels)
+
+
+def moments_bytes(channels: int) -> int:
+    """Return the memory of moments of `channels` channels, with the copy that is sent."""
+    return 16 * channels * channels
+
+
+class RidgeFit:
+    """Ridge regression on rows in memory, with one inverse for any number of targets.
+
+    The cheaper of two equivalent forms is used: with fewer rows than channels the dual form inverts an n x n matrix
+    instead of a p x p matrix. With ridge = 0 the pseudo-inverse comes from a singular value decomposition with a
+    cut-off at max(n, p) * eps.
+
+    Args:
+        x: Rows, (n, p).
+        ridge: Penalty relative to the mean variance of a channel.
+        centred: Whether to fit a bias.
+    """
+
+    def __init__(self, x: np.ndarray, ridge: float = RIDGE, centred: bool = True) -> None:
+        n, p = x.shape
+        x = x.astype(np.float64)
+        self._centred, self._primal = centred, n >= p
+        self._mean = x.mean(axis=0) * centred
+        x -= self._mean
+        self._x: np.ndarray | None = None
+        if ridge > 0:
+            inner = x.T @ x if self._primal else x @ x.T
+            lam = ridge * np.trace(inner) / p
+            inner[np.diag_indices(len(inner))] += lam
+            self._inverse = np.linalg.inv(inner) if lam > 0 else np.zeros_like(inner)
+            self._x = x
+        else:
+            self._inverse = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps)
+
+    def solve_weights(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return W (q, p) and b (q,), float64, for targets y (n, q)."""
+        mean = y.mean(axis=0, dtype=np.float64) * self._centred
+        y = y - mean
+        if self._x is None:
+            found = self._inverse @ y
+        elif self._primal:
+            found = self._inverse @ (self._x.T @ y)
+        else:
+            found = self._x.T @ (self._inverse @ y)
+        return found.T, mean - found.T @ self._mean
+
+
+# -- errors on other rows -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MergedMoments:
+    total: RegressionMoments
+    groups: tuple[RegressionMoments, ...]  # (): too large to be held separately
+
+
+def add_device(so_far: MergedMoments | None, new: RegressionMoments, most: int) -> MergedMoments:
+    """Add a device's moments as a new group, or to the smallest group if there are `most` groups.
+
+    The total is bit-identical to merging all devices in this order. With `most` below 2 there are no groups.
+    """
+    if so_far is None:
+        return MergedMoments(new, (new,) if most > 1 else ())
+    groups = list(so_far.groups)
+    if len(groups) < most and groups:
+        groups.append(new)
+    elif groups:
+        smallest = min(range(len(groups)), key=lambda i: groups[i].n)
+        groups[smallest] = merge_moments([groups[smallest], new])
+    return MergedMoments(merge_moments([so_far.total, new]), tuple(groups))
+
+
+def unexplained_variance(w: np.ndarray, b: np.ndarray, sums: RegressionMoments) -> float:
+    """Return the share of y's variance that W x + b does not explain on the rows of `sums`: 1 - R^2.
+
+    0 is a perfect fit and 1 is as good as the rows' own mean of y. A fit from other rows may be worse than 1. Uncentred
+    moments have zero means, and need b = 0. The share is 1 if y does not vary.
+    """
+    offset = sums.mean_y - w @ sums.mean_x - b
+    explained = 2 * np.einsum("qp,pq->", w, sums.xy) - np.einsum("qp,qp->", w @ sums.xx, w)
+    left = sums.yy - explained + sums.n * (offset @ offset)
+    return max(float(left) / sums.yy, 0.0) if sums.yy > 0 else 1.0
+
+
+def leave_one_out_residuals(parts: Sequence[RegressionMoments], ridge: float = RIDGE) -> list[float]:
+    """Return the `unexplained_variance` of each part for the solution from the remaining parts.
+
+    A single part gives []. Parts are merged by recursive halving: n parts take n log n merges, and log n sums are held
+    at a time.
+    """
+
+    def residuals_without(others: list[RegressionMoments], some: Sequence[RegressionMoments]) -> list[float]:
+        if len(some) == 1:
+            return [unexplained_variance(*solve_ridge(others[0], ridge), some[0])]
+        one, other = some[: len(some) // 2], some[len(some) // 2 :]
+        return residuals_without([merge_moments([*others, *other])], one) + residuals_without(
+            [merge_moments([*others, *one])], other
+        )
+
+    return residuals_without([], parts) if len(parts) > 1 else []
+
+
+# -- on the wire ----------------------------------------------------------------------------------
+
+
+def to_tensors(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
+    """Pack moments for sending: half of the symmetric matrix, in float32 unless `exact`.
+
+    The rounding of centred moments to float32 is smaller than the effect of a ridge. Without a ridge small eigenvalues
+    matter.
+    """
+    kind = np.float64 if exact else np.float32
+    p = len(sums.xx)
+    half = np.empty(p * (p + 1) // 2, kind)
+    for row, place in _triangle_rows(p):
+        half[place] = sums.xx[row, row:]
+    return {
+        "n": np.array([sums.n]),
+        "mean_x": sums.mean_x,
+        "mean_y": sums.mean_y,
+        "xx": half,
+        "xy": sums.xy.astype(kind),
+        "yy": np.array([sums.yy]),
+    }
+
+
+def from_tensors(given: Tensors, p: int, q: int) -> RegressionMoments:
+    """Validate and unpack the moments that a device sent.
+
+    Raises:
+        UpdateError: If names, shapes or values cannot be moments of p and q channels.
+    """
+    shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
+    if missing := sorted(shapes.keys() - given.keys()):
+        raise UpdateError(f"moments: {', '.join(missing)} missing")
+    kind = np.dtype(np.float64 if given["xx"].dtype == np.float64 else np.float32)  # as `to_tensors`
+    double = np.dtype(np.float64)
+    wanted = {name: TensorSpec(shape, kind if name in ("xx", "xy") else double) for name, shape in shapes.items()}
+    try:
+        tensors.require_addable(given, wanted)
+    except UpdateError as error:
+        raise UpdateError(f"moments: {error}") from None
+    xx = np.empty((p, p))
+    for row, place in _triangle_rows(p):
+        xx[row, row:] = xx[row:, row] = given["xx"][place]
+    n, yy = float(given["n"][0]), float(given["yy"][0])
+    if n <= 0 or yy < 0 or (np.diagonal(xx) < 0).any():
+        raise UpdateError("moments: a count that is not positive, or a negative variance")
+    return RegressionMoments(
+        n, _to_float64(given["mean_x"]), _to_float64(given["mean_y"]), xx, _to_float64(given["xy"]), yy
+    )
+
+
+def require_weight(given: RegressionMoments, positions: int, weight: float) -> None:
+    """Raise an error unless the number of examples equals the update's weight.
+
+    Args:
+        given: Moments of one device.
+        positions: Rows of one example.
+        weight: Weight of the update.
+
+    Raises:
+        UpdateError: If the numbers differ.
+    """
+    if given.n != positions * weight:
+        raise UpdateError(
+            f"moments: of {given.n:g} positions, {positions} an example, in an update that weighs {weight:g}"
+        )
+
+
+def _triangle_rows(p: int) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for row in range(p):
+        yield row, slice(start, start + p - row)
+        start += p - row
+
+
+def _add_outer(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: np.ndarray) -> None:
+    # total += part + share * dx dy', by blocks of rows.
+    for first in range(0, len(total), BLOCK):
+        rows = slice(first, first + BLOCK)
+        step = np.outer(dx[rows], dy)
+        step *= share
+        step += part[rows]
+        total[rows] += step
+
+
+def _to_float64(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64)
+
+
+def _maps_as_rows(maps: np.ndarray) -> np.ndarray:
+    # Each channel is contiguous in memory, which speeds up sums over rows.
+    return np.moveaxis(maps, 1, 0).reshape(maps.shape[1], -1).T
+
+
+def _iterate_chunks(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    examples = max(1, ROWS // prod(x.shape[2:]))
+    for start in range(0, len(x), examples):
+        yield _maps_as_rows(x[start : start + examples]), _maps_as_rows(y[start : start + examples])

@@ -1,0 +1,1 @@
+"""Stitching on a device: activations, moments and scores."""

@@ -1,0 +1,334 @@
+"""Scores of candidate blocks on a device's own images, by forward passes only.
+
+FedStitch (arXiv 2409.07202), section 3.2, scores by CKA, the similarity to the donor's own activations. Outputs can
+also be scored by the labels.
+
+The images are drawn once for each device and job, and their results are cached. `ClientContext.local` contains the Gram
+matrix of each donor block's output (16 KB for 64 images). `ClientContext.cache` contains the targets of junctions,
+which are some positions of each donor block's output, and the outputs of the paths scored last, from which the next
+task continues. Missing entries are computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+from fedquilt.arrays import tensors
+from fedquilt.core import ClientContext, ClientResult, DataError, Tensors
+from fedquilt.data import inputs
+from fedquilt.models.stitching import stitched_network, vote
+from fedquilt.models.stitching.algebra import cka, label_scores, least_squares
+from fedquilt.models.stitching.device import block_runner
+from fedquilt.models.stitching.device.activations import ActivationSource, ActivationStack, MemoryStack, SourceSlice
+from fedquilt.models.stitching.device.block_runner import BlockRunner
+from fedquilt.models.stitching.stitched_network import Block
+
+ScoreAt = Literal["input", "output", "hybrid"]
+Criterion = Literal[
+    "cka", "labels", "residual"
+]  # CKA; `label_scores.label_alignment`; `label_scores.explained_variance`
+
+
+@dataclass(frozen=True)
+class StitchingRequest:
+    turn: int  # of the search; the answer repeats it
+    input: inputs.Table
+    blocks: dict[str, Block]  # by id, all that the task may run
+
+
+@dataclass(frozen=True)
+class ScoreRequest(StitchingRequest):
+    path: tuple[str, ...]
+    pool: tuple[str, ...]
+    score_at: ScoreAt
+    criterion: Criterion  # of outputs
+    completes: bool  # labels judge the output after the candidate's donor has run on to its terminating block
+    estimator: cka.Estimator
+    maps: cka.Maps
+    samples: int
+    screen: int
+    early: int  # images after which a hopeless candidate is dropped; 0: never
+    early_margin: float  # a candidate is hopeless this far below the K-th best
+    positions: int  # positions of maps that a junction is fitted on
+    ridge: float
+    bias: bool
+    native_factor: float  # factor of the score of the donor's own next block
+    k: int
+    spread: bool
+    epsilon: float
+    coin: int
+
+
+def score_pool(ask: ScoreRequest, site: ClientContext) -> ClientResult:
+    """Score a pool of blocks as the next block of a path.
+
+    The input score compares the path's maps with the donor's own input to the candidate, without a junction and without
+    running the candidate. The output score fits a junction on other images than are scored (on the same images every
+    wide block interpolates and scores 1) and compares the candidate's output with its donor's, or with the labels. In
+    mode "hybrid" the input score screens, and the best few blocks get the output score. A candidate may run in 8 bits
+    for its output score (`Block.scoring_variant`). Paths and references always run in float32.
+
+    Returns:
+        Result with bundle "scores", the tensors of a `vote.Ballot` in the order of the pool, and level 1 for blocks
+        whose output was scored on all images. Metrics: "turn", "score" (the best), "explored" and "doubtful" (number of
+        scores without any variation to compare).
+
+    Raises:
+        DataError: If there are too few examples.
+    """
+    scorer = _BlockScorer(ask, site)
+    found, level = scorer.input_scores(), np.zeros(len(ask.pool), np.int64)
+    screen = np.array([each.value for each in found])
+    tried = vote.greedy_picks(screen, level, ask.pool, len(ask.pool), ask.spread)
+    values = screen.copy()
+    if ask.score_at != "input":
+        tried = tried if ask.score_at == "output" else tried[: ask.screen]
+        for j, (early, full) in zip(tried, scorer.output_scores(tried), strict=True):
+            if ask.score_at == "output":
+                screen[j] = values[j] = early.value
+            if full is not None:
+                found[j], values[j], level[j] = full, full.value, 1
+    picks, explored = vote.choose_picks(values, level, ask.pool, ask.k, ask.epsilon, ask.coin, ask.spread)
+    scores = {"screen": screen, "score": values, "level": level, "picks": np.array(picks, np.int64)}
+    metrics = {
+        "turn": float(ask.turn),
+        "score": float(values[level == level.max()].max()),
+        "explored": float(explored),
+        "doubtful": float(sum(not each.sound for each in found)),
+    }
+    return ClientResult({"scores": scores}, float(scorer.count), metrics, scorer.local)
+
+
+class _BlockScorer:
+    """The images of one score task, and the cached results of blocks on them.
+
+    The first `count` images are scored. Junctions are fitted on as many others, unless only inputs are scored.
+    """
+
+    def __init__(self, ask: ScoreRequest, site: ClientContext) -> None:
+        self._ask, self._site = ask, site
+        self._path = [ask.blocks[name] for name in ask.path]
+        self._pool = [ask.blocks[name] for name in ask.pool]
+        self._fits, self._by_labels = ask.score_at != "input", ask.criterion != "cka"
+        parts = share_count(ask.score_at)
+        if len(site.train) < cka.MIN_IMAGES * parts:
+            need = cka.MIN_IMAGES * parts
+            raise DataError(f"{site.device} has {len(site.train)} examples: scoring needs at least {need}")
+        self.count = min(ask.samples, len(site.train) // parts)
+        self.local = load_private_state(site)
+        self._rows = example_order(self.local)[: parts * self.count]
+        self._between = stitched_network.load_junctions(self._path, site.load)
+        self._fit_bytes = least_squares.fit_bytes(self._path[-1].out_shape[0], ask.positions) if self._fits else 0
+        self._flow = BlockRunner(site, ask.blocks.values(), self._estimate_flops(), matrices_bytes=self._fit_bytes)
+        self._shown = block_runner.PreparedExamples(site.train.x[self._rows], ask.input)
+        self._maps: ActivationStack | None = None
+        self._cache_donors()
+
+    # -- scores --
+
+    def input_scores(self) -> list[cka.CkaScore]:
+        known = _gram_name(self._path[-1])
+        native = stitched_network.is_native_path(self._path) and known in self.local
+        here = self.local[known] if native else self._compute_gram(self._path_output(), self.count)
+        return [self._compare_grams(block, here, _gram_name(block, -1)) for block in self._pool]
+
+    def output_scores(self, candidates: Iterable[int]) -> Iterator[tuple[cka.CkaScore, cka.CkaScore | None]]:
+        blocks = [self._pool[j] for j in candidates]
+        junctions = self._fit_junctions(blocks)
+        best: list[float] = []
+        for block in blocks:
+            floor = sorted(best)[-self._ask.k] - self._ask.early_margin if len(best) >= self._ask.k else -np.inf
+            junction = None
+            if block.id in junctions:
+                weights, bias = junctions.pop(block.id)
+                junction = {"weights": weights.read_examples(0, len(bias)), "bias": bias}
+            early, full = self._output_score(block, junction, floor)
+            if full is not None:
+                best.append(full.value)
+            yield early, full
+
+    def _output_score(
+        self, block: Block, junction: Tensors | None, floor: float
+    ) -> tuple[cka.CkaScore, cka.CkaScore | None]:
+        if junction is None and stitched_network.is_native_path(self._path):
+            exact = self.local[_label_score_name(block, self._ask.criterion)][0] if self._by_labels else 1.0
+            own = cka.CkaScore(exact * self._ask.native_factor, True)  # CKA of equal matrices is 1
+            return own, own
+        source = block_runner.apply_junction(self._path_output(), junction, block)
+        outputs = self._flow.shelf.make_stack((self.count, *block.out_shape))
+        first = self._ask.early if self._ask.early < self.count and not self._by_labels else 0
+        if first:
+            self._flow.run_block(block.scoring_variant, source, 0, first, outputs)
+            early = self._score_output(block, outputs, first)
+            if early.value < floor:
+                return early, None
+        self._flow.run_block(block.scoring_variant, source, first, self.count, outputs)
+        full = self._score_output(block, outputs, self.count)
+        return (early if first else full), full
+
+    def _score_output(self, block: Block, outputs: ActivationStack, examples: int) -> cka.CkaScore:
+        if not self._by_labels:
+            return self._compare_grams(block, self._compute_gram(outputs, examples), _gram_name(block))
+        maps: ActivationSource = outputs
+        for following in self._remaining_blocks(block):
+            maps = self._flow.run_block(following, maps, 0, examples)
+        found = self._score_labels(maps, examples)
+        own = stitched_network.is_continuation(self._path[-1], block)
+        return found._replace(value=found.value * self._ask.native_factor) if own else found
+
+    def _remaining_blocks(self, block: Block) -> list[Block]:
+        own = [each for each in self._ask.blocks.values() if each.donor == block.donor and each.kind != "end"]
+        later = [each for each in own if self._ask.completes and each.index > block.index]
+        return sorted(later, key=lambda each: each.index)
+
+    def _score_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
+        parts = (
+            cka.feature_rows(part, "gap") for _, part in block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
+        )
+        judge = label_scores.label_alignment if self._ask.criterion == "labels" else label_scores.explained_variance
+        return judge(np.concatenate(list(parts)), self._site.train.y[self._rows[:examples]])
+
+    def _compare_grams(self, block: Block, here: np.ndarray, reference: str) -> cka.CkaScore:
+        there = self.local[reference][: len(here), : len(here)]
+        found = cka.cka(here, there, self._ask.estimator)
+        own = stitched_network.is_continuation(self._path[-1], block)
+        return found._replace(value=found.value * self._ask.native_factor) if own else found
+
+    def _compute_gram(self, maps: ActivationStack, examples: int) -> np.ndarray:
+        return stack_gram(maps, examples, self._ask.maps).astype(np.float32)
+
+    # -- cached results --
+
+    def _cache_donors(self) -> None:
+        for chain, _ in donor_chains(self._ask.blocks, self._pool):
+            if not self._fits:
+                chain = chain[:-1]  # input scores do not use the deepest candidate's output
+            unknown = [i for i, block in enumerate(chain) if not self._is_cached(block, block is not chain[-1])]
+            maps: ActivationSource = self._shown
+            for block in chain[: unknown[-1] + 1] if unknown else ():
+                feeds = self._fits and block is not chain[-1]  # a candidate takes this block's output
+                maps = self._flow.run_block(block, maps, 0, len(self._rows) if feeds else self.count)
+                if _gram_name(block) not in self.local:
+                    self.local[_gram_name(block)] = self._compute_gram(maps, self.count)
+                if self._by_labels:
+                    merit = _label_score_name(block, self._ask.criterion)
+                    self.local[merit] = np.array([self._score_labels(maps, self.count).value])
+                if feeds:
+                    positions = self._draw_positions(block.out_shape)
+                    self._flow.reserve_memory(8 * len(positions) * block.out_shape[0])
+                    target = block_runner.sample_vectors(self._fit_images(maps), positions)
+                    self._flow.shelf.store(self._target_name(block), MemoryStack.from_array(target), spare=False)
+
+    def _is_cached(self, block: Block, feeds: bool) -> bool:
+        known = _gram_name(block) in self.local
+        known = known and (not self._by_labels or _label_score_name(block, self._ask.criterion) in self.local)
+        return known and not (self._fits and feeds and self._find_target(block) is None)
+
+    def _find_target(self, block: Block) -> ActivationStack | None:
+        shape = (len(self._draw_positions(block.out_shape)), block.out_shape[0])
+        return self._flow.shelf.find(self._target_name(block), shape)
+
+    def _target_name(self, block: Block) -> str:
+        return block_runner.cache_key([block], self._rows, f"target{self._ask.positions}")
+
+    def _draw_positions(self, shape: Sequence[int]) -> np.ndarray:
+        return block_runner.draw_positions(self.count, shape, self._ask.positions)
+
+    def _fit_images(self, maps: ActivationSource) -> ActivationSource:
+        return SourceSlice(maps, self.count, 2 * self.count)
+
+    def _path_output(self) -> ActivationStack:
+        if self._maps is None:
+            kept = block_runner.OutputCache(self._flow, self._rows, len(self._path))
+            self._maps = self._flow.run_path(self._path, self._between, self._shown, kept)
+        return self._maps
+
+    def _fit_junctions(self, blocks: Sequence[Block]) -> dict[str, tuple[ActivationStack, np.ndarray]]:
+        found: dict[str, tuple[ActivationStack, np.ndarray]] = {}
+        strange = [block for block in blocks if not stitched_network.is_continuation(self._path[-1], block)]
+        for size in sorted({block.in_shape[1:] for block in strange}):
+            self._flow.reserve_memory(self._fit_bytes)
+            x = block_runner.sample_vectors(
+                block_runner.resize_maps(self._fit_images(self._path_output()), *size), self._draw_positions((0, *size))
+            )
+            fit = least_squares.RidgeFit(x, self._ask.ridge, self._ask.bias)
+            for block in strange:
+                if block.in_shape[1:] == size:
+                    found[block.id] = self._fit_junction(fit, block)
+            del x, fit  # frees their memory before the next fit
+        return found
+
+    def _fit_junction(self, fit: least_squares.RidgeFit, block: Block) -> tuple[ActivationStack, np.ndarray]:
+        # Solved for a few of the block's channels at a time, to bound memory.
+        target = self._find_target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
+        assert target is not None
+        rows, channels = target.shape
+        weights, bias = (
+            self._flow.shelf.make_stack((channels, self._path[-1].out_shape[0])),
+            np.empty(channels, np.float32),
+        )
+        for first in range(0, channels, least_squares.BLOCK):
+            last = min(first + least_squares.BLOCK, channels)
+            part, bias[first:last] = fit.solve_weights(target.read_features(first, last, rows))
+            weights.append(part.astype(np.float32))
+        return weights, bias
+
+    def _estimate_flops(self) -> float:
+        ask, n = self._ask, len(self._rows)
+        own = {block.id: block.flops for chain, _ in donor_chains(ask.blocks, self._pool) for block in chain}
+        tried = {"input": 0, "hybrid": min(ask.screen, len(ask.pool)), "output": len(ask.pool)}[ask.score_at]
+        pool = self.count * tried * sum(block.flops for block in self._pool) / len(self._pool)
+        fresh = not any(_gram_name(block) in self.local for block in self._pool)
+        return n * self._path[-1].flops + pool + n * fresh * sum(own.values())
+
+
+def share_count(score_at: ScoreAt) -> int:
+    """Return the number of equal shares of the images: one is scored, another fits junctions."""
+    return 1 if score_at == "input" else 2
+
+
+def stack_gram(maps: ActivationStack, examples: int, how: cka.Maps) -> np.ndarray:
+    """Return the Gram matrix, float64, of the first `examples` examples, read in chunks."""
+    if how == "flatten" or len(maps.shape) == 2:
+        features = prod(maps.shape[1:])
+        return cka.gram_from_columns(lambda first, last: maps.read_features(first, last, examples), examples, features)
+    return cka.gram_matrix(
+        np.concatenate(
+            [cka.feature_rows(part, how) for _, part in block_runner.iterate_pieces(SourceSlice(maps, 0, examples))]
+        )
+    )
+
+
+def _gram_name(block: Block, offset: int = 0) -> str:
+    return f"gram.{block.donor}.{block.index + offset}"
+
+
+def _label_score_name(block: Block, criterion: Criterion) -> str:
+    return f"{criterion}.{block.donor}.{block.index}"
+
+
+def load_private_state(site: ClientContext) -> dict[str, np.ndarray]:
+    """Return the device's private state, reset if the number of its examples has changed."""
+    if "drawn" in site.local and site.local["drawn"][0] == len(site.train):
+        return dict(site.local)
+    return {"drawn": np.array([len(site.train), site.rng.integers(1 << 62)])}
+
+
+def example_order(local: Tensors) -> np.ndarray:
+    examples, seed = (int(value) for value in local["drawn"])
+    return tensors.seeded_rng("drawn", seed).permutation(examples)
+
+
+def donor_chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Iterator[tuple[list[Block], set[str]]]:
+    """Yield for each donor its path up to the deepest candidate, and the ids of its candidates."""
+    by_donor: dict[str, list[Block]] = {}
+    for block in candidates:
+        by_donor.setdefault(block.donor, []).append(block)
+    for donor, own in sorted(by_donor.items()):
+        deepest = max(block.index for block in own)
+        yield [blocks[f"{donor}.{i}"] for i in range(deepest + 1)], {block.id for block in own}

@@ -1,0 +1,1 @@
+"""Stitched networks as ONNX."""

@@ -1,0 +1,260 @@
+"""Export of a stitched network as one ONNX file.
+
+Input "x": prepared examples (n, ...) float32 (`fedquilt.data.inputs.prepare`), images as (n, channels, size, size).
+Output "scores": (n, labels), of which the largest is the prediction. Paths are parallel. Their common prefixes, and the
+weights of a block in several paths, are stored once. A junction (`fedquilt.models.stitching.stitched_network`) consists
+of two constant products that resize and a 1x1 convolution, in the same order as on the agents. The taps are pooled,
+concatenated and passed to one linear layer. The file's metadata has the labels, the parameters for preparing examples
+and the paths, as JSON under "labels", "input", "reading" and "taps". Requires onnx.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from fedquilt.core import ModelError, Tensors
+from fedquilt.data import images
+from fedquilt.models.stitching.onnx import junction_folding, memory
+from fedquilt.models.stitching.stitched_network import Block, enlarges_maps, from_artefact, junction_name, path_prefixes
+from fedquilt.onnx import graph_check
+
+OPSET = 17  # of the blocks' graphs
+IR_VERSION = 8
+LARGEST_BYTES = 2**31 - 1  # limit of a protobuf file
+
+
+def export_stitched(
+    meta: Mapping[str, Any],
+    arrays: Tensors,
+    blocks: Mapping[str, Block],
+    files: Mapping[str, Path],
+    reading: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return a stitched network as the bytes of an ONNX file.
+
+    Args:
+        meta: Meta of the artefact (`fedquilt.methods.fedstitch.result`).
+        arrays: Tensors of the artefact.
+        blocks: Blocks of the donor pool, by id.
+        files: Files of the bundle by name, next to the graphs' external weights.
+        reading: Settings by which files became examples (`fedquilt.data.reading_settings`).
+
+    Raises:
+        ModelError: If a block's file is missing or unusable, if there are no label scores, or if the file exceeds 2 GB.
+    """
+    network = from_artefact(meta, arrays)
+    made, order = _GraphBuilder(), path_prefixes(network.taps)
+    values: dict[tuple[str, ...], str] = {(): "x"}
+    for place, ids in enumerate(order):
+        stages = [[model.graph for model in stage] for stage in _load_block(ids[-1], blocks, files)]
+        value, junction = values[ids[:-1]], network.junctions.get(junction_name(ids))
+        if junction is not None:
+            before, after = blocks[ids[-2]].out_shape, blocks[ids[-1]].in_shape
+            value, stages[0] = made.add_junction(value, junction, (before, after), stages[0], f"junction{place}")
+        for i, stage in enumerate(stages):
+            value = made.add_stage(value, stage, f"block{place}/{i}/", f"{ids[-1]}/{i}/")
+        values[ids] = value
+    ends = [(values[tap], blocks[tap[-1]].out_shape) for tap in network.taps]
+    scores = (
+        made.add_head(ends, network.head) if network.head is not None else made.add_alignment(ends[0][0], network.align)
+    )
+    made.add_node("Identity", [scores], "scores")
+    info = helper.make_tensor_value_info
+    whole = helper.make_graph(
+        made.nodes,
+        "stitched",
+        [info("x", TensorProto.FLOAT, ["n", *blocks[order[0][-1]].in_shape])],
+        [info("scores", TensorProto.FLOAT, ["n", len(meta["labels"])])],
+        made.initializers,
+    )
+    model = helper.make_model(
+        whole, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="fedquilt"
+    )
+    facts = {
+        "labels": json.dumps(list(meta["labels"])),
+        "input": json.dumps(dict(meta["input"])),
+        "reading": json.dumps(dict(reading or {}), sort_keys=True),
+        "taps": json.dumps([list(tap) for tap in network.taps]),
+        "weight_bytes": str(sum(len(tensor.raw_data) for tensor in made.initializers)),
+    }
+    if model.ByteSize() > LARGEST_BYTES:
+        raise ModelError(f"the network takes {model.ByteSize() / 1e9:.1f} GB, one ONNX file holds 2 GB at most")
+    if (alive := memory.peak_activation_bytes(model)) is not None:  # else engines run one example at a time
+        facts["activation_bytes"] = str(alive)
+    helper.set_model_props(model, facts)
+    return model.SerializeToString(deterministic=True)
+
+
+class _GraphBuilder:
+    """Builder of the graph's nodes and weights. Methods return the name of the value that they add."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+        self._known: dict[str, bytes] = {}  # digests of blocks' weights by their name in the file
+
+    def add_node(self, kind: str, inputs: Iterable[str], output: str, **attributes: Any) -> str:
+        self.nodes.append(helper.make_node(kind, list(inputs), [output], name=output, **attributes))
+        return output
+
+    def add_constant(self, name: str, array: np.ndarray) -> str:
+        self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
+
+    def add_stage(self, value: str, graphs: Sequence[onnx.GraphProto], prefix: str, home: str) -> str:
+        if len(graphs) == 1:
+            return self._add_graph(value, graphs[0], prefix, home)
+        parts = [self._add_graph(value, graph, f"{prefix}{i}/", f"{home}{i}/") for i, graph in enumerate(graphs)]
+        return self.add_node("Concat", parts, f"{prefix}joined", axis=1)
+
+    def _add_graph(self, value: str, graph: onnx.GraphProto, prefix: str, home: str) -> str:
+        # Equal weights of a block in several paths are stored once.
+        names = {graph.input[0].name: value}
+        for tensor in graph.initializer:
+            named, digest = f"{home}{tensor.name}", hashlib.sha256(tensor.raw_data).digest()
+            if self._known.get(named, digest) != digest:
+                named = f"{prefix}{tensor.name}"  # a junction was folded into this or an earlier use
+            names[tensor.name] = named
+            if named not in self._known:
+                self._known[named] = digest
+                copy = onnx.TensorProto()
+                copy.CopyFrom(tensor)
+                copy.name = named
+                self.initializers.append(copy)
+        self.nodes.extend(_rename_values(node, names, prefix) for node in graph.node)
+        return names.get(graph.output[0].name, f"{prefix}{graph.output[0].name}")
+
+    def add_junction(
+        self,
+        value: str,
+        junction: Tensors,
+        shapes: tuple[Sequence[int], Sequence[int]],
+        stage: list[onnx.GraphProto],
+        name: str,
+    ) -> tuple[str, list[onnx.GraphProto]]:
+        before, after = shapes
+        if enlarges_maps(before, after):
+            return self._add_resize(
+                self._add_projection(value, junction, len(before), name), before, after, name
+            ), stage
+        value = self._add_resize(value, before, after, name)
+        weights, bias = _to_float32(junction["weights"]), _to_float32(junction["bias"])
+        folded = junction_folding.fold_projection(stage[0], weights, bias) if len(stage) == 1 else None
+        return (
+            (self._add_projection(value, junction, len(before), name), stage) if folded is None else (value, [folded])
+        )
+
+    def _add_resize(self, value: str, before: Sequence[int], after: Sequence[int], name: str) -> str:
+        if len(before) == 3 and before[1] != after[1]:
+            rows = self.add_constant(f"{name}/rows", images.resize_matrix(before[1], after[1]))
+            value = self.add_node("MatMul", [rows, value], f"{name}/resized_rows")
+        if before[-1] != after[-1]:
+            columns = self.add_constant(f"{name}/columns", images.resize_matrix(before[-1], after[-1]).T)
+            value = self.add_node("MatMul", [value, columns], f"{name}/resized")
+        return value
+
+    def _add_projection(self, value: str, junction: Tensors, axes: int, name: str) -> str:
+        kernel = _to_float32(junction["weights"])
+        weights = self.add_constant(f"{name}/weights", kernel.reshape(*kernel.shape, *[1] * (axes - 1)))
+        bias = self.add_constant(f"{name}/bias", _to_float32(junction["bias"]))
+        return self.add_node("Conv", [value, weights, bias], f"{name}/projected")
+
+    def add_head(self, taps: Sequence[tuple[str, Sequence[int]]], head: Tensors) -> str:
+        features = [""] * len(taps)
+        # ONNX Runtime computes the last of a node's inputs in the file first. In this order the first tap is pooled,
+        # and its maps are freed, before the second is computed.
+        for i, (value, shape) in reversed([*enumerate(taps)]):
+            name = f"head/{i}"
+            pooled = self.add_node("GlobalAveragePool", [value], f"{name}/pooled") if len(shape) > 1 else value
+            features[i] = self.add_node("Flatten", [pooled], f"{name}/features", axis=1)
+        joined = self.add_node("Concat", features, "head/features", axis=1) if len(features) > 1 else features[0]
+        if "hidden" in head:
+            hidden = self.add_constant("head/hidden", _to_float32(head["hidden"]))
+            joined = self.add_node(
+                "Relu", [self.add_node("Gemm", [joined, hidden], "head/drawn", transB=1)], "head/rectified"
+            )
+        weights = self.add_constant("head/weights", _to_float32(head["weights"]))
+        bias = self.add_constant("head/bias", _to_float32(head["bias"]))
+        return self.add_node("Gemm", [joined, weights, bias], "head/scores", transB=1)
+
+    def add_alignment(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
+        assert groups  # `require_labels`
+        parts = []
+        for label, group in enumerate(groups):
+            if group:
+                classes = self.add_constant(f"align/{label}", np.array(group, np.int64))
+                own = self.add_node("Gather", [logits, classes], f"align/{label}/logits", axis=1)
+                parts.append(self.add_node("ReduceLogSumExp", [own], f"align/{label}/score", axes=[1], keepdims=1))
+            else:
+                parts.append("")
+        first = next(part for part in parts if part)
+        shape = self.add_node("Shape", [first], "align/shape")
+        lowest = numpy_helper.from_array(np.array([-np.inf], np.float32))
+        never = self.add_node("ConstantOfShape", [shape], "align/never", value=lowest)
+        return self.add_node("Concat", [part or never for part in parts], "align/scores", axis=1)
+
+
+def _rename_values(node: onnx.NodeProto, names: Mapping[str, str], prefix: str) -> onnx.NodeProto:
+    made = onnx.NodeProto()
+    made.CopyFrom(node)
+    made.name = f"{prefix}{node.name}"
+    for values in (made.input, made.output):
+        values[:] = [names.get(value, f"{prefix}{value}") if value else "" for value in values]
+    for inner in (attribute.g for attribute in made.attribute if attribute.HasField("g")):
+        nodes = [_rename_values(each, names, prefix) for each in inner.node]
+        del inner.node[:]
+        inner.node.extend(nodes)
+        for own in (*inner.input, *inner.output, *inner.initializer, *inner.value_info):
+            own.name = f"{prefix}{own.name}"
+    return made
+
+
+def _to_float32(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32)
+
+
+def _load_block(
+    block: str, blocks: Mapping[str, Block], files: Mapping[str, Path]
+) -> tuple[tuple[onnx.ModelProto, ...], ...]:
+    if block not in blocks or not files.keys() >= {name for stage in blocks[block].stages for name in stage}:
+        raise ModelError(f"the bundle has no block {block!r}: it is not the one that this network was stitched from")
+    return tuple(tuple(load_graph(block, files[name]) for name in stage) for stage in blocks[block].stages)
+
+
+def load_graph(block: str, path: Path) -> onnx.ModelProto:
+    """Load a graph of a block with its weights.
+
+    Raises:
+        ModelError: If the file cannot be read, was not made by `fedquilt prepare`, or is refused by
+        `fedquilt.onnx.graph_check`.
+    """
+    try:
+        graph_check.check_file(path)
+        model = onnx.load(path, load_external_data=False)
+        for tensor in model.graph.initializer:
+            if tensor.data_location == TensorProto.EXTERNAL:
+                _load_external(tensor, path.parent)
+    except Exception as error:  # protobuf and the file system raise their own kinds
+        raise ModelError(f"block {block!r} cannot be read from {path}: {error}; prepare the bundle anew") from None
+    opsets = [opset.version for opset in model.opset_import]
+    if opsets != [OPSET] or len(model.graph.input) != 1 or len(model.graph.output) != 1:
+        raise ModelError(f"block {block!r} in {path} was not made by `fedquilt prepare`: prepare the bundle anew")
+    return model
+
+
+def _load_external(tensor: onnx.TensorProto, folder: Path) -> None:
+    # onnx itself refuses hard-linked files.
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    with (folder / where["location"]).open("rb") as data:
+        data.seek(int(where.get("offset", "0")))
+        tensor.raw_data = data.read(int(where.get("length", "-1")))
+    tensor.ClearField("external_data")
+    tensor.data_location = TensorProto.DEFAULT

@@ -1,0 +1,244 @@
+"""Memory that ONNX Runtime needs for a graph's values, from the graph alone.
+
+The rules are those of the runtime's allocation planner on a CPU, without its pattern of one large block
+(`fedquilt.edge_agent.engines.onnx.engine`):
+
+- Some operations are fused first (`onnx_joined`).
+- The buffer of a value is allocated when the value is computed, and is free after the last use. A later value of the
+  same shape reuses the latest free buffer. Until then the runtime holds the buffer. Unused buffers are returned, and so
+  are those of values whose shapes the runtime learns only while running.
+- The input belongs to the caller and stays. The output has its own buffer.
+- Activations and softmax write into an input without other users, if its shape is known before. Sums and products never
+  do. Reshaping shares its input's buffer.
+- Recurrent layers compute the gates of all steps first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from fedquilt.models.stitching.onnx.fusion import ACTIVATIONS, BIAS_GELU, fuse_operations
+
+ITEM_BYTES = {onnx.TensorProto.INT64: 8, onnx.TensorProto.DOUBLE: 8, onnx.TensorProto.BOOL: 1}  # all others: 4
+SHARES = {"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+IN_PLACE = ACTIVATIONS | {"Elu", "LogSoftmax", "Selu", "Softmax", "Softplus"}
+ARITHMETIC = {
+    *("Add", "Cast", "Concat", "ConstantOfShape", "Div", "Gather", "Mod", "Mul", "Reshape", "Slice", "Squeeze", "Sub"),
+    *("Transpose", "Unsqueeze"),
+}
+FEW = 1000  # items: shapes have fewer, weights that are left out more
+GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
+
+
+def peak_activation_bytes(model: onnx.ModelProto) -> int | None:
+    """Return the peak bytes of one example's values, or None if a shape is unknown."""
+    return peak_buffer_bytes(model.graph, _value_sizes(model), _known_shapes(model))
+
+
+def peak_buffer_bytes(
+    graph: onnx.GraphProto, sizes: Mapping[str, int], planned: Mapping[str, object] | None = None
+) -> int | None:
+    """Return the peak bytes that the runtime holds for values, or None if a size is unknown.
+
+    Args:
+        graph: Graph with one input and one output.
+        sizes: Bytes of each value of one example.
+        planned: Shapes that the runtime knows before running, or None if all are known.
+    """
+    nodes = _NodeUses(graph)
+    shapes: Mapping[str, object] = sizes if planned is None else planned
+    if not nodes.computed <= sizes.keys():
+        return None
+    buffers: list[_ValueBuffer] = []
+    held: dict[str, _ValueBuffer] = {}  # by the values that lie there
+    free: list[_ValueBuffer] = []  # the latest last
+    steps = len(nodes.order)
+    for place, node in enumerate(nodes.order):
+        for name in node.output if node.op_type != "Constant" else ():
+            if not name:
+                continue
+            given = nodes.reused_input(place, name, shapes)
+            buffer = held.get(given) if given else None
+            if buffer is None and name != nodes.output:
+                buffer = _take_free_buffer(free, shapes.get(name))
+            if buffer is None:
+                buffer = _ValueBuffer(sizes[name], place, shapes.get(name))
+                buffers.append(buffer)
+            held[name] = buffer
+            buffer.last = steps if name == nodes.output else max(place, buffer.last)
+        buffers += [_ValueBuffer(size, place, None, place) for size in [_scratch_bytes(node, sizes)] if size]
+        for name in {*node.input} & held.keys():
+            held[name].last = max(held[name].last, place)
+        for name in [name for name in held if nodes.until.get(name, -1) <= place and name != nodes.output]:
+            buffer = held.pop(name)
+            if buffer not in held.values():
+                free.append(buffer)
+    always = sizes.get(nodes.input, 0)
+    return always + max(
+        (sum(each.size for each in buffers if each.first <= place <= each.last) for place in range(steps)), default=0
+    )
+
+
+@dataclass(eq=False)
+class _ValueBuffer:
+    """Bytes that the runtime holds from one node to another."""
+
+    size: int
+    first: int
+    shape: object  # None: the runtime does not know it before it runs
+    last: int = -1
+
+
+class _NodeUses:
+    """Operations as the runtime runs them, and where they use values."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self.order = fuse_operations(graph)
+        self.input, self.output = graph.input[0].name, graph.output[0].name
+        constants = {tensor.name for tensor in graph.initializer}
+        constants |= {name for node in self.order if node.op_type == "Constant" for name in node.output}
+        made = {name for node in self.order for name in node.output if name}
+        self.computed = {self.input, *made} - constants
+        self.until = {name: place for place, node in enumerate(self.order) for name in node.input}
+
+    def reused_input(self, place: int, output: str, shapes: Mapping[str, object]) -> str | None:
+        node = self.order[place]
+        given = node.input[0] if node.input else ""
+        if given not in self.computed or given == self.input or output == self.output:
+            return None
+        if node.op_type in SHARES:
+            return given
+        alike = shapes.get(output) is not None and shapes.get(given) == shapes.get(output)
+        return given if node.op_type in IN_PLACE and alike and self.until[given] == place else None
+
+
+def _take_free_buffer(free: list[_ValueBuffer], shape: object) -> _ValueBuffer | None:
+    found = next((buffer for buffer in reversed(free) if buffer.shape == shape), None) if shape is not None else None
+    if found is not None:
+        free.remove(found)
+    return found
+
+
+def _scratch_bytes(node: onnx.NodeProto, sizes: Mapping[str, int]) -> int:
+    if node.op_type == "HardSwish":  # a product with a hard sigmoid of its own
+        return sizes[node.output[0]]
+    if node.op_type == BIAS_GELU:  # x with its bias
+        return sizes[node.output[0]]
+    if node.op_type in GATES and node.output[0]:
+        return GATES[node.op_type] * sizes[node.output[0]]
+    return 0
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+Dims = tuple["int | str | None", ...]  # of a value's shape: numbers, names, None where nothing is known
+
+
+def _value_sizes(model: onnx.ModelProto) -> dict[str, int]:
+    found = _infer_shapes(_single_example_model(model))
+    known = {name: (kind, shape) for name, (kind, dims) in found.items() if (shape := _fixed_dims(dims)) is not None}
+    return {name: ITEM_BYTES.get(kind, 4) * math.prod(shape) for name, (kind, shape) in known.items()}
+
+
+def _known_shapes(model: onnx.ModelProto) -> dict[str, Dims]:
+    # Follows the batch through shapes made of single sizes, not through slices of shapes.
+    one = onnx.ModelProto()
+    one.CopyFrom(model)
+    del one.graph.value_info[:]
+    first = one.graph.input[0].type.tensor_type.shape.dim
+    batch = first[0].dim_param if first else ""  # inference makes up names for what it does not know
+    shapes = {node.output[0] for node in one.graph.node if node.op_type == "Shape"}
+    for node in [node for node in one.graph.node if node.op_type == "Slice" and node.input[0] in shapes]:
+        one.graph.node.remove(node)
+        one.graph.input.append(onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.INT64, [None]))
+    return {
+        name: (kind, *dims)
+        for name, (kind, dims) in _infer_shapes(one).items()
+        if dims is not None and all(isinstance(dim, int) or (batch and dim == batch) for dim in dims)
+    }
+
+
+def _infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims | None]]:
+    # Changes the model: arithmetic of shapes becomes constants.
+    while True:
+        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+        found = {
+            value.name: (value.type.tensor_type.elem_type, _value_dims(value))
+            for value in (*graph.input, *graph.value_info, *graph.output)
+        }
+        if not _fold_shape_arithmetic(model, {name: dims for name, (_, dims) in found.items() if dims is not None}):
+            return found
+
+
+def _value_dims(value: onnx.ValueInfoProto) -> Dims | None:
+    kind = value.type.tensor_type
+    if not kind.HasField("shape"):
+        return None
+    return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
+
+
+def _fixed_dims(dims: Dims | None) -> tuple[int, ...] | None:
+    if dims is None:
+        return None
+    numbers = tuple(dim for dim in dims if isinstance(dim, int))
+    return numbers if len(numbers) == len(dims) else None
+
+
+def _single_example_model(model: onnx.ModelProto) -> onnx.ModelProto:
+    one = onnx.ModelProto()
+    one.CopyFrom(model)
+    for value in (*one.graph.input, *one.graph.output):
+        if value.type.tensor_type.shape.dim:
+            value.type.tensor_type.shape.dim[0].dim_value = 1
+    del one.graph.value_info[:]
+    large = [tensor for tensor in one.graph.initializer if math.prod(tensor.dims) > FEW]
+    for tensor in large:
+        one.graph.initializer.remove(tensor)
+        one.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return one
+
+
+def _fold_shape_arithmetic(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -> bool:
+    # onnx's inference follows sizes through additions and products, not through divisions.
+    inside = (tensor for tensor in model.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL)
+    known = {tensor.name: numpy_helper.to_array(tensor) for tensor in inside}
+    whole = {node.output[0]: shapes.get(node.input[0]) for node in model.graph.node if node.op_type == "Shape"}
+    changed = False
+    for node in model.graph.node:
+        if node.op_type == "Constant":
+            known[node.output[0]] = ReferenceEvaluator(_single_node_model(model, node)).run(None, {})[0]
+            continue
+        fed: dict[str, np.ndarray] | None = None
+        if node.op_type == "Shape" and (shape := _fixed_dims(shapes.get(node.input[0]))) is not None:
+            fed = {node.input[0]: np.zeros(shape, np.float32)}
+        elif node.op_type == "Gather" and (dims := whole.get(node.input[0])) and node.input[1] in known:
+            at = known[node.input[1]]
+            if all(isinstance(dims[int(place)], int) for place in at.flat):
+                sizes = np.array([dim if isinstance(dim, int) else 0 for dim in dims], np.int64)
+                fed = {node.input[0]: sizes, node.input[1]: at}
+        elif node.op_type in ARITHMETIC and {*node.input} - {""} <= known.keys():
+            fed = {name: known[name] for name in node.input if name}
+        if fed is None:
+            continue
+        value = np.asarray(ReferenceEvaluator(_single_node_model(model, node)).run(None, fed)[0])
+        if value.size > FEW:
+            continue
+        known[node.output[0]] = value
+        name = node.output[0]
+        node.CopyFrom(onnx.helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value)))
+        changed = True
+    return changed
+
+
+def _single_node_model(model: onnx.ModelProto, node: onnx.NodeProto) -> onnx.ModelProto:
+    inputs = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(node.input) if name]
+    graph = onnx.helper.make_graph([node], "node", inputs, [onnx.ValueInfoProto(name=node.output[0])])
+    return onnx.helper.make_model(graph, opset_imports=model.opset_import)

@@ -1,0 +1,190 @@
+"""Accumulators of a stitching job's updates, for each phase of the job.
+
+Moments of features (gather) and counts of correct predictions (validate) add up in any order and grouping, so that a
+site sends one sum for its devices. Ballots (score) are counted by device. Sums for junctions (fit) are kept separately,
+because a junction is evaluated on devices whose sums it was not solved from. Requires numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from fedquilt.arrays import exact_sums, tensors
+from fedquilt.arrays.exact_sums import ExactSum
+from fedquilt.core import DeviceUpdate, UpdateError, with_mergeable_accumulators, with_update_check
+from fedquilt.models.stitching import vote
+from fedquilt.models.stitching.algebra import exact_moments, least_squares
+from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.algebra.least_squares import MergedMoments
+from fedquilt.models.stitching.search import candidates, steps
+from fedquilt.models.stitching.search.state import SearchState
+from fedquilt.models.stitching.vote import Ballot
+
+GROUPS_BYTES = 256 << 20  # sums of single devices held for residuals; beyond it, devices' sums are merged in groups
+GROUPS_MOST = 256  # likewise: a junction is solved without each group in turn, and more would tell no more
+
+
+@dataclass(frozen=True)
+class VoteSums:
+    ballots: Mapping[str, Ballot] = field(default_factory=dict)  # device -> its votes
+
+
+@dataclass(frozen=True)
+class JunctionSums:
+    moments: tuple[MergedMoments, ...] = ()  # the sums for each junction
+    devices: tuple[str, ...] = ()  # whose they are, sorted
+
+
+@dataclass(frozen=True)
+class CorrectCounts:
+    sums: Mapping[str, ExactSum] = field(default_factory=dict)  # "examples" (1,), "right" (candidates,)
+    devices: Mapping[str, int] = field(default_factory=dict)  # device -> 1
+
+
+Sum: TypeAlias = (
+    VoteSums | JunctionSums | ExactMomentSums | CorrectCounts
+)  # what a FedStitch round has added up, by its phase
+SUMS: Final[Mapping[str, type[Sum]]] = {
+    "score": VoteSums,
+    "fit": JunctionSums,
+    "gather": ExactMomentSums,
+    "validate": CorrectCounts,
+}
+MERGED: Final = (ExactMomentSums, CorrectCounts)  # the others keep devices apart
+
+
+# -- folding --------------------------------------------------------------------------------------
+
+
+def accumulator_type(state: SearchState) -> type[Sum] | None:
+    """Return the type of the sums in the current phase, or None if devices are kept separately."""
+    kind = SUMS.get(state.phase)
+    return kind if kind in MERGED else None
+
+
+def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
+    """Validate a site's moments or counts before they are merged.
+
+    Raises:
+        UpdateError: If the number of examples, the devices or the shapes are wrong.
+    """
+    if isinstance(total, ExactMomentSums):
+        return exact_moments.validate_site_moments(
+            total, len(state.stock.labels), sum(candidates.tap_layout(state).widths), weight
+        )
+    assert isinstance(total, CorrectCounts)
+    if set(total.devices.values()) != {1}:
+        raise UpdateError("counts: of no devices, or of one twice")
+    sizes = {"examples": 1, "right": len(state.candidates)}
+    exact_sums.require_valid_sums(total.sums, {name: np.zeros(size) for name, size in sizes.items()}, weight)
+    found = {name: array.astype(np.int64) for name, array in exact_sums.rounded_values(total.sums).items()}
+    if any((each.rounded_value() != found[name]).any() for name, each in total.sums.items()):
+        raise UpdateError("counts: of parts of an example")
+    return _validate_counts(found, weight)
+
+
+def validate_update(state: SearchState, update: DeviceUpdate) -> None:
+    """Validate an update before it is added to the sums.
+
+    Raises:
+        UpdateError: If the update is of another step of the search, or has the wrong form.
+    """
+    turn = update.metrics.get("turn")
+    if turn != state.turn:
+        raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
+    match state.phase:
+        case "score":
+            _read_ballot(state, update)
+        case "fit":
+            _read_junction_moments(state, update)
+        case "gather" if update.device not in state.heard:
+            exact_moments.validate_update_moments(
+                update, len(state.stock.labels), sum(candidates.tap_layout(state).widths)
+            )
+        case "validate" if update.device not in state.heard:
+            _read_counts(update, len(state.candidates))
+
+
+@with_mergeable_accumulators(accumulator_type, validate_site_sums)
+@with_update_check(validate_update)
+def fold(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
+    """Add a device's update to the accumulator of the round.
+
+    Moments and counts of a device that took part in this phase before are ignored.
+
+    Raises:
+        UpdateError: If the update is invalid, as in `validate_update`.
+    """
+    validate_update(state, update)
+    so_far = SUMS[state.phase]() if so_far is None else so_far
+    match so_far:
+        case VoteSums():
+            return VoteSums({**so_far.ballots, update.device: _read_ballot(state, update)})
+        case JunctionSums():
+            new = _read_junction_moments(state, update)
+            groups = min(GROUPS_BYTES // sum(each.nbytes for each in new), GROUPS_MOST)
+            pairs = zip(so_far.moments or (None,) * len(new), new, strict=True)
+            gathered = tuple(least_squares.add_device(*pair, groups) for pair in pairs)
+            return JunctionSums(gathered, tuple(sorted({*so_far.devices, update.device})))
+        case ExactMomentSums():
+            return so_far if update.device in state.heard else so_far.add_update(update)
+    if update.device in state.heard:
+        return so_far
+    counts = {name: each.astype(np.float64) for name, each in _read_counts(update, len(state.candidates)).items()}
+    return CorrectCounts(exact_sums.add_arrays(so_far.sums, counts), {**so_far.devices, update.device: 1})
+
+
+def _read_ballot(state: SearchState, update: DeviceUpdate) -> Ballot:
+    return vote.read_ballot(
+        update.bundles.get("scores", {}),
+        state.pool,
+        state.params.k,
+        steps.exploration_rate(state),
+        steps.choice_seed(state, update.device),
+        state.params.spread,
+    )
+
+
+def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[least_squares.RegressionMoments]:
+    found = []
+    for i, (p, q, positions) in enumerate(junction_shapes(state)):
+        found.append(least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), p, q))
+        least_squares.require_weight(found[-1], positions, update.weight)
+    return found
+
+
+def junction_shapes(state: SearchState) -> list[tuple[int, int, int]]:
+    """Return the input and output channels of each winner's junction, and its positions per example."""
+    blocks = state.stock.blocks
+    assert state.current is not None
+    channels = blocks[state.current.path[-1]].out_shape[0]
+    shapes = [blocks[name].in_shape for name in steps.junction_winners(state)]
+    return [(channels, shape[0], prod(shape[1:])) for shape in shapes]
+
+
+def _read_counts(update: DeviceUpdate, nets: int) -> dict[str, np.ndarray]:
+    given = update.bundles.get("counts", {})
+    sizes, kind = {"examples": 1, "right": nets}, np.dtype(np.int64)
+    if missing := sorted(sizes.keys() - given.keys()):
+        raise UpdateError(f"counts: no usable {', '.join(missing)}")
+    counts = {name: given[name] for name in sizes}
+    try:
+        tensors.require_addable(counts, {name: tensors.TensorSpec((size,), kind) for name, size in sizes.items()})
+    except UpdateError as error:
+        raise UpdateError(f"counts: {error}") from None
+    _validate_counts(counts, update.weight)
+    return counts
+
+
+def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
+    if (counts["right"] < 0).any():
+        raise UpdateError("counts: negative numbers of right answers")
+    if (counts["right"] > counts["examples"][0]).any():
+        raise UpdateError("counts: more right answers than examples")
+    if (said := counts["examples"][0]) != weight:  # only the weight is held against what a board says it has
+        raise UpdateError(f"counts: of {said} examples, in an update that weighs {weight:g}")

@@ -1,0 +1,197 @@
+"""Parameters of a search over paths, and its state between rounds.
+
+`fedquilt.models.stitching.search.steps` has the steps from one state to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt.core import BlobRef
+from fedquilt.models.stitching.algebra import cka, least_squares
+from fedquilt.models.stitching.device import scoring
+from fedquilt.models.stitching.stitched_network import DonorPool
+from fedquilt.models.stitching.vote import Ballot, Winner
+
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Positive = Annotated[float, Meta(ge=0)]
+
+
+@dataclass(frozen=True)
+class SearchParams:
+    """Hyper-parameters of FedStitch, with the paper's symbols."""
+
+    mode: Literal["default", "paper"] = "default"  # "paper": the values of PAPER replace what follows
+    # the search
+    k: Count = 3  # K: blocks that each device picks, and winners of a vote
+    depth: Annotated[int, Meta(ge=2)] | None = None  # D_max: most blocks of a path; none: as many as the longest donor
+    subrounds: Count = 5  # rounds whose votes are summed, at most
+    close_early: bool = True  # a vote closes before the last sub-round once no new device turns up
+    expansions: Annotated[int, Meta(ge=0)] = 24  # most partial networks expanded; 0: donors are joined, not stitched
+    finished: Count = 22  # most networks finished, beside the donors
+    completion: bool = True  # the last donor's blocks complete a path, only junctions are voted on; False: all are
+    order: Literal["best", "random"] = "best"  # the partial network expanded next
+    native_continuation: Literal["allow", "penalise", "exclude"] = "allow"  # treatment of a donor's own next block
+    native_penalty: Share = 0.1  # with "penalise": the share of its score that is taken off
+    max_upsampling: Annotated[float, Meta(ge=1)] = 2.0  # blocks that need maps enlarged by more are not offered
+    space_optimizer: bool = True
+    space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: as in the paper
+    stop_below: Share = 0.0  # paths with a lower product of scores are given up; 0: none. Not in the paper
+    # scores
+    criterion: scoring.Criterion = "cka"  # outputs: likeness to the donor's, or what the path's end says of labels
+    samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
+    score_at: scoring.ScoreAt = "hybrid"
+    screen: Count = 8  # with "hybrid": number of blocks that are scored by their output
+    early: Annotated[int, Meta(ge=0)] = 16  # images after which a hopeless output is scored no further; 0: never
+    early_margin: Share = 0.2  # an output is hopeless this far below the K-th best
+    positions: Annotated[int, Meta(ge=16)] = 1024  # positions of the maps on which the junction of a score is fitted
+    estimator: cka.Estimator = "unbiased"
+    maps: cka.Maps = "flatten"
+    # votes
+    weighted: bool = True  # False: plain voting
+    spread: bool = True  # picks and winners take the best block of each donor before the second of any
+    theta: Share | Literal["median"] = "median"  # theta: rank (mean percentile of picks on others) that is rewarded
+    normalise: Literal["cohort", "all"] = "cohort"  # weights rescaled after a vote; "all": being asked adds weight
+    judged: Literal["greedy", "picks"] = "greedy"  # "picks": devices that explored are judged by their random picks
+    alpha: Positive = 0.1  # alpha: reward, times 1 + depth / D_max
+    beta: Annotated[float, Meta(ge=0, le=0.5)] = 0.1  # beta: penalty, times 1 + depth / D_max
+    explore: Share = 0.3  # epsilon of the first expansion
+    explore_decay: Share = 0.9  # factor of epsilon per expansion
+    explore_floor: Share = 0.05  # least epsilon
+    # junctions and heads
+    ridge: Positive = least_squares.RIDGE  # lambda of junctions, as a share of the mean variance; 0: least norm
+    bias: bool = True  # False: junctions without bias and centring
+    fit_samples: Count = 128  # images on which each device fits junctions
+    residual: Literal["report", "weigh"] = "report"  # "weigh": a junction's error on other devices lowers the score
+    head: Literal["ridge", "aligned"] = "ridge"  # "aligned": the donors' own classes
+    join: bool = True  # one head over several depths of all donors; False: a head for each finished network alone
+    features: Count = 6144  # most features of all taps together; beyond it the shallowest taps are left out first
+    head_samples: Count = 1000  # images that each device gives to the head
+    head_rounds: Count = 100  # most rounds to gather, and again to validate; fewer once every device was heard
+    random_features: Annotated[int, Meta(ge=0)] = 0  # random features that each tap is projected onto; 0: no projection
+    finalists: Count = 12  # finished networks that become candidates, the best-scoring first
+    price_mflop: Positive = 0.0  # points of accuracy that a candidate must bring for each MFLOP of an example
+    price_mb: Positive = 0.0  # points for each MB of weights
+    price_ms: Positive = 0.0  # points for each millisecond of an example on `board`
+    board: str = ""  # profile of the board whose milliseconds count
+
+
+PAPER: Mapping[str, Any] = {
+    "close_early": False,
+    "expansions": 100,
+    "finished": 22,
+    "subrounds": 5,
+    "k": 3,
+    "completion": False,
+    "order": "random",
+    "native_continuation": "allow",
+    "space_optimizer": True,
+    "space_margin": 0.0,
+    "stop_below": 0.0,
+    "criterion": "cka",
+    "samples": 64,
+    "score_at": "output",
+    "early": 0,
+    "estimator": "biased",
+    "weighted": True,
+    "spread": False,
+    "theta": 0.6,
+    "normalise": "all",
+    "judged": "picks",
+    "ridge": 0.0,
+    "bias": False,
+    "residual": "report",
+    "head": "aligned",
+    "finalists": 22,
+}
+
+Phase = Literal["score", "fit", "gather", "validate", "done"]
+
+
+@dataclass(frozen=True)
+class ScoredPath:
+    """Path of blocks, the candidates for its next block, and the product of its scores."""
+
+    path: tuple[str, ...]
+    pool: tuple[str, ...]
+    score: float
+    residuals: tuple[float | None, ...] = ()  # of the junction before each further block; None: no junction, or unknown
+
+
+@dataclass(frozen=True)
+class Finalist:
+    path: tuple[str, ...]
+    score: float
+    residuals: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Candidate for the result: parallel paths under one head, or a path with a donor's classifier.
+
+    Attributes:
+        kind: "joined" for several taps, "donor" for one tap of an unmodified donor, "stitched" for one finished
+        network,
+            "aligned" for one finished network with its terminating block.
+        paths: Paths from a starting block to a tap, or of an aligned network to its terminating block.
+        head: "weights" (labels, d) and "bias" (labels,) on the taps' pooled maps side by side, or {} if aligned.
+        ridge: Penalty of the head, selected by generalised cross-validation.
+        criterion: Generalised cross-validation criterion of the head, less is better, or None with too few examples.
+        score: Product of the blocks' scores of a finished network.
+        residual: Worst known residual of its junctions.
+        right: Number of correct predictions on the held-out examples (`SearchState.examples`).
+    """
+
+    kind: Literal["joined", "donor", "stitched", "aligned"]
+    paths: tuple[tuple[str, ...], ...]
+    head: dict[str, np.ndarray] = field(default_factory=dict)
+    ridge: float | None = None
+    criterion: float | None = None
+    score: float | None = None
+    residual: float | None = None
+    right: int = 0
+
+
+@dataclass(frozen=True)
+class PackedSums:
+    counts: np.ndarray
+    totals: np.ndarray
+    half: np.ndarray
+
+
+@dataclass(frozen=True)
+class SearchState:
+    params: SearchParams
+    seed: int
+    stock: DonorPool
+    files: dict[str, BlobRef]
+    frontier: tuple[ScoredPath, ...]
+    phase: Phase = "score"
+    turn: int = 0  # number of steps taken; answers to another turn are refused
+    expansions: int = 0
+    subround: int = 0
+    saturated: bool = False  # a sub-round brought no new device: the known devices are all
+    current: ScoredPath | None = None  # the partial network being expanded
+    pool: tuple[str, ...] = ()  # blocks offered to it
+    ballots: dict[str, Ballot] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)  # of every device seen, sum 1
+    winners: tuple[Winner, ...] = ()
+    dropped: tuple[str, ...] = ()
+    junctions: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    finished: tuple[ScoredPath, ...] = ()
+    seen: tuple[str, ...] = ()  # devices that ever answered, sorted
+    heard: tuple[str, ...] = ()  # devices that answered in this phase, sorted; only in gather and validate
+    taps: tuple[tuple[str, ...], ...] = ()  # paths whose pooled ends are gathered
+    gathered: PackedSums | None = None  # moments of the devices heard so far
+    given_up: tuple[ScoredPath, ...] = ()  # networks that scored too low, kept until one is finished
+    finalists: tuple[Finalist, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    examples: int = 0  # held-out examples that the candidates were validated on
+    chosen: int = 0  # index of the chosen candidate, after the validation
+    log: tuple[str, ...] = ()  # the last step in sentences

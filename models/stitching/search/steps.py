@@ -1,0 +1,391 @@
+"""Steps of the search over paths, on the coordinator.
+
+FedStitch (arXiv 2409.07202), section 3 and Algorithm 1: a frontier of partial networks, each with a pool of candidate
+blocks. All functions are pure. `fedquilt.methods.fedstitch` calls them, and its docstring lists the deviations from the
+paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+
+from fedquilt.arrays import tensors
+from fedquilt.core import BlobRef, derive_seed
+from fedquilt.models.stitching import display_names, stitched_network, vote
+from fedquilt.models.stitching.search import candidates
+from fedquilt.models.stitching.search.state import Finalist, ScoredPath, SearchParams, SearchState
+from fedquilt.models.stitching.stitched_network import Block, DonorPool
+from fedquilt.models.stitching.vote import Ballot, Winner
+
+STEP = 0.9  # expected factor of a path's score over a tenth of a donor
+WANTED = 10  # distinct finalists; with fewer, or of one donor only, the log says why
+
+# -- which block may follow -----------------------------------------------------------------------
+
+
+def starting_networks(stock: DonorPool) -> tuple[ScoredPath, ...]:
+    pool = tuple(sorted(name for name, block in stock.blocks.items() if block.kind != "start"))
+    starts = sorted(name for name, block in stock.blocks.items() if block.kind == "start")
+    return tuple(ScoredPath((name,), pool, 1.0) for name in starts)
+
+
+def initial_state(params: SearchParams, seed: int, stock: DonorPool, files: dict[str, BlobRef]) -> SearchState:
+    """Return the state before the first vote.
+
+    With `completion`, the donors are finished networks without any vote.
+    """
+    if params.depth is None:
+        params = replace(params, depth=max(len(donor.blocks) for donor in stock.donors.values()))
+    state = SearchState(params, seed, stock, dict(files), ())
+    for net in starting_networks(stock):
+        state = _add_path(state, net)
+    return advance_search(state)
+
+
+def max_depth(params: SearchParams) -> int:
+    """Return D_max, the largest number of blocks of a path."""
+    assert params.depth is not None, "the state before the first vote knows it"
+    return params.depth
+
+
+def completes_paths(params: SearchParams) -> bool:
+    """Return whether the last donor's remaining blocks complete every path."""
+    return params.completion and params.native_continuation == "allow"
+
+
+def offered_blocks(net: ScoredPath, stock: DonorPool, params: SearchParams, ends_only: bool = False) -> tuple[str, ...]:
+    """Return the blocks of a partial network's pool that may be next, sorted.
+
+    No block is used twice, the block must accept the maps within the limit of upsampling, and the last place of a path
+    is for terminating blocks. With aligned heads, a terminating block needs classes that are aligned with the labels.
+    Where donors complete paths (`completes_paths`), the rest of the block's donor must fit too, the donor's own next
+    block needs no vote, and terminating blocks are left out where a head replaces them.
+    """
+    last, most = stock.blocks[net.path[-1]], params.depth or len(stock.blocks)
+    ends_only = ends_only or len(net.path) >= most - 1
+
+    def can_follow(name: str) -> bool:
+        block = stock.blocks[name]
+        if block.kind == "end" and params.head == "aligned" and stock.donors[block.donor].align is None:
+            return False
+        if name in net.path or (ends_only and block.kind != "end"):
+            return False
+        if completes_paths(params) and not ends_only:
+            rest = stock.donors[block.donor].blocks[block.index :]
+            if (block.kind == "end" and params.head == "ridge") or stitched_network.is_continuation(last, block):
+                return False
+            if len(net.path) + len(rest) > most or not set(rest).isdisjoint(net.path):
+                return False
+        if params.native_continuation == "exclude" and stitched_network.is_continuation(last, block):
+            return False
+        return stitched_network.can_connect(last, block, params.max_upsampling)
+
+    return tuple(name for name in net.pool if can_follow(name))
+
+
+def pick_network(state: SearchState, spent: bool = False) -> ScoredPath:
+    """Select the partial network to expand next: the most promising, a random, or the longest one.
+
+    The promise is the score times STEP for each tenth of a donor not yet run: by score alone short paths would always
+    be first, and few would be finished. A block counts as its share of its own donor, so that donors cut into many
+    blocks are no slower. Skipped blocks count as not run. Where donors complete paths (`completes_paths`) nothing is
+    left to run, and the best score is first. Among equal scores (the donors' own prefixes all score 1) donors
+    alternate, each first at its middle, then at its quarters, and so on. With `spent` the longest network is selected.
+    """
+    params, blocks, donors = state.params, state.stock.blocks, state.stock.donors
+    if params.order == "random" and not spent:
+        ordered = sorted(state.frontier, key=lambda net: net.path)
+        return ordered[int(tensors.seeded_rng("frontier", state.seed, state.turn).integers(len(ordered)))]
+
+    def remaining_share(net: ScoredPath) -> float:
+        run = (blocks[name] for name in net.path[1:])
+        return max(1 - sum(1 / (len(donors[block.donor].blocks) - 1) for block in run), 0.0)
+
+    def tie_rank(net: ScoredPath) -> tuple[float, ...]:
+        last = blocks[net.path[-1]]
+        return (
+            _bisection_rank(last.index, len(donors[last.donor].blocks) - 1)
+            if completes_paths(params)
+            else (-len(net.path),)
+        )
+
+    def promise(net: ScoredPath) -> float:
+        return net.score if completes_paths(params) else net.score * STEP ** (10 * remaining_share(net))
+
+    if spent:
+        return min(state.frontier, key=lambda net: (-len(net.path), -net.score, net.path))
+    return min(state.frontier, key=lambda net: (-promise(net), *tie_rank(net), net.path))
+
+
+def _bisection_rank(index: int, whole: int) -> tuple[int, int]:
+    # (bisection round in which `index` is a middle of [0, whole), index).
+    low, high, rounds = 0, whole, 0
+    while (middle := (low + high) // 2) != index:
+        low, high = (low, middle) if index < middle else (middle + 1, high)
+        rounds += 1
+    return rounds, index
+
+
+# -- one expansion --------------------------------------------------------------------------------
+
+
+def advance_search(state: SearchState) -> SearchState:
+    """Offer blocks to the next partial network, or end the search if the budget or frontier is empty.
+
+    If the budget is spent and nothing is finished, partial networks are offered terminating blocks only.
+    """
+    params = state.params
+    made = sum(not stitched_network.is_native_path(_path_blocks(state, net)) for net in state.finished)
+    spent = state.expansions >= params.expansions or made >= params.finished
+    if not params.expansions and params.head == "ridge":
+        state = replace(state, frontier=())  # without a search only donors are joined
+    state = _restore_given_up(state, spent)
+    while state.frontier and not (spent and state.finished):
+        net = pick_network(state, spent)
+        state = replace(state, frontier=tuple(other for other in state.frontier if other != net))
+        pool = offered_blocks(net, state.stock, params, ends_only=spent)
+        if pool:
+            return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
+        state = _restore_given_up(state, spent)
+    left = len(state.frontier)
+    state = replace(state, current=None, pool=(), frontier=(), given_up=(), ballots={})
+    chosen, notes = choose_finalists(state, left)
+    junctions = _used_junctions(state.junctions, chosen)
+    state = replace(state, finalists=chosen, junctions=junctions, subround=0, log=(*state.log, *notes))
+    return candidates.end_search(state)
+
+
+def _restore_given_up(state: SearchState, spent: bool) -> SearchState:
+    # Without this network the search would end without a result.
+    ended = [net for net in state.given_up if is_finished(state, net)]
+    if state.finished or not state.given_up or (state.frontier and not (spent and ended)):
+        return state
+    best = min(ended or state.given_up, key=lambda net: (-net.score, len(net.path), net.path))
+    log = (*state.log, f"taken back, as nothing else is left: {display_names.path_name(best.path)}")
+    if ended:
+        return replace(state, finished=(best,), given_up=(), log=log)
+    return replace(state, frontier=(best,), given_up=tuple(net for net in state.given_up if net != best), log=log)
+
+
+def _path_blocks(state: SearchState, net: ScoredPath) -> list[Block]:
+    return [state.stock.blocks[name] for name in net.path]
+
+
+def is_finished(state: SearchState, net: ScoredPath) -> bool:
+    return state.stock.blocks[net.path[-1]].kind == "end"
+
+
+def distinct_finalists(state: SearchState) -> list[Finalist]:
+    """Return the finished networks, best score first, without those that are equal under a head."""
+    found: dict[tuple[str, ...], Finalist] = {}
+    for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
+        same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block
+        found.setdefault(same, Finalist(net.path, net.score, residuals=net.residuals))
+    return list(found.values())
+
+
+def choose_finalists(state: SearchState, left: int) -> tuple[tuple[Finalist, ...], tuple[str, ...]]:
+    """Choose the finished networks to validate, and explain in the log if they are few.
+
+    Sets of donors alternate, each with its best network first: by scores alone a donor with a skipped block would rank
+    above every network stitched from several donors.
+
+    Args:
+        state: State after the search.
+        left: Number of partial networks that could still have been expanded.
+    """
+    found, params = distinct_finalists(state), state.params
+    sets = [{state.stock.blocks[name].donor for name in finalist.path[:-1]} for finalist in found]
+    turns = vote.alternate_kinds(range(len(found)), [" ".join(sorted(each)) for each in sets])
+    chosen = tuple(found[j] for j in turns)[: params.finalists]
+    used = set().union(*(sets[j] for j in turns[: params.finalists]))
+    few, alike = len(chosen) < min(WANTED, params.finalists), len(used) < 2 and bool(chosen)
+    if not few and not alike:
+        return chosen, ()
+    what = f"{len(chosen)} distinct networks are validated" if few else "all networks validated are"
+    if left:
+        why = f"the budget was spent ({state.expansions} expansions, {len(state.finished)} networks finished): "
+        why += "raise `expansions` or `finished`"
+    elif len(state.stock.donors) < 2:
+        why = "there is one donor, and no other way through it: give another donor"
+    else:
+        why = "no other block fits: raise `max_upsampling` or `depth`, or take other donors"
+    donors = f", of {' and '.join(sorted(used))} alone" if alike else ""
+    return chosen, (f"only {what}{donors}: {why}" if few else f"{what}{donors[1:]}: {why}",)
+
+
+def exploration_rate(state: SearchState) -> float:
+    """Return the probability that a device explores in this expansion."""
+    params = state.params
+    return max(params.explore_floor, params.explore * params.explore_decay**state.expansions)
+
+
+def choice_seed(state: SearchState, device: str) -> int:
+    """Return the seed of a device's choice in this turn, known to device and coordinator."""
+    return derive_seed("coin", state.seed, state.turn, device)
+
+
+def add_ballots(state: SearchState, ballots: Mapping[str, Ballot]) -> SearchState:
+    """Add a sub-round's ballots, and close the vote after the last sub-round or when all have voted.
+
+    The number of devices is unknown. After a sub-round without a new device, the known devices count as all.
+    """
+    net = state.current
+    assert net is not None
+    fresh = ballots.keys() - state.ballots.keys()
+    voted = {**state.ballots, **ballots}
+    known = vote.add_devices(state.weights, sorted(ballots))
+    complete = state.params.close_early and (not fresh or (state.saturated and voted.keys() == known.keys()))
+    state = replace(
+        state, ballots=voted, weights=known, subround=state.subround + 1, saturated=state.saturated or not fresh
+    )
+    if not complete and state.subround < state.params.subrounds:
+        note = f"{display_names.path_name(net.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
+        return replace(state, log=(note,))
+    return close_vote(state)
+
+
+def close_vote(state: SearchState) -> SearchState:
+    """Close a vote: update device weights, select the K winners, and drop shallow blocks."""
+    params, net = state.params, state.current
+    assert net is not None
+    rise = 1 + len(net.path) / max_depth(params)
+    ranks: dict[str, float] = {}
+    if params.weighted:
+        ranks = vote.cross_ranks(state.ballots, state.pool, params.k, params.spread, params.judged)
+    reward, penalty = params.alpha * rise, min(params.beta * rise, 1.0)
+    weights = vote.update_weights(state.weights, ranks, params.theta, reward, penalty, params.normalise)
+    counted = weights if params.weighted else dict.fromkeys(weights, 1.0)
+    winners = vote.tally_votes(state.ballots, counted, state.pool, params.k, params.spread)
+    dropped: set[str] = set()
+    if params.space_optimizer:
+        blocks = [state.stock.blocks[name] for name in state.pool]
+        dropped = vote.shallow_blocks(state.ballots, blocks, params.space_margin) - {winner.block for winner in winners}
+    state = replace(
+        state,
+        expansions=state.expansions + 1,
+        weights=weights,
+        winners=tuple(winners),
+        dropped=tuple(sorted(dropped)),
+        log=tuple(_describe_vote(state, winners, dropped, ranks, counted)),
+    )
+    return replace(state, phase="fit") if junction_winners(state) else grow_paths(state, {})
+
+
+def junction_winners(state: SearchState) -> tuple[str, ...]:
+    assert state.current is not None
+    last = state.stock.blocks[state.current.path[-1]]
+    voted = (winner.block for winner in state.winners)
+    return tuple(name for name in voted if not stitched_network.is_continuation(last, state.stock.blocks[name]))
+
+
+def grow_paths(
+    state: SearchState,
+    fitted: Mapping[str, dict[str, np.ndarray]],
+    residuals: Mapping[str, float | None] = MappingProxyType({}),
+) -> SearchState:
+    """Append the winners to the current path, as new partial or finished networks.
+
+    A path with a score below `stop_below` is given up.
+
+    Args:
+        state: State after a vote.
+        fitted: New junctions by their names.
+        residuals: Residuals of the junctions by the winner's block id.
+    """
+    net, winners = state.current, state.winners
+    assert net is not None
+    kept = tuple(name for name in net.pool if name not in state.dropped)
+    state = replace(state, winners=(), dropped=())
+    notes: list[str] = []
+    for winner in winners:
+        left = residuals.get(winner.block)
+        before = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path already
+        score = before * max(winner.score, 0.0) * _residual_factor(state.params, left)
+        pool = tuple(name for name in kept if name != winner.block)
+        child = ScoredPath((*net.path, winner.block), pool, score, (*net.residuals, left))
+        if score < state.params.stop_below:
+            state = replace(state, given_up=(*state.given_up, child))
+            notes.append(
+                f"given up {display_names.path_name(child.path)}: score {score:.3f} is below "
+                f"{state.params.stop_below:g}"
+            )
+            continue
+        before_it = len(state.finished)
+        state = _add_path(state, child)
+        notes += [
+            f"finished {display_names.path_name(each.path)}, score {score:.3f}" for each in state.finished[before_it:]
+        ]
+    if state.finished:
+        state = replace(state, given_up=())
+    nets = [*state.frontier, *state.finished, *state.given_up]
+    return advance_search(
+        replace(state, junctions=_used_junctions({**state.junctions, **fitted}, nets), log=(*state.log, *notes))
+    )
+
+
+def _add_path(state: SearchState, net: ScoredPath) -> SearchState:
+    # Completions by the last block's donor need no junction and no vote, and keep the path's score.
+    if is_finished(state, net):
+        return replace(state, finished=(*state.finished, net))
+    last, params = state.stock.blocks[net.path[-1]], state.params
+    donor = state.stock.donors[last.donor]
+    rest = donor.blocks[last.index + 1 :]
+    if not completes_paths(params) or len(net.path) + len(rest) > max_depth(params):
+        return replace(state, frontier=(*state.frontier, net))
+    made = [net]
+    for name in rest:
+        pool = tuple(other for other in made[-1].pool if other != name)
+        made.append(ScoredPath((*made[-1].path, name), pool, net.score, (*made[-1].residuals, None)))
+    ended = (made.pop(),) if params.head == "ridge" or donor.align is not None else (made.pop(),)[:0]
+    return replace(state, frontier=(*state.frontier, *made), finished=(*state.finished, *ended))
+
+
+def _residual_factor(params: SearchParams, residual: float | None) -> float:
+    return max(1 - residual, 0.0) if params.residual == "weigh" and residual is not None else 1.0
+
+
+def path_junctions(path: tuple[str, ...]) -> list[str]:
+    return [stitched_network.junction_name(path[: i + 1]) for i in range(1, len(path))]
+
+
+def _used_junctions(
+    junctions: Mapping[str, dict[str, np.ndarray]], nets: Collection[ScoredPath | Finalist]
+) -> dict[str, dict[str, np.ndarray]]:
+    wanted = {name for net in nets for name in path_junctions(net.path)}
+    return {name: junction for name, junction in junctions.items() if name in wanted}
+
+
+def _describe_vote(
+    state: SearchState,
+    winners: list[Winner],
+    dropped: set[str],
+    ranks: Mapping[str, float],
+    weights: Mapping[str, float],
+) -> list[str]:
+    assert state.current is not None
+    total = sum(weights[device] for device in state.ballots)
+    notes = [
+        f"{display_names.path_name(state.current.path)}: {len(state.ballots)} devices scored {len(state.pool)} blocks"
+    ]
+    for winner in winners:
+        notes.append(
+            f"picked {winner.block}: score {winner.score:.3f}, {winner.voters} of {len(state.ballots)} devices, "
+            f"{100 * winner.votes / total:.0f} % of the weight"
+        )
+    if ranks:
+        best, worst = max(ranks, key=lambda d: (ranks[d], d)), min(ranks, key=lambda d: (ranks[d], d))
+        notes.append(
+            f"others agree most with {best} (rank {ranks[best]:.2f}, weight now {weights[best]:.3f}), "
+            f"least with {worst} (rank {ranks[worst]:.2f}, weight now {weights[worst]:.3f})"
+        )
+    explorers = sorted(device for device, ballot in state.ballots.items() if ballot.explored)
+    if explorers:
+        notes.append(f"picked at random: {', '.join(explorers)}")
+    if dropped:
+        notes.append(f"dropped as too shallow: {', '.join(sorted(dropped))}")
+    return notes

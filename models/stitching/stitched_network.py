@@ -1,0 +1,340 @@
+"""Blocks, junctions between blocks, and the outputs of stitched paths.
+
+A path is a sequence of blocks of several donors (FedStitch, arXiv 2409.07202, section 3). A junction connects two
+blocks
+that are not neighbours in one donor: maps are resized for the next block, and projected onto its channels position by
+position (a 1x1 convolution with bias). Maps of images are (c, h, w), maps of time series (c, l). Requires numpy only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from fedquilt.core import ModelError, Tensors
+from fedquilt.data import images, inputs
+
+Run = Callable[["Block", np.ndarray], np.ndarray]  # a block on its input, float32
+
+
+@dataclass(frozen=True)
+class Block:
+    """Block of a donor: its ONNX graphs and its costs per example. Shapes are without the batch.
+
+    Graphs run stage by stage. The graphs of one stage take the same input, and their outputs are concatenated along
+    axis 1: a linear layer larger than a device's memory is stored as tiles of its rows.
+    """
+
+    donor: str
+    index: int
+    kind: Literal["start", "middle", "end"]
+    stages: tuple[tuple[str, ...], ...]  # file names of graphs in the bundle
+    data: tuple[str, ...]  # files of the graphs' external weights
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    flops: float
+    weight_bytes: int
+    resident_bytes: int  # weights of its largest graph
+    activation_bytes: int
+    int8: str | None = None  # a graph of 8-bit weights and maps, for output scores only; None: none was accepted
+
+    @property
+    def id(self) -> str:
+        """Name of the block in paths and bundles, "donor.index"."""
+        return f"{self.donor}.{self.index}"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*itertools.chain.from_iterable(self.stages), *self.data)
+
+    @property
+    def scoring_variant(self) -> Block:
+        """Block for output scores, in 8 bits if the block has an accepted 8-bit graph."""
+        return self if self.int8 is None else replace(self, stages=((self.int8,),), data=())
+
+
+@dataclass(frozen=True)
+class Donor:
+    blocks: tuple[str, ...]
+    classes: int
+    align: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class DonorPool:
+    input: inputs.Table
+    labels: tuple[str, ...]
+    donors: dict[str, Donor]
+    blocks: dict[str, Block]
+
+
+def load_donor_pool(meta: Mapping[str, Any]) -> DonorPool:
+    """Read the donor pool from a bundle's meta.
+
+    Raises:
+        ModelError: If the bundle has no donor blocks, or if blocks and donors are inconsistent.
+    """
+    try:
+        known = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
+        found = msgspec.convert(known, DonorPool)
+        msgspec.convert(found.input, images.ImageInput if "channels" in found.input else inputs.ValueInput)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ModelError(
+            f"the bundle holds no donor blocks ({error}): give the job [[donors]] and prepare it"
+        ) from None
+    for name, donor in found.donors.items():
+        kinds = [found.blocks[block].kind if block in found.blocks else None for block in donor.blocks]
+        if kinds != ["start", *["middle"] * (len(kinds) - 2), "end"]:
+            raise ModelError(
+                f"donor {name!r}: its blocks are {kinds}, expected start, middle ..., end: prepare it anew"
+            )
+        if donor.align is not None and len(donor.align) != len(found.labels):
+            raise ModelError(f"donor {name!r}: align names {len(donor.align)} labels, the job has {len(found.labels)}")
+    return found
+
+
+# -- which block may follow -----------------------------------------------------------------------
+
+
+def is_continuation(before: Block, after: Block) -> bool:
+    """Return whether `after` is the donor's own next block, which needs no junction."""
+    return after.donor == before.donor and after.index == before.index + 1
+
+
+def is_native_path(path: Sequence[Block]) -> bool:
+    return path[0].index == 0 and all(is_continuation(a, b) for a, b in itertools.pairwise(path))
+
+
+def can_connect(before: Block, after: Block, max_upsampling: float = 2.0) -> bool:
+    """Return whether a junction can connect two blocks, with enlargement up to `max_upsampling`."""
+    if after.kind == "start" or len(before.out_shape) != len(after.in_shape) or len(after.in_shape) < 2:
+        return False
+    return all(
+        wanted <= max_upsampling * size for size, wanted in zip(before.out_shape[1:], after.in_shape[1:], strict=True)
+    )
+
+
+# -- junctions ------------------------------------------------------------------------------------
+
+
+def junction_name(path: Sequence[str]) -> str:
+    return "junction." + hashlib.sha256("/".join(path).encode()).hexdigest()[:16]
+
+
+def apply_junction(maps: np.ndarray, junction: Tensors | None, block: Block) -> np.ndarray:
+    """Resize and project maps (n, c, h, w) or (n, c, l) for `block` if there is a junction.
+
+    `junction` is {"weights": (c_out, c_in), "bias": (c_out,)}, float32. Resizing and projecting commute, because both
+    are
+    linear and the rows of a resize sum to one: the projection runs where there are fewer positions.
+    """
+    if junction is None:
+        return maps
+    sizes = block.in_shape[1:]
+    if enlarges_maps(maps.shape[1:], block.in_shape):
+        return images.resize_maps(_project_maps(maps, junction), *sizes)
+    return _project_maps(images.resize_maps(maps, *sizes), junction)
+
+
+def enlarges_maps(before: Sequence[int], after: Sequence[int]) -> bool:
+    return math.prod(before[1:]) < math.prod(after[1:])
+
+
+def _project_maps(maps: np.ndarray, junction: Tensors) -> np.ndarray:
+    n, c, *sizes = maps.shape
+    made = np.matmul(junction["weights"], maps.reshape(n, c, math.prod(sizes)))
+    made += junction["bias"][:, None]
+    return made.reshape(n, -1, *sizes)
+
+
+def load_junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Tensors | None]:
+    """Load the junction before each block of a path, None where none is needed."""
+    ids = [block.id for block in path]
+    found: list[Tensors | None] = [None]
+    for i in range(1, len(path)):
+        found.append(None if is_continuation(path[i - 1], path[i]) else load(junction_name(ids[: i + 1])))
+    return found
+
+
+def run_block(block: Block, run: Callable[[str, np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
+    for stage in block.stages:
+        parts = [run(graph, x) for graph in stage]
+        x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    return x
+
+
+def run_path(path: Sequence[Block], between: Sequence[Tensors | None], run: Run, x: np.ndarray) -> np.ndarray:
+    for block, junction in zip(path, between, strict=True):
+        x = run(block, apply_junction(x, junction, block))
+    return x
+
+
+# -- labels ---------------------------------------------------------------------------------------
+
+
+def global_average_pool(maps: np.ndarray) -> np.ndarray:
+    """Return the global average pool (n, c), float64, of maps or of vectors (n, d) unchanged."""
+    return maps.mean(axis=tuple(range(2, maps.ndim)), dtype=np.float64) if maps.ndim > 2 else maps.astype(np.float64)
+
+
+def align_logits(logits: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
+    """Convert logits (n, classes) to label scores (n, labels) by logsumexp over a label's classes.
+
+    A label without classes scores -inf, so that it never wins.
+    """
+    scores = np.full((len(logits), len(groups)), -np.inf)
+    for label, group in enumerate(groups):
+        if group:
+            part = logits[:, list(group)].astype(np.float64)
+            top = part.max(axis=1)
+            scores[:, label] = top + np.log(np.exp(part - top[:, None]).sum(axis=1))
+    return scores
+
+
+def random_projection(width: int, wanted: int, seed: int) -> np.ndarray:
+    """Return a Gaussian projection (width, wanted) that preserves lengths on average."""
+    draw = np.random.Generator(np.random.PCG64(seed)).standard_normal((width, wanted))
+    return draw / np.sqrt(wanted)
+
+
+# -- finished networks ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StitchedNetwork:
+    """Finished network: parallel paths, and a head or an alignment to label scores.
+
+    Each path ends in a tap. Blocks of a common prefix of paths run once. A network without branches has one tap.
+
+    Attributes:
+        taps: Block ids of each path, in the order of the head's columns.
+        junctions: Junctions {"weights": (c_out, c_in), "bias": (c_out,)} by `junction_name`.
+        head: {"weights": (labels, d), "bias": (labels,)} on the taps' pooled maps side by side, d channels in all. With
+            {"hidden": (m, d)} the maps are first multiplied by the matrix and passed through a ReLU, and weights are
+            (labels, m). None if the only tap is a donor's own classifier, whose classes `align` maps to labels.
+        align: Classes of each label, or None with a head.
+    """
+
+    taps: tuple[tuple[str, ...], ...]
+    junctions: Mapping[str, Tensors]
+    head: Tensors | None = None
+    align: tuple[tuple[int, ...], ...] | None = None
+
+
+def to_artefact(network: StitchedNetwork, stock: DonorPool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Convert a network to an artefact's meta (JSON) and tensors, the inverse of `from_artefact`.
+
+    Unused junctions are left out. Meta: "taps", "junctions" {name: {"in_shape", "out_shape", and the names of the
+    tensors "weights" and "bias"}}, "head" {tensor names of "weights", "bias" and, if any, "hidden"} or None, "align",
+    "labels" and "input".
+    """
+    arrays: dict[str, np.ndarray] = {}
+    junctions: dict[str, dict[str, Any]] = {}
+    for ids in path_prefixes(network.taps):
+        name = junction_name(ids)
+        if name in network.junctions:
+            before, after = (stock.blocks[block] for block in ids[-2:])
+            names = {part: f"{name}.{part}" for part in ("weights", "bias")}
+            arrays |= {names[part]: network.junctions[name][part] for part in names}
+            junctions[name] = {"in_shape": before.out_shape, "out_shape": after.in_shape, **names}
+    head = None
+    if network.head is not None:
+        head = {part: f"head.{part}" for part in network.head}
+        arrays |= {head[part]: network.head[part] for part in head}
+    meta = {
+        "taps": network.taps,
+        "junctions": junctions,
+        "head": head,
+        "align": network.align,
+        "labels": stock.labels,
+        "input": stock.input,
+    }
+    return msgspec.json.decode(msgspec.json.encode(meta)), arrays
+
+
+def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
+    """Read a network from an artefact.
+
+    Raises:
+        ModelError: If the network has no taps, or no head or alignment to label scores.
+    """
+    parts = ("weights", "bias")
+    network = StitchedNetwork(
+        taps=tuple(tuple(tap) for tap in meta["taps"]),
+        junctions={
+            name: {part: arrays[entry[part]] for part in parts} for name, entry in dict(meta["junctions"]).items()
+        },
+        head=None if meta["head"] is None else {part: arrays[name] for part, name in meta["head"].items()},
+        align=None if meta["align"] is None else tuple(tuple(group) for group in meta["align"]),
+    )
+    require_labels(network)
+    return network
+
+
+def require_labels(network: StitchedNetwork) -> None:
+    """Raise an error unless a network's outputs are label scores.
+
+    Raises:
+        ModelError: If there are no taps, neither a head nor an alignment, or an alignment of several taps.
+    """
+    if not network.taps or not all(network.taps):
+        raise ModelError("the stitched network has no taps, or one without blocks: nothing to run")
+    if network.head is None and not any(network.align or ()):
+        raise ModelError("the stitched network has neither a head nor an alignment, so its outputs have no labels")
+    if network.head is None and len(network.taps) > 1:
+        raise ModelError(f"the stitched network joins {len(network.taps)} taps without a head: only a head joins taps")
+
+
+def path_prefixes(taps: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return every prefix of the taps' paths once, in an order in which the blocks can run."""
+    every = (tuple(tap[: i + 1]) for tap in taps for i in range(len(tap)))
+    return list(dict.fromkeys(every))
+
+
+def run_taps(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> list[np.ndarray]:
+    """Return the output of each tap's last block for prepared images x (n, channels, size, size).
+
+    Common prefixes run once, and maps are freed after their last use.
+    """
+    order = path_prefixes(network.taps)
+    takers = Counter(ids[:-1] for ids in order)
+    takers.update(dict.fromkeys(network.taps, 1))
+    made: dict[tuple[str, ...], np.ndarray] = {(): x}
+    for ids in order:
+        before, block = made[ids[:-1]], blocks[ids[-1]]
+        takers[ids[:-1]] -= 1
+        if not takers[ids[:-1]]:
+            del made[ids[:-1]]
+        made[ids] = run(block, apply_junction(before, network.junctions.get(junction_name(ids)), block))
+    return [made[tap] for tap in network.taps]
+
+
+def classify(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> np.ndarray:
+    """Return the label scores (n, labels) of a finished network.
+
+    Args:
+        network: Network to run.
+        blocks: Blocks of the donor pool, by id.
+        run: Function that runs one block.
+        x: Prepared images (n, channels, size, size).
+
+    Raises:
+        ModelError: If the network's outputs are not label scores.
+    """
+    require_labels(network)
+    outputs = run_taps(network, blocks, run, x)
+    if network.head is not None:
+        z = np.concatenate([global_average_pool(each) for each in outputs], axis=1)
+        if "hidden" in network.head:
+            z = np.maximum(z @ network.head["hidden"].T, 0.0)
+        return z @ network.head["weights"].T + network.head["bias"]
+    assert network.align is not None
+    return align_logits(outputs[0], network.align)

@@ -1,0 +1,101 @@
+"""Speed and power of a board as functions of its clocks, and the grid of operating points.
+
+Time of one FLOP:                t = a + b / f_cpu + c / f_gpu + d / f_emc      (b, c, d are clock cycles)
+Time of one byte of traffic:     the same form, with its own coefficients
+Power of the board while busy:   P = base + cpu * r_cpu^k + gpu * r_gpu^k + emc * r_emc,   r = f / the highest f
+
+Voltage falls with the clock, so the f V^2 of a core grows like f^k with k between 1 (minimum voltage) and 3. The
+voltage of memory is constant. `base` is the power while busy that does not depend on the clocks, and mostly exceeds
+idle power. The paper's law, t = c D / f (FedStitch, arXiv 2409.07202, equation 4), is the case a = b = d = 0, and does
+not fit the paper's Table II. The number of active cores is not in the model.
+
+The clock of an axis that a point does not name is the board's highest. No I/O and no numpy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+AXES: Final = ("cpu_hz", "gpu_hz", "emc_hz")  # processor, graphics processor, memory controller
+POWERED: Final = {"cpu_hz": "cpu_w", "gpu_hz": "gpu_w", "emc_hz": "emc_w"}
+LINEAR: Final = "emc_hz"  # its power grows with the clock itself
+
+Clocks = Mapping[str, float | None]  # axis -> hertz
+
+
+@dataclass(frozen=True)
+class InverseTimeLaw:
+    """Time that falls with the clocks: fixed_s + cycles / f per axis, in seconds per unit."""
+
+    fixed_s: float = 0.0
+    cycles: Mapping[str, float] = field(default_factory=dict)  # axis -> clock cycles
+
+    def compute_seconds(self, clocks: Clocks, top: Mapping[str, float]) -> float | None:
+        """Return the time at these clocks, or None without coefficients."""
+        found = self.fixed_s + sum(count / clock_of_axis(clocks, top, axis) for axis, count in self.cycles.items())
+        return found or None
+
+
+@dataclass(frozen=True)
+class PowerModel:
+    """Power model of a busy board, with coefficients in watts at the highest clocks."""
+
+    base_w: float = 0.0
+    axes_w: Mapping[str, float] = field(default_factory=dict)  # axis -> watts at its highest
+    exponent: float = 2.0  # k
+
+    def compute_watts(self, clocks: Clocks, top: Mapping[str, float]) -> float | None:
+        """Return the power at these clocks, or None without coefficients."""
+        shares = (watts * power_ratio(axis, clocks, top, self.exponent) for axis, watts in self.axes_w.items())
+        return self.base_w + sum(shares) or None
+
+
+def clock_of_axis(clocks: Clocks, top: Mapping[str, float], axis: str) -> float:
+    """Return the clock of an axis in hertz, by default the board's highest."""
+    return clocks.get(axis) or top[axis]
+
+
+def power_ratio(axis: str, clocks: Clocks, top: Mapping[str, float], exponent: float) -> float:
+    """Return the power of an axis at these clocks, as a share of its power at the highest clock."""
+    found = clock_of_axis(clocks, top, axis) / top[axis]
+    return float(found if axis == LINEAR else found**exponent)
+
+
+def make_grid(axes: Mapping[str, Sequence[float]], room: int) -> list[dict[str, float]]:
+    """Return combinations of the clocks, at most `room` of them, the fastest first.
+
+    While there are too many combinations, the longest list loses one value (of equally long ones, the first in `AXES`).
+    The remaining values are spread evenly, and include both ends of a list while it has two or more. The result is
+    deterministic.
+    """
+    lists = {axis: sorted(axes[axis]) for axis in AXES if axes.get(axis)}
+    sizes = {axis: len(values) for axis, values in lists.items()}
+    if not lists or room < 1:
+        return []
+    while _product(sizes) > room:
+        longest = max(sizes, key=lambda axis: (sizes[axis], -AXES.index(axis)))
+        sizes[longest] -= 1
+    chosen = [list(reversed(pick_evenly(values, sizes[axis]))) for axis, values in lists.items()]
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*chosen)]
+
+
+def pick_evenly(values: Sequence[float], count: int) -> list[float]:
+    """Return `count` values at even distances, including both ends, or the last for a single one."""
+    if count == 1:
+        return [values[-1]]
+    last = len(values) - 1
+    return [values[(2 * i * last + count - 1) // (2 * (count - 1))] for i in range(count)]
+
+
+def _product(sizes: Mapping[str, int]) -> int:
+    found = 1
+    for size in sizes.values():
+        found *= size
+    return found
+
+
+def format_point_name(clocks: Mapping[str, float]) -> str:
+    return "-".join(f"{axis[:-3]}{clocks[axis] / 1e6:.0f}" for axis in AXES if axis in clocks)

@@ -1,0 +1,1 @@
+"""Boards: flashing, recording, examination and clocks."""

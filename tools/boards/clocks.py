@@ -1,0 +1,132 @@
+"""Clock status and manual operating points of a board (`fedquilt clocks`)."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from fedquilt.core import ClockError, JobError, OperatingPoint
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import ClockClient, ClockState, HelperStatus
+from fedquilt.edge_agent.clocks.helper import read_clock_state
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def parse_point(text: str) -> OperatingPoint:
+    """Parse an operating point, such as "MAXQ", "cpu=1.2GHz,gpu=850MHz" or "MAXQ,emc=1600M".
+
+    Raises:
+        JobError: If the text is invalid.
+    """
+    first, *rest = text.split(",")
+    named = "=" not in first
+    hz: dict[str, float] = {}
+    for part in rest if named else [first, *rest]:
+        found = re.fullmatch(r"\s*(cpu|gpu|emc)\s*=\s*(\d+(?:\.\d+)?)\s*([kmg]?)(?:hz)?\s*", part, re.IGNORECASE)
+        if found is None or f"{found[1].lower()}_hz" in hz:
+            raise JobError(f"{part.strip()!r} is no clock: write cpu=1.2GHz, gpu=850MHz or emc=1600MHz, each once")
+        hz[f"{found[1].lower()}_hz"] = float(found[2]) * UNITS[found[3].lower()]
+    if named and not 0 < len(first.strip()) <= 200:
+        raise JobError("name a mode of the board, or clocks as in cpu=1.2GHz,gpu=850MHz")
+    return msgspec.convert({"name": first.strip() if named else text.strip()[:200], **hz}, OperatingPoint)
+
+
+def print_status(root: Path, socket: Path, format: str) -> int:
+    """Print the clocks of this machine, their settings and their holder. Return 0."""
+    clocks = ClockClient.connect(socket)
+    if clocks is not None:
+        try:
+            told = clocks.request_status()
+        finally:
+            clocks.close()
+    else:
+        found = controls.discover_controls(root)
+        told = HelperStatus(
+            clocks=tuple(read_clock_state(lever) for lever in found.found),
+            modes=tuple(mode.name for mode in found.modes),
+            temperature_c=controls.hottest_zone_c(root),
+        )
+    if format == "json":
+        print(msgspec.json.encode({"helper": clocks is not None, **msgspec.to_builtins(told)}).decode())
+    else:
+        print("\n".join(_format_status(told, socket if clocks is None else None)))
+    return 0
+
+
+def pin_point(text: str, root: Path, socket: Path, *, dry_run: bool = False, seconds: float | None = None) -> int:
+    """Pin the clocks to a point for `seconds`, or until an interrupt. Return 0.
+
+    Raises:
+        JobError: If `text` is not a point.
+        ClockError: If the clock helper is missing, refuses the point or releases the clocks.
+    """
+    wanted = parse_point(text)
+    if dry_run:
+        found = controls.discover_controls(root)
+        mode = found.find_mode(wanted.name)
+        print("\n".join([*([f"nvpmodel -m {mode.id} ({mode.name})"] if mode else []), *_planned_writes(found, wanted)]))
+        return 0
+    clocks = ClockClient.connect(socket)
+    if clocks is None:
+        raise ClockError(f"no clock helper at {socket}: start one with `sudo fedquilt clocks serve`")
+    try:
+        became = clocks.pin(wanted)
+        print(f"held: {_format_point(became)}{'' if seconds else ' (interrupt to let go)'}", flush=True)
+        _keep_alive(clocks, seconds, time.monotonic, time.sleep)
+        clocks.unpin()
+        print("let go: the board's own settings are back")
+    finally:
+        clocks.close()
+    return 0
+
+
+def _keep_alive(
+    clocks: ClockClient, seconds: float | None, now: Callable[[], float], sleep: Callable[[float], None]
+) -> None:
+    begun_s = now()
+    while seconds is None or now() - begun_s < seconds:
+        left_s = 1.0 if seconds is None else begun_s + seconds - now()
+        sleep(min(1.0, max(0.0, left_s)))
+        clocks.send_keepalive(now())
+
+
+def _planned_writes(found: controls.ClockControls, wanted: OperatingPoint) -> list[str]:
+    return [f"{write}" for write in controls.pin_writes(found, wanted)]
+
+
+def _format_point(point: OperatingPoint) -> str:
+    clocks = {"cpu": point.cpu_hz, "gpu": point.gpu_hz, "emc": point.emc_hz}
+    told = ", ".join(f"{kind} {hz / 1e6:g} MHz" for kind, hz in clocks.items() if hz is not None)
+    return told or f"mode {point.name}"
+
+
+def _format_status(told: HelperStatus, missing: Path | None) -> list[str]:
+    lines = [_format_clock(one) for one in told.clocks] or ["no clock of this machine can be seen"]
+    if told.modes:
+        lines.append(f"mode    {told.mode or 'not known'} of {', '.join(told.modes)}")
+    if told.temperature_c is not None:
+        limit = "" if told.hottest_c is None else f"; above {told.hottest_c:g} C nothing is held"
+        lines.append(f"hottest {told.temperature_c:g} C{limit}")
+    if missing is not None:
+        lines.append(f"helper  none at {missing}: `sudo fedquilt clocks serve` starts one")
+    elif told.point is None or told.holder is None:
+        lines.append("helper  nobody holds the clocks")
+    else:
+        lines.append(f"helper  {told.holder} holds {told.point.name}: {_format_point(told.point)}")
+    return [*lines, *(f"NOT PUT BACK: {sentence}" for sentence in told.owes)]
+
+
+def _format_clock(one: ClockState) -> str:
+    def format_mhz(hz: float | None) -> str:
+        return "?" if hz is None else f"{hz / 1e6:g}"
+
+    listed = " ".join(format_mhz(hz) for hz in one.listed_hz)
+    limits = f"{format_mhz(one.now_hz)} now, limits {format_mhz(one.low_hz)} to {format_mhz(one.high_hz)} MHz"
+    governor = f", {one.governor}" if one.governor else ""
+    none = "its list is for root alone to read" if one.hidden else "lists none: not settable"
+    return f"{one.kind:7} {one.name}: {limits}{governor}; " + (f"lists {listed}" if listed else none)

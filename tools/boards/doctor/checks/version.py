@@ -1,0 +1,102 @@
+"""Check before an upgrade that this version of the agent can run (`fedquilt agent --check`).
+
+The check reads what the agent reads, and carries out one small task in a process of its own, as tasks are. Nothing of
+the agent's is changed: an agent may run beside the check. What was wrong before the upgrade and does not keep an agent
+from running, such as data that are missing, is left to `fedquilt doctor`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Final
+
+from fedquilt import methods, profiles
+from fedquilt.core import BlobRef, Bundle, DeviceView, JobError, ModelError
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.task import sandbox
+from fedquilt.tools.boards.doctor.checks import agent, identity
+from fedquilt.tools.boards.doctor.findings import Finding
+from fedquilt.tools.simulation.task_process import TaskProcess
+
+TASK_S: Final = 300.0  # a slow card takes a while to read numpy
+BUDGET_BYTES: Final = 1 << 30
+NETWORK: Final = {"name": "mlp", "inputs": 5, "hidden": [], "classes": 4}
+DATA: Final = {"synthetic": "fedpews-3.2k", "limit": 32}
+PARTS: Final = (
+    "edge_agent.daemon",
+    "transport.mqtt.link",
+    "security.authenticated_link",
+    "edge_agent.power.learned_model",
+)
+
+
+def check_version(settings: AgentSettings, path: Path) -> None:
+    """Check that an agent of this version can run with these settings.
+
+    Args:
+        settings: Settings read from `path`.
+        path: Path of the agent.toml.
+
+    Raises:
+        FedquiltError: If a package, the home, credentials, sensors or a small task fail.
+    """
+    for part in PARTS:
+        try:
+            import_module(f"fedquilt.{part}")
+        except ImportError as error:
+            raise JobError(f"{part} of this version cannot be imported ({error}): a package is missing") from None
+    for finding in (agent.check_home(Path(settings.home)), *identity.check_identity(settings, path, time.time())):
+        _raise_if_error(finding)
+    read_sensors(settings)
+    train_small_task()
+
+
+def _raise_if_error(finding: Finding) -> None:
+    if finding.severity == "error":
+        raise JobError(f"{finding.sentence} (mend: {finding.mend})")
+
+
+def read_sensors(settings: AgentSettings) -> None:
+    """Read the board's sensors once.
+
+    Raises:
+        FedquiltError: If the profile, meter or board is unusable.
+    """
+    profile = None if settings.profile is None else profiles.find_board_profile(settings.profile)
+    meter = None if settings.meter is None else devices.create_meter(settings.meter)
+    devices.create_device(settings.board, profile=profile, meter=meter).read_sensors(time.monotonic())
+
+
+def train_small_task() -> None:
+    """Train a small network on synthetic data in a task process.
+
+    Raises:
+        JobError: If the task failed.
+    """
+    method, model = methods.load("fedavg"), engine.init_tensors(NETWORK, seed=0)
+    made = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=0)}, lambda name: model)
+    order = method.send(method.init(made, method.params(), 0), DeviceView("check", None))
+    assert order is not None
+    with tempfile.TemporaryDirectory(prefix="fedquilt-") as folder:
+        process = TaskProcess(
+            "fedavg",
+            "numpy",
+            BUDGET_BYTES,
+            DATA,
+            Path,
+            Path(folder),
+            command=sandbox.task_command(Path(folder)),
+            plugins=(),
+            most_s=TASK_S,
+            most_bytes=BUDGET_BYTES,
+        )
+        try:
+            with process:
+                process.run_task(order, 0)
+        except (ModelError, OSError) as error:
+            raise JobError(f"one small task has failed: {error}") from None

@@ -1,0 +1,193 @@
+"""Facts of a machine, read once for the checks in `machine` and `agent`."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from fedquilt.core import ClockError, Device, JobError, Reading
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.clocks import controls, power_modes
+from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
+from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
+from fedquilt.host import sysfs
+from fedquilt.tools.boards.doctor import conditions
+from fedquilt.tools.boards.doctor.conditions import Conditions
+
+ROOT: Final = Path("/")
+HELPER: Final = "run/fedquilt/clocks.sock"
+FLASHED: Final = "opt/fedquilt/current"  # what `fedquilt flash` puts the agent's packages in
+UNIT: Final = "etc/systemd/system/fedquilt-agent.service"
+JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # by the major number of Linux for Tegra
+SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # systemd's
+
+
+class HelperFault(NamedTuple):
+    """Reason why the clock helper gives no status."""
+
+    kind: Literal["not permitted", "no answer"]
+    sentence: str
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """Facts of a machine. None if a fact is unknown or the part is missing."""
+
+    clock_s: float  # since 1970
+    root: Path = ROOT
+    board: str = ""
+    bits: int = 64  # of its Python
+    python: tuple[int, int] | None = None
+    tegra: bool = False
+    jetpack: int | None = None
+    gpu: bool = False  # NVIDIA's, with its driver
+    memory_bytes: int | None = None
+    available_bytes: int | None = None
+    swap_bytes: int | None = None
+    swap_free_bytes: int | None = None
+    controllers: frozenset[str] | None = None  # of cgroup v2; None: there is none
+    unit: Mapping[str, str] | None = None  # settings of the agent's unit; None: it is not installed
+    power_w: float | None = None
+    rail_fault: str | None = None  # why the board's rails tell no total
+    temperature_c: float | None = None
+    undervoltage: bool | None = None
+    mode: str | None = None  # nvpmodel's
+    mode_hidden: bool = False  # nvpmodel keeps it where this user may not read it
+    modes: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()  # clocks whose frequencies this user may not read
+    helper: HelperStatus | HelperFault | None = None  # None: no clock helper is there
+    paths: tuple[Path, ...] = field(default=())  # where its Python packages are
+    flashed: bool = False  # its packages came by `fedquilt flash`: there is no pip that could change them
+    conditions: Conditions = Conditions()
+
+
+def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
+    """Read the facts of the machine with files under `root`. `now_s` is a monotonic time."""
+    own = root == ROOT
+    release = re.search(r"# R(\d+)", sysfs.read_text(root / "etc/nv_tegra_release") or "")
+    compatible = sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible")
+    tegra = release is not None or any(one.startswith("nvidia,tegra") for one in compatible)
+    device, reading = _read_device(root, now_s)
+    meminfo = sysfs.read_text(root / "proc/meminfo") or ""
+    controllers = sysfs.read_text(root / "sys/fs/cgroup/cgroup.controllers")
+    found, helper = controls.discover_controls(root), _read_helper_status(root / HELPER)
+    return MachineFacts(
+        clock_s=clock_s,
+        root=root,
+        board=device.board if device is not None else "",
+        bits=8 * struct.calcsize("P") if own else 64,
+        python=sys.version_info[:2] if own else _find_python_version(root),
+        tegra=tegra,
+        jetpack=JETPACK.get(int(release[1])) if release else None,
+        gpu=tegra or sysfs.is_visible(root / "proc/driver/nvidia/version"),
+        memory_bytes=device.memory_bytes if device is not None else None,
+        available_bytes=reading.available_bytes if reading is not None else None,
+        swap_bytes=_meminfo_bytes(meminfo, "SwapTotal"),
+        swap_free_bytes=_meminfo_bytes(meminfo, "SwapFree"),
+        controllers=None if controllers is None else frozenset(controllers.split()),
+        unit=_read_unit(root / UNIT),
+        power_w=reading.power_w if reading is not None else None,
+        rail_fault=_read_rail_fault(root, now_s) if tegra else None,
+        temperature_c=reading.temperature_c if reading is not None else None,
+        undervoltage=_read_undervoltage(root / "sys/class/hwmon"),
+        mode=(power_modes.read_mode_name(root) or (helper.mode if isinstance(helper, HelperStatus) else None))
+        if tegra
+        else None,
+        mode_hidden=sysfs.is_forbidden(root / power_modes.STATUS),
+        modes=tuple(mode.name for mode in found.modes) if tegra else (),
+        hidden=tuple(lever.name for lever in found.hidden_controls),
+        helper=helper,
+        paths=tuple(Path(path) for path in sys.path if path) if own else _find_package_folders(root),
+        flashed=sys.prefix.startswith("/opt/fedquilt/") if own else sysfs.is_visible(root / FLASHED),
+        conditions=conditions.read_conditions(
+            root,
+            tegra=tegra,
+            held=isinstance(helper, HelperStatus) and helper.point is not None,
+        ),
+    )
+
+
+def parse_systemd_size(text: str) -> int | None:
+    """Return the bytes of a size such as "1536M", or None for "infinity" and invalid sizes."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)", text.strip())
+    return int(found[1]) * SIZES[found[2]] if found else None
+
+
+def _read_device(root: Path, now_s: float) -> tuple[Device | None, Reading | None]:
+    try:
+        device = devices.create_device("auto", root, connect=lambda: None)
+    except JobError:
+        return None, None
+    return device, device.read_sensors(now_s)
+
+
+def _read_rail_fault(root: Path, now_s: float) -> str | None:
+    meter = Ina3221(root)
+    return meter.fault if meter.read(now_s).rails_w else None
+
+
+def _meminfo_bytes(meminfo: str, name: str) -> int | None:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _find_python_version(root: Path) -> tuple[int, int] | None:
+    for places in ("opt/fedquilt/current/lib/python3.*", "usr/bin/python3.*"):
+        found = [re.fullmatch(r"python3\.(\d+)", path.name) for path in sysfs.list_matches(root, places)]
+        minors = [int(one[1]) for one in found if one is not None]
+        if minors:
+            return 3, max(minors)
+    return None
+
+
+def _find_package_folders(root: Path) -> tuple[Path, ...]:
+    places = (
+        "opt/fedquilt/current/lib/python3*/site-packages",
+        "usr/local/lib/python3*/dist-packages",
+        "usr/lib/python3/dist-packages",
+    )
+    return tuple(path for place in places for path in sysfs.list_matches(root, place))
+
+
+def _read_unit(path: Path) -> dict[str, str] | None:
+    # settings of drop-ins override those of the unit (systemd.unit(5))
+    texts = [sysfs.read_text(file) for file in (path, *sysfs.list_matches(path.with_name(f"{path.name}.d"), "*.conf"))]
+    if texts[0] is None:
+        return None
+    told = [line.partition("=") for text in texts for line in (text or "").splitlines()]
+    return {key.strip(): value.strip() for key, sign, value in told if sign and not key.startswith(("#", ";"))}
+
+
+def _read_undervoltage(hwmon: Path) -> bool | None:
+    # alarm since the start, from the Raspberry Pi's firmware (kernel driver raspberrypi-hwmon)
+    for chip in sysfs.list_matches(hwmon, "hwmon*"):
+        if sysfs.read_line(chip / "name") == "rpi_volt":
+            alarm = sysfs.read_int(chip / "in0_lcrit_alarm")
+            return None if alarm is None else bool(alarm)
+    return None
+
+
+def _read_helper_status(path: Path) -> HelperStatus | HelperFault | None:
+    try:
+        path.stat()
+    except PermissionError:
+        pass  # it may be there; this user may not see its folder
+    except OSError:
+        return None
+    if not os.access(path, os.W_OK):
+        return HelperFault("not permitted", f"this user may not speak to the clock helper at {path}")
+    clocks = ClockClient.connect(path)
+    if clocks is None:
+        return HelperFault("no answer", f"nobody answers at {path}, the clock helper's socket")
+    try:
+        return clocks.request_status()
+    except ClockError as problem:
+        return HelperFault("no answer", str(problem))
+    finally:
+        clocks.close()

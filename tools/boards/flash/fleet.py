@@ -1,0 +1,454 @@
+"""Flashing of every board in a table, with progress files for a later continuation.
+
+name,target,budget,labels,address
+orin-01,jetpack6,2GB,hall-a,me@10.0.0.11
+pi-07,raspberry-pi-os,,hall-b window,
+
+A folder keeps what was made: `NAME.token`, `NAME.img` or `NAME.tar`, and `NAME.json` once a board is done. Its state
+afterwards is read where the operator has it: enrolment in the authority's register, presence at the broker.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from fedquilt import wire
+from fedquilt.console import progress, table
+from fedquilt.core import FedquiltError, JobError, LinkError, StoreError, WireError
+from fedquilt.edge_agent import settings as agents
+from fedquilt.formats import labels as words
+from fedquilt.formats import toml
+from fedquilt.security import enrolment
+from fedquilt.tools.boards import flash as tool
+from fedquilt.tools.boards.flash import image, targets
+from fedquilt.tools.operations.identity.register import (
+    CertificateRegister,
+    EnrolmentToken,
+    IssuedCertificate,
+    format_time,
+)
+from fedquilt.transport.link import Link
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
+
+COLUMNS: Final = ("name", "target", "budget", "labels", "address")
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+POLL_S: Final = 2.0
+HEAD: Final = ("board", "labels", "target", "written to", "enrolment", "presence")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BoardRow:
+    name: str
+    target: str
+    budget: str | None = None
+    labels: tuple[str, ...] = ()  # (): those of agent.toml
+    address: str | None = None  # as ssh takes it; None: an image or an archive is made
+
+
+@dataclass(frozen=True)
+class FlashPlan:
+    """Settings, packages and output folder for flashing the boards of a table.
+
+    Attributes:
+        what: Settings and packages of all boards. Name, target, budget and token come from the table.
+        base: Disk image, or None to use ssh for rows with an address and archives for the rest.
+        folder: Output folder.
+        authority: Folder of the certificate authority, whose register receives the tokens.
+        hours: Hours until a token expires.
+    """
+
+    what: tool.FlashContent
+    base: Path | None
+    folder: Path
+    authority: Path
+    ssh_options: tuple[str, ...] = ()
+    hours: float = 72.0
+    dry_run: bool = False
+
+
+class FlashRecord(msgspec.Struct, frozen=True):
+    inputs: str  # hash of everything that decided what was written
+    place: str
+    written_s: float  # since 1970
+
+
+@dataclass(frozen=True)
+class EnrolmentState:
+    """Enrolment of one board, as the authority's register has it."""
+
+    step: Literal["none", "token unused", "token expired", "enrolled"] = "none"
+    at_s: float | None = None  # end of the token, or time of issue of the certificate
+
+    def __str__(self) -> str:
+        when = "" if self.at_s is None else format_time(self.at_s)
+        match self.step:
+            case "none":
+                return "-"
+            case "token unused":
+                return f"waits for its first boot, until {when}"
+            case "token expired":
+                return "token expired"
+            case "enrolled":
+                return f"enrolled {when}"
+
+
+@dataclass(frozen=True)
+class FlashState:
+    row: BoardRow
+    written: str  # where to, or why not
+    enrolment: EnrolmentState = EnrolmentState()
+    online: bool | None = None
+    done: bool = False
+
+    @property
+    def presence(self) -> str:
+        """The presence in a word or two."""
+        return "not looked" if self.online is None else "online" if self.online else "offline"
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def read_table(path: Path, target: str | None = None) -> list[BoardRow]:
+    """Read the boards of a CSV file with a header line.
+
+    Args:
+        path: The CSV file.
+        target: Target of the rows without one.
+
+    Raises:
+        JobError: If the file is unreadable or empty, or a line has an unknown column, a duplicate name or an invalid
+        value.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            found = list(csv.DictReader(file, skipinitialspace=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise JobError(
+            f"--boards {path} cannot be read ({error}): a CSV file is wanted, its first line {_format_header()}"
+        ) from None
+    rows: list[BoardRow] = []
+    for number, given in enumerate(found, 2):
+        where = f"{path}, line {number}"
+        if None in given or (unknown := sorted(set(given) - set(COLUMNS))):
+            what = "more values than columns" if None in given else f"there is no column {unknown[0]!r}"
+            raise JobError(f"{where}: {what}; the first line is {_format_header()}")
+        row = _parse_row({key: (value or "").strip() for key, value in given.items()}, target, where)
+        if row.name in {one.name for one in rows}:
+            raise JobError(f"{where}: {row.name} stands in the table twice")
+        rows.append(row)
+    if not rows:
+        raise JobError(f"{path} has no board: its first line is {_format_header()}, then one line for each")
+    return rows
+
+
+def _format_header() -> str:
+    return ",".join(COLUMNS)
+
+
+def _parse_row(given: Mapping[str, str], target: str | None, where: str) -> BoardRow:
+    name = given.get("name", "")
+    if not NAME.fullmatch(name):
+        raise JobError(f"{where}: {name!r} is no name of a board: up to 64 of a-z, 0-9, '.', '_' and '-'")
+    kind = given.get("target") or target
+    if not kind:
+        raise JobError(f"{where}: {name} has no target: one of {', '.join(targets.KNOWN)}, or --target for all")
+    try:
+        if kind not in targets.KNOWN or targets.KNOWN[kind].python:
+            targets.find_target(kind)
+        if given.get("budget"):
+            agents.parse_size(given["budget"])
+        named = words.parse_labels(words.split_words(given.get("labels", "")))
+    except JobError as error:
+        raise JobError(f"{where}: {error}") from None
+    return BoardRow(name, kind, given.get("budget") or None, named, given.get("address") or None)
+
+
+# -- flashing -------------------------------------------------------------------------------------
+
+
+def flash_boards(
+    rows: Sequence[BoardRow],
+    plan: FlashPlan,
+    say: Say = progress.LINE.print_to_stdout,
+    now_s: Callable[[], float] = time.time,
+) -> dict[str, str]:
+    """Flash every board without a valid record. Return the error of each failed board, by name.
+
+    After a failure the next boards are flashed nevertheless.
+
+    Raises:
+        JobError: If the settings or the image are unusable for all boards.
+        StoreError: If the folder or the authority is unusable.
+    """
+    enrols = agents.load_settings(plan.what.settings).enrol.url is not None
+    if enrols and not plan.dry_run and not (plan.authority / "ca.key").is_file():
+        raise StoreError(
+            f"no authority in {plan.authority}: `fedquilt ca init` makes one, --authority names its folder"
+        )
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    failed: dict[str, str] = {}
+    waiting = [row for row in rows if find_record(row, plan) is None]
+    for row in rows:
+        if row not in waiting:
+            say(f"{row.name}: done before")
+    now = (0, "")  # how many are over, and who is flashed
+
+    def show_progress() -> None:
+        progress.LINE.show_status(f"flashing {now[1]}", now[0], len(waiting))
+
+    with ExitStack() as stack:
+        stack.callback(progress.LINE.end_operation)
+        stack.enter_context(progress.call_periodically(show_progress))
+        base = plan.base
+        if base is not None and len(waiting) > 1 and not plan.dry_run:
+            base = plan.folder / "base.img.part"  # unpacked once for all
+            stack.callback(base.unlink, missing_ok=True)
+            image.copy_image(plan.base or base, base)
+        for number, row in enumerate(waiting):
+            now = (number, row.name)
+            try:
+                _flash_board(row, replace(plan, base=base), enrols, _hash_inputs(row, plan), say, now_s)
+            except FedquiltError as error:
+                failed[row.name] = str(error)
+                say(f"{row.name}: not flashed: {error}")
+    return failed
+
+
+def _flash_board(
+    row: BoardRow, plan: FlashPlan, enrols: bool, inputs: str, say: Say, now_s: Callable[[], float]
+) -> None:
+    token = _ensure_token(row, plan, now_s()) if enrols and not plan.dry_run else None
+    what = replace(
+        plan.what, target=row.target, device=row.name, budget=row.budget, token=token, labels=row.labels or None
+    )
+    place = _output_place(row, plan.base is not None, plan.folder)
+    if plan.base is not None:
+        where = tool.FlashDestination(image=plan.base, out=Path(place), dry_run=plan.dry_run)
+    elif row.address is not None:
+        where = tool.FlashDestination(ssh=row.address, ssh_options=plan.ssh_options, dry_run=plan.dry_run)
+    else:
+        where = tool.FlashDestination(tar=Path(place), dry_run=plan.dry_run)
+    tool.flash(what, where, say)
+    if not plan.dry_run:
+        note = msgspec.json.encode(FlashRecord(inputs=inputs, place=place, written_s=now_s()))
+        enrolment.write_file_with_mode(plan.folder / f"{row.name}.json", note + b"\n", 0o644)
+
+
+def _output_place(row: BoardRow, imaged: bool, folder: Path) -> str:
+    if imaged:
+        return str(folder / f"{row.name}.img")
+    return row.address or str(folder / f"{row.name}.tar")
+
+
+def _ensure_token(row: BoardRow, plan: FlashPlan, at_s: float) -> Path:
+    # a token of an interrupted run is used again while valid
+    path = plan.folder / f"{row.name}.token"
+    with closing(CertificateRegister(plan.authority / "register.db")) as register:
+        if not path.is_file() or not register.is_unused(path.read_text(errors="replace").strip(), at_s):
+            text = register.create_token(row.name, plan.hours * 3600.0, at_s)
+            enrolment.write_file_with_mode(path, f"{text}\n".encode(), 0o600)
+    return path
+
+
+def _hash_inputs(row: BoardRow, plan: FlashPlan) -> str:
+    base = None if plan.base is None or not plan.base.is_file() else (str(plan.base), plan.base.stat().st_mtime)
+    what = replace(plan.what, wheels=None, refresh=False)
+    return hashlib.sha256(repr((row, what, toml.read_toml(plan.what.settings), base)).encode()).hexdigest()[:16]
+
+
+def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:
+    """Return the record of a board that was flashed with the present inputs, or None."""
+    try:
+        note = msgspec.json.decode((plan.folder / f"{row.name}.json").read_bytes(), type=FlashRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+    made = (row.address is not None and plan.base is None) or Path(note.place).is_file()
+    return note if made and note.inputs == _hash_inputs(row, plan) else None
+
+
+# -- how they are ---------------------------------------------------------------------------------
+
+
+def read_states(
+    rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, str], online: set[str] | None
+) -> list[FlashState]:
+    """Return the state of every board. `failed` maps names to errors. `online` is None if unchecked.
+
+    Args:
+        rows: the table.
+        plan: as it was flashed.
+        failed: why not, of those that failed.
+        online: devices that are online; None: nobody looked.
+    """
+    register = None
+    if (plan.authority / "register.db").is_file():
+        register = CertificateRegister(plan.authority / "register.db")
+    try:
+        tokens = register.list_tokens() if register is not None else []
+        told = []
+        for row in rows:
+            note = find_record(row, plan)
+            issued = register.list_certificates(row.name) if register is not None else []
+            written = note.place if note else f"not written: {failed.get(row.name, 'not yet')}"
+            mine = [one for one in tokens if one.pattern == row.name]
+            there = None if online is None else row.name in online
+            told.append(
+                FlashState(row, written, describe_enrolment(issued, mine, time.time()), there, note is not None)
+            )
+        return told
+    finally:
+        if register is not None:
+            register.close()
+
+
+def describe_enrolment(
+    issued: Sequence[IssuedCertificate], tokens: Sequence[EnrolmentToken], now_s: float
+) -> EnrolmentState:
+    """Return the enrolment state of one board as a short text, or "-" if unknown."""
+    valid = [one for one in issued if one.revoked_s is None and one.ends_s > now_s]
+    token = tokens[-1] if tokens else None
+    if token is not None and token.used_s is None and not any(one.issued_s >= token.made_s for one in valid):
+        return EnrolmentState("token unused" if token.ends_s > now_s else "token expired", token.ends_s)
+    return EnrolmentState("enrolled", valid[-1].issued_s) if valid else EnrolmentState()
+
+
+def format_states(states: Sequence[FlashState], wide: int | None = None) -> list[str]:
+    rows = [(s.row.name, " ".join(s.row.labels), s.row.target, s.written, str(s.enrolment), s.presence) for s in states]
+    told = table.format_table([HEAD, *rows], "<", wide)
+    if missing := [one.row.name for one in states if not one.done]:
+        told.append(f"not written: {', '.join(missing)}; the same command again goes on with them")
+    if waiting := [one.row.name for one in states if one.enrolment.step in ("token unused", "token expired")]:
+        told.append(f"not enrolled yet: {', '.join(waiting)}")
+    if off := [one.row.name for one in states if one.online is False]:
+        told.append(f"still offline: {', '.join(off)}")
+    return told
+
+
+class OnlineDevices:
+    """Devices that are online, from the presence messages retained by a broker.
+
+    Args:
+        link: Link to the broker, with the right to read the devices' topics.
+        fleet: Name of the fleet.
+    """
+
+    def __init__(self, link: Link, fleet: str) -> None:
+        self._link, self.online = link, set[str]()
+        link.subscribe([wire.Topics(fleet).device_topic("+", "up", "presence")])
+
+    def process_messages(self, timeout_s: float) -> None:
+        """Wait up to `timeout_s` for messages, and update `online` from them."""
+        self._link.wait(timeout_s)
+        for message in self._link.receive():
+            try:
+                said = wire.decode(message.payload, wire.Presence)
+            except WireError:
+                continue
+            change = self.online.add if said.online else self.online.discard
+            change(wire.device_from_topic(message.topic))
+
+
+def watch_boards(
+    look: Callable[[], Sequence[FlashState]], wait: Callable[[float], None], say: Say
+) -> Sequence[FlashState]:
+    """Print each change of state until every flashed board is ready (`is_ready`). Return the states.
+
+    Args:
+        look: Function that returns the current states.
+        wait: Function that waits for an event, up to the given seconds.
+        say: Function that prints a line.
+    """
+    before: dict[str, tuple[EnrolmentState, bool | None]] = {}
+    while True:
+        now = look()
+        for one in now:
+            if before.get(one.row.name) != (one.enrolment, one.online):
+                before[one.row.name] = (one.enrolment, one.online)
+                said = str(one.enrolment) if one.online is None else f"{one.enrolment}, {one.presence}"
+                say(f"{time.strftime('%H:%M:%S')}  {one.row.name}: {said}")
+        if all(is_ready(one) for one in now if one.done):
+            return now
+        wait(POLL_S)
+
+
+def is_ready(state: FlashState) -> bool:
+    """Return whether a board is online, or enrolled if presence was not checked."""
+    return state.enrolment.step != "token unused" if state.online is None else state.online
+
+
+CONNECT_S = 10.0
+LOOK_S = 1.0  # in which a broker hands over what it keeps
+CLIENT = "fedquilt-flash"
+
+
+def flash_table(
+    table: Path, target: str | None, plan: FlashPlan, *, watch: bool, cert: Path | None, key: Path | None
+) -> None:
+    """Flash the boards of a table that are not done yet, and print the states of all.
+
+    Args:
+        table: CSV file of boards.
+        target: Target of rows without one.
+        plan: Settings, packages and output folder.
+        watch: Whether to wait until all boards are enrolled or online.
+        cert: The coordinator's certificate, or None to skip the check of presence.
+        key: Private key of the certificate.
+
+    Raises:
+        JobError: If a board was not flashed, or the table is unusable.
+    """
+    rows = read_table(table, target)
+    failed = flash_boards(rows, plan)
+    if plan.dry_run:
+        return
+    with _connect_presences(plan, cert, key) as presences:
+        wait: Callable[[float], None] = time.sleep if presences is None else presences.process_messages
+        if presences is not None:
+            presences.process_messages(LOOK_S)
+
+        def current_states() -> list[FlashState]:
+            return read_states(rows, plan, failed, None if presences is None else presences.online)
+
+        try:
+            now = watch_boards(current_states, wait, print) if watch else current_states()
+        except KeyboardInterrupt:
+            now = current_states()
+    print("\n".join(format_states(now)))
+    if failed:
+        raise JobError(
+            f"{len(failed)} of {len(rows)} boards were not flashed: the same command again goes on with them"
+        )
+
+
+@contextmanager
+def _connect_presences(plan: FlashPlan, cert: Path | None, key: Path | None) -> Iterator[OnlineDevices | None]:
+    # without a connection, boards enrol all the same and their states are still printed
+    if cert is None:
+        yield None
+        return
+    known = agents.load_settings(plan.what.settings)
+    broker = Broker.from_url(known.broker.url, ca=known.broker.ca, cert=cert, key=key, session_expiry_s=0)
+    link = MqttLink(broker, CLIENT)
+    try:
+        presences = None
+        try:
+            link.wait_until_connected(CONNECT_S)
+            presences = OnlineDevices(link, known.fleet)
+        except LinkError as error:  # boards enrol without the broker, and what was flashed is to be told
+            print(f"who is online is not looked at: {error}", flush=True)
+        yield presences
+    finally:
+        link.close()

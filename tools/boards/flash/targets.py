@@ -1,0 +1,103 @@
+"""Kinds of boards for which a bundle can be built, with their Python and wheel tags."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final
+
+from fedquilt.core import JobError
+
+
+@dataclass(frozen=True)
+class BundleTarget:
+    """A kind of board, and the properties that select its wheels.
+
+    Attributes:
+        python: Version such as "3.10", or "" if it depends on the board's system.
+        glibc: Minor version of the oldest supported glibc 2.
+        index: Package index of wheels for this board that are not on PyPI, or "".
+        systemd: Version of systemd. Credentials require 247, and groups of system calls require 239.
+        brings: Whether the bundle must contain a Python (`own_python`).
+    """
+
+    name: str
+    machine: str  # as `uname -m` says
+    python: str
+    glibc: int
+    interpreter: str = ""  # its path on the board
+    index: str = ""
+    systemd: int = 249
+    brings: bool = False
+
+    @property
+    def local_platform(self) -> str:
+        # tag of NVIDIA's own builds, which PyPI does not accept
+        return f"linux_{self.machine}"
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        # newest first (PEP 600)
+        return (
+            *(f"manylinux_2_{minor}_{self.machine}" for minor in range(self.glibc, 16, -1)),
+            f"manylinux2014_{self.machine}",
+        )
+
+    def marker_environment(self) -> dict[str, str]:
+        """Return the environment for markers of requirements (PEP 508)."""
+        return {
+            "implementation_name": "cpython",
+            "implementation_version": f"{self.python}.0",
+            "os_name": "posix",
+            "platform_machine": self.machine,
+            "platform_python_implementation": "CPython",
+            "platform_release": "",
+            "platform_system": "Linux",
+            "platform_version": "",
+            "python_full_version": f"{self.python}.0",
+            "python_version": self.python,
+            "sys_platform": "linux",
+        }
+
+
+NVIDIA_JP6: Final = "https://pypi.jetson-ai-lab.io/jp6/cu126"  # wheels with the GPU for JetPack 6; PyPI has none
+# Python and glibc of Ubuntu 22.04 and 24.04, on which JetPack 6 and 7 are built, and of Debian 12 and 13
+BROUGHT: Final = "/opt/fedquilt/current/python/bin/python"
+KNOWN: Final = {
+    "jetpack4": BundleTarget(
+        "jetpack4", "aarch64", "3.11", 36, systemd=237, brings=True
+    ),  # the glibc is the brought Python's
+    "jetpack5": BundleTarget("jetpack5", "aarch64", "3.11", 36, systemd=245, brings=True),
+    "jetpack6": BundleTarget("jetpack6", "aarch64", "3.10", 35),
+    "jetpack6-gpu": BundleTarget("jetpack6-gpu", "aarch64", "3.10", 35, index=NVIDIA_JP6),
+    "jetpack7": BundleTarget("jetpack7", "aarch64", "3.12", 39),
+    "raspberry-pi-os": BundleTarget("raspberry-pi-os", "aarch64", "3.11", 36),  # bookworm; trixie has 3.13
+    "arm64": BundleTarget("arm64", "aarch64", "", 27),
+    "amd64": BundleTarget("amd64", "x86_64", "", 27),
+}
+OWN_PYTHON: Final = (
+    "flash one that comes along: `fedquilt flash ... --target jetpack5 --own-python FILE` (jetpack4 on a Nano or TX2); "
+    "`python -m fedquilt.tools.boards.flash.portable_python FILE` makes it. Stitching then runs on the CPU"
+)
+
+
+def find_target(name: str, python: str | None = None, interpreter: str | None = None) -> BundleTarget:
+    """Return a target by name, with its Python or interpreter replaced where given.
+
+    Raises:
+        JobError: If the target is unknown, or fedquilt does not support the version.
+    """
+    if name not in KNOWN:
+        raise JobError(f"no target {name!r}: one of {', '.join(KNOWN)}")
+    target = KNOWN[name]
+    python = python or target.python
+    if not python:
+        raise JobError(f"--target {name} is any system: say which Python it has, `--python 3.11` (`python3 -V` there)")
+    found = re.fullmatch(r"3\.(\d+)", python)
+    if found is None or int(found[1]) < 10:
+        raise JobError(f"--python {python}: fedquilt needs 3.10 or newer; {OWN_PYTHON}")
+    if interpreter is not None and not re.fullmatch(r"(/[A-Za-z0-9._+-]+)+", interpreter):
+        raise JobError(f"--interpreter {interpreter}: the whole path on the board is wanted, of plain letters")
+    if target.brings and interpreter is None:
+        return replace(target, python=python, interpreter=f"{BROUGHT}{python}")
+    return replace(target, python=python, interpreter=interpreter or f"/usr/bin/python{python}", brings=False)

@@ -1,0 +1,205 @@
+"""Short tasks that show the rates and overheads of the engines on this machine.
+
+A workload is an engine and a kind of network. Its probes differ in arithmetic, traffic, launches and size of a
+mini-batch, so that their times tell the four rates of `fedquilt.costs.cost_model` apart. They go through the engine's
+own
+training loop or sessions: what a task costs whatever its size is in their times.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from fedquilt.arrays import tensors
+from fedquilt.core import Examples, Fit, Rates, WorkEstimate
+from fedquilt.costs import layer_costs
+from fedquilt.models.networks import numpy_init, registry
+from fedquilt.profiles import fit
+
+CLASSES: Final = 10
+DENSE: Final = (  # (inputs, hidden, examples, batch)
+    (64, (16,), 32, 16),
+    (64, (16,), 512, 16),
+    (256, (64,), 512, 32),
+    (784, (256,), 512, 64),
+    (512, (512, 512), 512, 128),
+    (784, (512,), 128, 8),
+)
+CONV: Final = (  # (name, settings, pixels, examples, batch)
+    ("residual", {"channels": 3}, 16, 16, 16),
+    ("residual", {"channels": 3}, 32, 96, 32),
+    ("residual", {"channels": 3}, 16, 64, 4),
+    ("cnn", {"channels": 1, "size": 20}, 20, 96, 8),
+    ("plain", {"channels": 3, "width": 32}, 32, 48, 16),
+    ("separable", {"channels": 3}, 32, 64, 16),
+)
+SCORED: Final = ((16, 4, 16), (16, 32, 16), (32, 16, 48), (96, 4, 64), (32, 24, 32), (160, 2, 64), (96, 8, 16))
+"""(channels, pixels, images) of inverted residual blocks."""
+WIDER: Final = 6  # times the channels inside a probe's inverted residual block
+SEED: Final = 0
+
+
+class TaskProbe(NamedTuple):
+    """A task with known totals of work, and the function that runs the task."""
+
+    work: WorkEstimate
+    run: Callable[[], Any]
+
+
+def build_probes() -> dict[str, list[TaskProbe]]:
+    found = {"numpy-dense": dense_probes("numpy")}
+    if importlib.util.find_spec("torch"):
+        found |= {"torch-dense": dense_probes("torch"), "torch-conv": convolution_probes()}
+    if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
+        found["onnx-score"] = scoring_probes()
+    return found
+
+
+def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
+    """Fit four non-negative rates to the times of the probes. A rate without effect is None."""
+    counts = [(each.work.tasks, each.work.launches, each.work.flops, each.work.read_bytes) for each in probes]
+    task, launch, flop, byte = fit.fit_unit_costs(counts, seconds)
+    return Rates(
+        flops_per_s=1 / flop if flop else None,
+        bytes_per_s=1 / byte if byte else None,
+        launch_s=launch or None,
+        task_s=task or None,
+    )
+
+
+def dense_probes(engine_name: str) -> list[TaskProbe]:
+    engine = make_engine(engine_name)
+    found = []
+    for inputs, hidden, count, batch in DENSE:
+        network = {"name": "mlp", "inputs": inputs, "hidden": list(hidden), "classes": CLASSES}
+        x = np.random.default_rng(SEED).standard_normal((count, inputs), np.float32)
+        start = numpy_init.initial_weights(network, SEED)
+        found.append(training_probe(engine, network, start, numpy_init.costs_by_layer(network), x, batch))
+    return found
+
+
+def convolution_probes() -> list[TaskProbe]:
+    from fedquilt.models.networks import layer_costs as traced
+
+    engine = make_engine("torch")
+    found = []
+    for name, settings, pixels, count, batch in CONV:
+        channels = settings["channels"]
+        seen = {"channels": channels, "size": pixels, "mean": [0.5], "std": [0.25]}
+        network = {"name": name, **settings, "classes": CLASSES, "input": seen}
+        model = registry.load_network(network, seed=SEED)
+        start = {key: value.numpy() for key, value in model.state_dict().items()}
+        shape = (count, pixels, pixels, channels) if channels > 1 else (count, pixels, pixels)
+        x = np.random.default_rng(SEED).integers(0, 256, shape, np.uint8)
+        found.append(
+            training_probe(
+                engine, network, start, traced.trace_layer_costs(model, (channels, pixels, pixels)), x, batch
+            )
+        )
+    return found
+
+
+def training_probe(
+    engine: Any,
+    network: Mapping[str, Any],
+    start: Mapping[str, np.ndarray],
+    layers: Sequence[layer_costs.Layer],
+    x: np.ndarray,
+    batch: int,
+) -> TaskProbe:
+    own = Examples(x, np.random.default_rng(SEED).integers(0, CLASSES, len(x)))
+    each = layer_costs.training_cost(layers, start)
+    moved = layer_costs.trained_tensor_bytes(start, start.keys())
+    work = layer_costs.training_work(each, {"batch": batch}, moved, tensors.total_bytes([start])).total_for_examples(
+        len(x)
+    )
+    settings = Fit(batch=batch, lr=1e-3)
+    return TaskProbe(work, lambda: engine.train(network, start, own, settings, np.random.default_rng(SEED)))
+
+
+def scoring_probes() -> list[TaskProbe]:
+    from fedquilt.models.stitching.device import block_runner, scoring
+    from fedquilt.models.stitching.device.activations import MemoryStack
+    from fedquilt.models.stitching.search import task_specs
+
+    folder = Path(tempfile.mkdtemp(prefix="fedquilt-probes-"))
+    site = _BlockContext(make_engine("onnx"), folder)
+    found = []
+    for channels, pixels, count in SCORED:
+        block = _write_block(channels, pixels, folder)
+        x = MemoryStack.from_array(
+            np.random.default_rng(SEED).standard_normal((count, channels, pixels, pixels), np.float32)
+        )
+
+        def run(block: Any = block, x: Any = x, count: int = count) -> None:
+            flow: Any = block_runner.BlockRunner(site, [block], block.flops)  # type: ignore[arg-type]
+            scoring.stack_gram(flow.block(block, x), count, "flatten")
+
+        found.append(TaskProbe(task_specs.blocks_work([(block, 1.0)], 0).total_for_examples(count), run))
+        run()  # sessions are kept from task to task
+    return found
+
+
+class _BlockContext(NamedTuple):
+    # the part of `fedquilt.core.ClientContext` that running blocks needs
+    engine: Any
+    cache: Path
+    budget_bytes: int = 1 << 40
+
+    def path(self, name: str) -> Path:
+        return self.cache / name
+
+    def progress(self, fraction: float) -> None: ...
+
+
+def make_engine(name: str) -> Any:
+    from fedquilt.edge_agent import engines
+
+    return engines.create_engine(name, 1 << 40)
+
+
+def _write_block(channels: int, pixels: int, folder: Path) -> Any:
+    from onnx import TensorProto, helper, numpy_helper
+
+    from fedquilt.models.stitching.stitched_network import Block
+
+    wide, rng = WIDER * channels, np.random.default_rng(SEED)
+    shapes = {"expand": (wide, channels, 1, 1), "depth": (wide, 1, 3, 3), "project": (channels, wide, 1, 1)}
+    weights = {name: (rng.standard_normal(shape) / 10).astype(np.float32) for name, shape in shapes.items()}
+    limits = {"low": np.float32(0), "high": np.float32(6)}
+    nodes = [
+        helper.make_node("Conv", ["x", "expand"], ["a"]),
+        helper.make_node("Clip", ["a", "low", "high"], ["b"]),
+        helper.make_node("Conv", ["b", "depth"], ["c"], group=wide, pads=[1] * 4),
+        helper.make_node("Clip", ["c", "low", "high"], ["d"]),
+        helper.make_node("Conv", ["d", "project"], ["e"]),
+        helper.make_node("Add", ["e", "x"], ["y"]),
+    ]
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", channels, pixels, pixels]) for name in "xy"]
+    held = [numpy_helper.from_array(np.asarray(array), name) for name, array in {**weights, **limits}.items()]
+    graph = helper.make_graph(nodes, "block", value[:1], value[1:], held)
+    path = folder / f"{channels}-{pixels}.onnx"
+    path.write_bytes(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
+    )
+    shape = (channels, pixels, pixels)
+    size = sum(array.nbytes for array in weights.values())
+    return Block(
+        donor="probe",
+        index=0,
+        kind="middle",
+        stages=((path.name,),),
+        data=(),
+        in_shape=shape,
+        out_shape=shape,
+        flops=2.0 * pixels**2 * (2 * wide * channels + 9 * wide),
+        weight_bytes=size,
+        resident_bytes=size,
+        activation_bytes=4 * pixels**2 * 2 * wide,
+    )

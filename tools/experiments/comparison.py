@@ -1,0 +1,281 @@
+"""Comparison of several methods on one simulated fleet with several seeds.
+
+A seed determines the partition, the cohorts and the order of examples, the same for all methods. All runs start with
+the weights of the bundle. Seconds and joules are those of the simulated boards. Finished runs are cached in a folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt import methods, metrics
+from fedquilt.console import progress, units
+from fedquilt.coordinator import settings as jobs
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.updates.job_validation import require_matching_bundle
+from fedquilt.coordinator.views import scores
+from fedquilt.core import FedquiltError, JobError
+from fedquilt.data import compatibility
+from fedquilt.data.spec import DataSpec
+from fedquilt.formats import job_bundle, toml
+from fedquilt.tools.experiments import parallel_runs, run_cache
+from fedquilt.tools.experiments.run_cache import RunCache
+from fedquilt.tools.experiments.single_run import FORMAT, SeedRun, run_seed
+
+
+class ComparisonCase(msgspec.Struct, frozen=True):
+    job: bytes
+    folder: str  # of the bundle
+    how: bytes = b""  # what the player does besides, as JSON; empty: it plays the job as it is
+    label: str = ""  # what the run is called; empty: by its method
+
+    @property
+    def cache_key(self) -> str:
+        parts = (str(FORMAT).encode(), self.job, run_cache.list_plugin_versions(self.job), *filter(None, [self.how]))
+        return run_cache.make_key(*parts, bundle=Path(self.folder), data=run_cache.list_data_paths(self.job))
+
+    @property
+    def name(self) -> str:
+        job = self.settings
+        return f"{self.label or job.method}, seed {job.seed}"
+
+    @property
+    def settings(self) -> JobSettings:
+        return jobs.parse_job(msgspec.json.decode(self.job))
+
+
+Tell = Callable[[int], None]  # hears how many rounds are done
+Player = Callable[[ComparisonCase, Tell], SeedRun]
+
+
+# -- what is to be run ----------------------------------------------------------------------------
+
+
+def make_cases(
+    job: JobSettings,
+    folder: Path,
+    names: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    *,
+    rounds: int | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[ComparisonCase]:
+    """Return one case per seed and method, in the order of seeds.
+
+    An interrupted comparison is thus complete for its first seeds.
+
+    Args:
+        job: Job with data and a fleet.
+        folder: Bundle of the job.
+        names: Methods, or () for the job's method and those of its [compare] tables.
+        seeds: Seeds of the runs.
+        rounds: Number of rounds, or None for the job's.
+        changes: Parameters by method, which override [params] and [compare.METHOD].
+
+    Raises:
+        JobError: If a method or parameter is unknown, there is no [data], or the bundle is missing or of another job.
+        DataError: If the data cannot be read, or does not fit the network.
+    """
+    made = job_bundle.load_bundle(folder)
+    require_matching_bundle(job, made)
+    if not job.data:
+        raise JobError(f"job {job.name!r} has no [data] table: what is shared out among its devices")
+    chosen = list(dict.fromkeys(names or (job.method, *job.compare)))
+    changes = changes or {}
+    for name in (*chosen, *job.compare, *changes):
+        methods.load(name)
+    if idle := sorted(changes.keys() - set(chosen)):
+        raise JobError(f"--set {idle[0]}...: {idle[0]} is not compared; --methods {' '.join([*chosen, idle[0]])}")
+    compatibility.open_compatible_data(made.meta, DataSpec.parse(job.data))
+    if job.test:
+        compatibility.open_compatible_data(made.meta, DataSpec.parse(scores.make_test_table(job), "[test]"))
+    found = []
+    for seed in sorted(set(seeds)):
+        for name in chosen:
+            method = methods.load(name)
+            every = 0 if method.check is None else job.check.every or 1
+            table = {
+                **msgspec.to_builtins(job),
+                "method": name,
+                "params": merge_params(job, name, changes.get(name, {})),
+                "seed": seed,
+                "data": {**job.data, "seed": seed},
+                "engine": job.engine if job.engine in method.engines else None,
+                "rounds": rounds or job.rounds,
+                "check": {"every": every},
+            }
+            table.pop("compare")
+            jobs.parse_job(table)
+            found.append(ComparisonCase(msgspec.json.encode(table, order="sorted"), str(folder)))
+    return found
+
+
+def merge_params(job: JobSettings, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a method: shared [params], then its [compare] table, then the changes.
+
+    Parameters in [params] that the method does not have are ignored. In the other two they are kept, and raise an
+    error when the job is parsed.
+    """
+    known = {field.name for field in dataclasses.fields(methods.load(name).params)}
+    shared = {key: value for key, value in job.params.items() if key in known or name == job.method}
+    return {**shared, **job.compare.get(name, {}), **changes}
+
+
+def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return parameters by method from texts such as "fedprox.mu=0.1".
+
+    Values are TOML. A bare word is a string.
+
+    Raises:
+        JobError: If a text has another form.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        where, equals, value = text.partition("=")
+        name, dot, key = where.strip().partition(".")
+        if not (equals and dot and name and key and value.strip()):
+            raise JobError(f"--set {text}: wanted METHOD.PARAMETER=VALUE, as in fedprox.mu=0.1")
+        try:
+            read = toml.parse_toml(f"value = {value}", text)["value"]
+        except JobError:
+            read = value.strip()
+        found.setdefault(name, {})[key] = read
+    return found
+
+
+# -- all runs -------------------------------------------------------------------------------------
+
+
+def run_cases(
+    todo: Sequence[ComparisonCase], out: Path, player: Player, say: Callable[[str], None]
+) -> tuple[list[SeedRun], list[str]]:
+    """Run all cases that are not cached. Return the runs in order, and a sentence for each failure."""
+    found, failed = run_missing_cases(todo, out, player, say, progress.LINE.show_status)
+    progress.LINE.end_operation()
+    return [found[case] for case in todo if case in found], failed
+
+
+def run_missing_cases(
+    todo: Sequence[ComparisonCase],
+    out: Path,
+    player: Player,
+    say: Callable[[str], None],
+    show: Callable[[str], None],
+    *,
+    abreast: bool = False,
+) -> tuple[dict[ComparisonCase, SeedRun], list[str]]:
+    """Run the cases that are not cached in `out`/runs.
+
+    Args:
+        todo: All cases.
+        out: Folder of the comparison.
+        player: Function that runs a case.
+        say: Function that prints a permanent line.
+        show: Function that prints a temporary progress line.
+        abreast: Run one case per core, each in a process that imports `player` by name.
+
+    Returns:
+        The run of each case that succeeded, and a sentence for each failure.
+    """
+    store = RunCache(out, SeedRun)
+    keys = {case: case.cache_key for case in todo}  # of the data as they are before anything runs
+    kept = {case: store.find(key) for case, key in keys.items()}
+    found = {case: run for case, run in kept.items() if run is not None}
+    missing = [case for case in keys if case not in found]
+    for line in store.describe_cache(len(found), keys.values()):
+        say(line)
+    failed: list[str] = []
+    began_s = time.monotonic()
+    made = _run_in_parallel(missing, player, show) if abreast else _run_sequentially(missing, player, show)
+    for count, (case, outcome) in enumerate(made, 1):
+        if isinstance(outcome, str):
+            failed.append(f"{case.name}: {outcome}")
+            say(f"[{count}/{len(missing)}] {case.name} failed: {outcome}")
+            continue
+        found[case] = outcome
+        store.store(keys[case], outcome)
+        left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
+        last = outcome.marks[-1] if outcome.marks else None
+        value = None if last is None else last.value
+        told = (
+            "" if last is None or value is None else f": {metrics.format_value(metrics.KNOWN[last.metric], value, 1)}"
+        )
+        say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {case.name}{told}")
+    return found, failed
+
+
+Made = Iterator[tuple[ComparisonCase, SeedRun | str]]
+"""Each case with its run, or with the sentence that says why it failed."""
+
+
+def _run_sequentially(missing: Sequence[ComparisonCase], player: Player, show: Callable[[str], None]) -> Made:
+    for count, case in enumerate(missing, 1):
+        live = f"[{count}/{len(missing)}] {case.name}: round {{}} of {case.settings.rounds}"
+        yield case, _try_case(player, case, lambda done, live=live: show(live.format(done)))  # type: ignore[misc]
+
+
+def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Callable[[str], None]) -> Made:
+    began_s, done = time.monotonic(), 0
+
+    def show_progress() -> None:
+        show(f"{done} of {len(missing)} runs are done, {units.format_duration(time.monotonic() - began_s)} so far")
+
+    with progress.call_periodically(show_progress):
+        for index, run in parallel_runs.run_in_processes(_try_case, [(player, case) for case in missing]):
+            done += 1
+            yield missing[index], run
+
+
+def _try_case(player: Player, case: ComparisonCase, tell: Tell | None = None) -> SeedRun | str:
+    try:
+        return player(case, tell or (lambda done: None))
+    except FedquiltError as error:
+        return str(error)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def main(
+    job: JobSettings,
+    folder: Path,
+    out: Path,
+    *,
+    names: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    rounds: int | None = None,
+    target: float | None = None,
+    on: str = "test",
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    workers: int | None = None,
+    engine: str = "auto",
+    mixed: bool = False,
+    format: str = "text",
+) -> int:
+    """Run missing cases, print the table and write its files. Return 1 if a run failed, otherwise 0."""
+    from fedquilt.tools.experiments import tables
+
+    metric = metrics.MAIN[metrics.task_from_network(job.model)]
+    if target is not None and metric.share and target > 1:
+        raise JobError(f"--target {target:g}: {metric.title} runs from 0 to 1; for {target:g} % give {target / 100:g}")
+    todo = make_cases(job, folder, names, seeds, rounds=rounds, changes=changes)
+
+    def run_case(case: ComparisonCase, tell: Tell) -> SeedRun:
+        return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
+
+    runs, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
+    if on == "held":
+        runs = tables.drop_test_scores(runs)
+    result = tables.make_result(job.name, runs, target, failed)
+    files = tables.write_files(result, runs, out)
+    if format == "json":
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    else:
+        print("\n".join([*tables.format_table(result), *(f"failed: {each}" for each in failed), *files]))
+    return 1 if failed else 0

@@ -1,0 +1,267 @@
+"""Evaluation of a run's global model on examples of no device.
+
+A separate process, because the coordinator does not load torch. It reads committed states from the coordinator's
+store and writes scores to HOME/evaluations/RUN.json. The coordinator deletes a state when the next one is committed,
+so scores of every round require following the run. If rounds are faster than evaluations, some states are skipped,
+but never the last.
+
+A method's own `check` receives the test set as the held-out share of a new device with unlimited memory. A stitched
+network is run as it would be exported.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt import methods, metrics
+from fedquilt.arrays import tensors
+from fedquilt.console import table
+from fedquilt.coordinator.rounds.events import JobConstants, JobStarted, JobState, RoundCommitted, apply_event
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage.store import Store, StoredJob
+from fedquilt.coordinator.views import scores
+from fedquilt.coordinator.views.scores import EvaluationScore, RunScores
+from fedquilt.core import (
+    DETAILED,
+    BlobRef,
+    DeviceView,
+    EvaluationSums,
+    Examples,
+    Method,
+    Profile,
+    StoreError,
+    evaluation,
+)
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent import engines
+from fedquilt.formats import job_bundle
+from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.scratch_folders import ScratchFolder
+from fedquilt.tools.simulation.workers.local_backend import make_task_and_context
+
+BUDGET_BYTES = 1 << 40  # nothing is refused here
+LOOK_S = 1.0  # between looks at a store that has nothing new
+NOBODY = "evaluator"
+ENDED = ("done", "failed", "stopped")
+
+
+# -- what it is tested on -------------------------------------------------------------------------
+
+
+def load_test_set(job: JobSettings) -> Examples:
+    """Return the test examples of a job.
+
+    Raises:
+        JobError: If the job has no test set, or the table is wrong.
+        DataError: If the examples cannot be read.
+    """
+    return examples.load_split(DataSpec.parse(scores.make_test_table(job)))
+
+
+# -- one state ------------------------------------------------------------------------------------
+
+
+class Evaluator:
+    """Evaluator of one job's states on its test set.
+
+    Raises:
+        JobError: If no engine of the method is installed, or the bundle is missing.
+        DataError: If the test set cannot be read.
+    """
+
+    def __init__(self, job: JobSettings, folder: Path, *, test: Examples | None = None, engine: Any = None) -> None:
+        self.job, self.method, self._folder = job, methods.load(job.method), folder
+        self._test = load_test_set(job) if test is None else test
+        self._bundle = job_bundle.load_bundle(folder)
+        self._engine = engine
+        self._cache = ScratchFolder()
+
+    def __enter__(self) -> Evaluator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._cache.cleanup()
+
+    def score(
+        self, state: Any, rounds: int, sha256: str = "", *, budget_bytes: int = BUDGET_BYTES
+    ) -> EvaluationScore | None:
+        """Return the score of a state on the test set, or None if the method has nothing to evaluate yet.
+
+        Args:
+            state: Method state.
+            rounds: Number of rounds before the state.
+            sha256: Digest of the state.
+            budget_bytes: Memory budget of the evaluated device, which determines the size of sub-models.
+        """
+        if self.method.check is None:
+            return self._score_stitched(state, rounds, sha256)
+        engine = self._get_engine(self.job.engine or _choose_engine(self.method))
+        order = self.method.send(state, self._make_device_view(engine.name, budget_bytes))
+        if order is None:
+            return None
+        newcomer = DeviceData(NOBODY, Examples(self._test.x[:0], self._test.y[:0]), self._test)
+        with tempfile.TemporaryDirectory(dir=self._cache.path) as folder:
+            given = make_task_and_context(
+                self.method, order, newcomer, Path(folder), engine=engine, actions=("check",), path=self._find_blob
+            )
+            return score_from_sums(self.method.check(*given), rounds, sha256)
+
+    def _make_device_view(self, engine: str, budget_bytes: int) -> DeviceView:
+        profile = Profile(
+            device=NOBODY,
+            board="none",
+            memory_bytes=budget_bytes,
+            budget_bytes=budget_bytes,
+            engines=(engine,),
+            versions={},
+        )
+        return DeviceView(NOBODY, profile)
+
+    def _find_blob(self, ref: BlobRef) -> Path:
+        return job_bundle.verify_file(self._folder, ref)
+
+    def _get_engine(self, name: str) -> Any:
+        if self._engine is None:
+            self._engine = engines.create_engine(name, BUDGET_BYTES)
+        return self._engine
+
+    def _score_stitched(self, state: Any, rounds: int, sha256: str) -> EvaluationScore | None:
+        from fedquilt.tools.experiments.baselines import BaselineSetup
+
+        if not self.method.done(state):
+            return None
+        engine = self._get_engine(self.job.engine or _choose_engine(self.method))
+        bench = BaselineSetup(
+            self._bundle, lambda name: self._find_blob(self._bundle.files[name]), engine, self._test, self._test
+        )
+        accuracy = bench.compute_accuracy(self.method.result(state))
+        return EvaluationScore(rounds, accuracy, len(self._test), None, sha256)
+
+
+def score_from_sums(sums: EvaluationSums | None, rounds: int, sha256: str) -> EvaluationScore | None:
+    """Return the score of evaluation sums, or None if there are no examples."""
+    if sums is None or (main := metrics.main_metric(sums)) is None:
+        return None
+    loss = math.fsum(sums.loss) / sums.examples
+    return EvaluationScore(rounds, main[1], sums.examples, loss, sha256, main[0].name, sums)
+
+
+def _choose_engine(method: Method) -> str:
+    there = engines.available_engines()
+    return next((name for name in method.engines if name in there), method.engines[0])
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+def evaluate_run(
+    store: Store,
+    run: str,
+    *,
+    follow: bool = False,
+    say: Callable[[EvaluationScore], None] = lambda score: None,
+    sleep: Callable[[float], None] = time.sleep,
+    make: Callable[[JobSettings, Path], Evaluator] = Evaluator,
+) -> RunScores:
+    """Score the stored states of a run that have no score yet, and return all scores.
+
+    With `follow`, new states are scored until the run has ended.
+
+    Raises:
+        StoreError: If the run does not exist, or its last state is missing.
+        JobError, DataError: If the run cannot be evaluated.
+    """
+    row = store.find_job(run)
+    found, states = scores.read_scores(store.home, row), _StateReader(store, row)
+    with make(row.job, row.bundle) as evaluator:
+        while True:
+            ended = store.stored_status(row.id) in ENDED  # before its states are looked at
+            score = _score_latest(states, evaluator, {score.state for score in found.scores}, ended)
+            if score is not None:
+                say(score)
+                found = msgspec.structs.replace(found, scores=(*found.scores, score))
+                scores.write_scores(scores.scores_path(store.home, row.id), found)
+            elif ended or not follow:
+                return found
+            else:
+                sleep(LOOK_S)
+
+
+class _StateReader:
+    def __init__(self, store: Store, row: StoredJob) -> None:
+        self.store, self._run, self._seen = store, row.id, 0
+        self._rounds = JobState(JobConstants.from_job(row.job))
+        self._latest: tuple[int, BlobRef] | None = None
+
+    @property
+    def evaluation_pending(self) -> bool:
+        return self._rounds.settling
+
+    def read_latest(self) -> tuple[int, BlobRef] | None:
+        # an evaluation-only round leaves the state unchanged
+        for seq, _, fact in self.store.read_events(self._run, self._seen):
+            self._seen, self._rounds = seq, apply_event(self._rounds, fact, 0.0)
+            if isinstance(fact, JobStarted):
+                self._latest = (0, fact.state)
+            elif isinstance(fact, RoundCommitted) and (self._latest is None or fact.state != self._latest[1]):
+                self._latest = (self._rounds.completed_rounds, fact.state)
+        return self._latest
+
+
+def _score_latest(states: _StateReader, evaluator: Evaluator, known: set[str], ended: bool) -> EvaluationScore | None:
+    # None also if the state was deleted because the next one was committed
+    latest = states.read_latest()
+    if latest is None or latest[1].sha256 in known or (states.evaluation_pending and not ended):
+        return None
+    done, ref = latest
+    path = states.store.depot.blob_path(ref.sha256)
+    try:
+        payload = None if path is None else path.read_bytes()
+    except FileNotFoundError:
+        payload = None
+    if payload is None:
+        if ended:
+            raise StoreError(
+                f"the state after {done} rounds ({ref.sha256[:12]}) is gone from {states.store.home}, or damaged"
+            )
+        return None
+    return evaluator.score(tensors.unpack_state(payload, evaluator.method.state), done, ref.sha256)
+
+
+def format_score(score: EvaluationScore, confusion: bool = False) -> list[str]:
+    metric, sums = metrics.KNOWN[score.metric], score.evaluation
+    over = "of" if metric.share else "on"
+    value = f"{metric.title} {metrics.format_value(metric, score.value)} {over} {score.examples} examples"
+    said = [f"after {score.rounds} rounds: {', '.join([value, *(metrics.describe_metrics(sums)[1:] if sums else ())])}"]
+    if not confusion:
+        return said
+    if sums is None or (rows := evaluation.confusion_matrix(sums)) is None:
+        return [*said, f"no confusion matrix: there is one for up to {DETAILED} classes"]
+    head = ["true, predicted", *map(str, range(len(rows)))]
+    return [
+        *said,
+        *table.format_table([head, *([str(at), *map(str, row)] for at, row in enumerate(rows))], "<>", 10**6),
+    ]
+
+
+def scores_to_dict(found: RunScores, confusion: bool = False) -> dict[str, Any]:
+    """Return scores for JSON, with metrics instead of sums, optionally with confusion matrices."""
+    made: dict[str, Any] = msgspec.to_builtins(found)
+    for score, row in zip(found.scores, made["scores"], strict=True):
+        sums = score.evaluation
+        row["metrics"] = evaluation.compute_metrics(sums) if sums else {}
+        if confusion:
+            row["confusion"] = evaluation.confusion_matrix(sums) if sums else None
+        del row["evaluation"]
+    return made

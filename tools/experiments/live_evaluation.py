@@ -1,0 +1,71 @@
+"""Evaluation of the global model of a simulated run, outside of its rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedquilt import methods
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.views import progress
+from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore
+from fedquilt.core import Examples, evaluation
+from fedquilt.tools.experiments.evaluation import Evaluator, score_from_sums
+from fedquilt.tools.simulation.simulated_job import Simulation
+from fedquilt.tools.simulation.workers.backend import WorkBackend
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Results of one evaluation, None where examples are missing."""
+
+    test: EvaluationScore | None  # on the examples that no device has
+    held: HeldOutScore | None  # on the devices' held-out shares
+    devices: Mapping[str, float]  # device -> accuracy on its held-out share, 0..1
+
+
+class LiveEvaluator:
+    """Evaluator of one run's global model on the test set and on held-out shares. Close after use.
+
+    Args:
+        job: The job.
+        folder: Bundle of the job.
+        test: Test set, or None for none.
+    """
+
+    def __init__(self, job: JobSettings, folder: Path, test: Examples | None) -> None:
+        self.checks = methods.load(job.method).check is not None
+        self._test = test
+        self._evaluator = None if test is None or self.checks else Evaluator(job, folder, test=test)
+
+    def __enter__(self) -> LiveEvaluator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._evaluator is not None:
+            self._evaluator.close()
+
+    def evaluate(self, simulation: Simulation, hands: WorkBackend, *, shares: bool) -> EvaluationResult:
+        """Evaluate the current state of a simulation.
+
+        Args:
+            simulation: Simulation at the end of a round.
+            hands: Backend that runs the evaluation.
+            shares: Evaluate on the held-out shares of the devices too.
+
+        Raises:
+            FedquiltError: If an evaluation failed.
+        """
+        told = hands.evaluate(simulation) if self.checks and shares else {}
+        own = progress.summarise_evaluation(evaluation.add_evaluations(told.values()), told)
+        held = None if own is None else HeldOutScore.from_summary(simulation.completed_rounds, own)
+        return EvaluationResult(self._score_test_set(simulation, hands), held, {} if own is None else own.devices)
+
+    def _score_test_set(self, simulation: Simulation, hands: WorkBackend) -> EvaluationScore | None:
+        if self._test is None:
+            return None
+        done, state = simulation.completed_rounds, simulation.state_digest
+        if self._evaluator is not None:
+            return self._evaluator.score(simulation.state, done, state)
+        return score_from_sums(hands.evaluate_test_set(simulation), done, state)

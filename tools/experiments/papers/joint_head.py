@@ -1,5 +1,0 @@
-"""Code of joint_head.toml: MobileNetV2 with restored batch normalisation as the starting network."""
-
-from fedquilt.tools.experiments.papers.fedstitch_runs import unfolded
-
-__all__ = ["unfolded"]  # named by joint_head.toml

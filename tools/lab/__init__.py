@@ -1,0 +1,1 @@
+"""Experiments of this project: benches, papers, audit and demo."""

@@ -1,0 +1,232 @@
+"""Audit of the examples that a coordinator could reconstruct from uploads (`fedquilt audit`).
+
+One example is trained on by the method's own two halves; what the device then uploads is all that the
+reconstruction gets, beside what the attacker is granted: the network, the device's weights before the step
+(GENE-FL's never leave the device; in its first round they are the job's), the learning rate and the label.
+So the figures tell of the worst case: one step, one example, one device. The network is LeNet with sigmoids,
+weights U(-0.5, 0.5), as in the attack's papers: ReLU's gradients have no slope for it to follow.
+
+Attack: iDLG (Zhao et al., arXiv 2001.02610) as GENE-FL has it (arXiv 2504.14628, Eq. 13): find x' whose
+gradient of the uploaded layers is the uploaded one. PSNR is over pixels of 0 to 1.
+
+Few layers are no promise: a layer whose gradient has more values than the picture has pixels can give it away.
+Four 5x5 filters did so with 8x8 pixels (83 dB), and not with 12x12 (6 dB).
+
+A fingerprint (GENE-FL's Eq. 11) is no gradient: of it, the likeness of its first vector to the mean picture
+is told, for as many examples as devices have and for a single one, which it gives away but for its brightness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.console import progress
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.core import ClientContext, ClientResult, DataError, Examples, JobError, Task, Tensors
+from fedquilt.data import images
+from fedquilt.formats import job_bundle
+from fedquilt.host import disk
+from fedquilt.models import subspaces
+from fedquilt.tools.lab.audit import picture
+from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.run import iterate_states
+from fedquilt.tools.simulation.scratch_folders import ScratchFolder
+from fedquilt.tools.simulation.simulated_job import ROOM, ROOM_BYTES
+
+RATE: Final = 1.0  # of the one step: its length is the gradient itself
+PLAIN: Final = {"epochs": 1, "batch": 1, "lr": RATE}
+SIZES: Final = (16, 64, 256)  # examples that a fingerprint is of
+
+
+@dataclass(frozen=True)
+class UploadVariant:
+    """A method with its parameters, and the noise added to its gradient."""
+
+    label: str
+    method: str
+    params: Mapping[str, Any]
+    noise: float = 0.0  # deviation of the normal noise on every value of the gradient
+
+
+def upload_variants(noise: float) -> list[UploadVariant]:
+    """Return the methods and parameters to compare."""
+    return [
+        UploadVariant("FedAvg", "fedavg", {}),
+        UploadVariant(f"FedAvg, noise {noise:g}", "fedavg", {}, noise),
+        UploadVariant("ParFed, 1 layer kept", "parfed", {"layers": 1}),
+        UploadVariant("ParFed, 3 layers kept", "parfed", {"layers": 3}),
+        UploadVariant("GENE-FL, all layers", "genefl", {}),
+        UploadVariant("GENE-FL, 1 layer", "genefl", {"first_layers": 1}),
+    ]
+
+
+def extract_gradient(
+    row: UploadVariant, network: Mapping[str, Any], start: Tensors, example: Examples, engine: Any
+) -> Tensors:
+    """Return the gradient that a device's upload after one step reveals, by tensor of the network.
+
+    Raises:
+        JobError: the method sends none.
+    """
+    sent: list[Mapping[str, Tensors]] = []
+    method = methods.load(row.method)
+
+    def record_work(task: Task, site: ClientContext) -> ClientResult:
+        answer = method.work(task, site)
+        sent.append(answer.bundles)
+        return answer
+
+    known = {field.name for field in fields(method.params)}
+    params = {key: value for key, value in {**PLAIN, **row.params}.items() if key in known}
+    job = JobSettings(name="audit", method=row.method, rounds=3, params=params, fleet=ROOM)
+    victim = DeviceData("victim", example, Examples(example.x[:0], example.y[:0]))
+    double = replace(method, work=record_work)
+    from fedquilt.models.networks import register_trace  # needs torch, as the attack does
+
+    with ScratchFolder() as place:
+        register = register_trace.register_from_table(network)
+        job_bundle.write_bundle(
+            place, {"network": dict(network), "register": register}, {"model": tensors.encode_tensors(start)}
+        )
+        for _ in iterate_states(job, place, [victim], load=lambda name: double, engine=engine):
+            found = [(name, array) for each in sent for some in each.values() for name, array in some.items()]
+            kept = {
+                name: (start[name].astype(np.float64) - array) / RATE
+                for name, array in found
+                if name in start and array.shape == start[name].shape
+            }
+            if kept:
+                return kept
+    raise JobError(f"{row.method} uploads no tensors of the network: there is no gradient to audit")
+
+
+def audit_methods(
+    data: Path,
+    *,
+    count: int = 4,
+    steps: int = 300,
+    noise: float = 0.001,
+    seed: int = 0,
+    size: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1.
+
+    Args:
+        data: a file or folder of images, as a job's [data] path.
+        count: examples that are attacked.
+        steps: most steps of the attack.
+        noise: standard deviation of the noise added to gradients in the row that has it.
+        seed: of the examples and the attack.
+        size: pixels that images are scaled to; 0: unchanged.
+        say: called with one line for each row.
+
+    Raises:
+        DataError: no images, or not square ones.
+    """
+    from fedquilt.data import examples as shares
+    from fedquilt.data.spec import DataSpec
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
+    from fedquilt.tools.lab.audit import gradient_attack
+
+    most = max(count, *SIZES)
+    drawn = shares.load_split(DataSpec(path=str(data), limit=most, size=size, seed=seed))
+    if drawn.x.ndim not in (3, 4) or drawn.x.shape[1] != drawn.x.shape[2]:
+        raise DataError(f"{data}: examples of shape {drawn.x.shape[1:]}: square images are wanted, --size scales them")
+    channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
+    table = {"channels": channels, "size": side}
+    network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
+    start, head = gradient_attack.draw_weights(network, seed), gradient_attack.classifier_path(network)
+    engine = TorchEngine(ROOM_BYTES)
+    gradient_attack.use_one_thread()
+    chosen = upload_variants(noise)
+    found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in chosen}
+    pictures: list[list[np.ndarray]] = []
+    for index in range(min(count, len(drawn))):
+        example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
+        truth = images.prepare_images(example.x, table)[0]
+        line = [truth]
+        for place, row in enumerate(chosen):
+            progress.LINE.set_part(row.label, index * len(chosen) + place, min(count, len(drawn)) * len(chosen))
+            gradient = extract_gradient(row, network, start, example, engine)
+            rng = tensors.seeded_rng("audit", seed, index, row.label)
+            if row.noise:
+                gradient = {name: array + rng.normal(0, row.noise, array.shape) for name, array in gradient.items()}
+            label = int(example.y[0])
+            guess = gradient_attack.reconstruct_example(network, start, gradient, label, truth.shape, rng, steps)
+            account = found[row.label]
+            account["psnr_db"].append(round(psnr(guess, truth), 2))
+            account["values"] = sum(array.size for array in gradient.values())
+            account["label_read"].append(gradient_attack.infer_label(gradient, head) == label)
+            line.append(guess)
+            say(f"[{index + 1}/{count}] {row.label}: {account['psnr_db'][-1]:.1f} dB")
+        pictures.append([np.moveaxis(each, 0, -1) for each in line])
+    return {
+        "rows": {
+            label: {**each, "mean_db": round(float(np.mean(each["psnr_db"])), 2)} for label, each in found.items()
+        },
+        "fingerprints": compare_fingerprints(drawn),
+        "settings": {"network": network, "steps": steps, "noise": noise, "seed": seed, "examples": len(pictures)},
+        "pictures": pictures,
+    }
+
+
+def compare_fingerprints(examples: Examples) -> list[dict[str, float]]:
+    """Compare a fingerprint's first vector with the mean image, for several numbers of examples."""
+    found = []
+    for size in (1, *SIZES):
+        if size <= len(examples):
+            some = examples.x[:size]
+            likeness = subspaces.mean_similarity(some, subspaces.compute_subspace(some, 5))
+            found.append({"examples": size, "cosine": round(likeness, 4)})
+    return found
+
+
+def psnr(guess: np.ndarray, truth: np.ndarray) -> float:
+    """Return the peak signal-to-noise ratio in decibels, at most 100, for pixels from 0 to 1."""
+    error = float(np.square(guess.astype(np.float64) - truth).mean())
+    return min(100.0, float(-10 * np.log10(error))) if error > 0 else 100.0
+
+
+def format_result(result: Mapping[str, Any]) -> list[str]:
+    settings = result["settings"]
+    found = [
+        f"iDLG on {settings['examples']} examples, up to {settings['steps']} steps; a high PSNR is a picture given away"
+    ]
+    for label, row in result["rows"].items():
+        each = ", ".join(f"{value:.1f}" for value in row["psnr_db"])
+        read = f"label read off {sum(row['label_read'])} of {len(row['label_read'])}"
+        found.append(f"  {label:24} {row['mean_db']:6.2f} dB ({each})   {row['values']} values, {read}")
+    found.append("GENE-FL's fingerprint: cosine of its first vector and the mean picture")
+    told = [
+        f"{each['cosine']:.3f} of {each['examples']} example{'s' * (each['examples'] > 1)}"
+        for each in result["fingerprints"]
+    ]
+    return [*found, f"  {', '.join(told)}"]
+
+
+def main(data: Path, out: Path, format: str, options: Mapping[str, Any], say: Callable[[str], None]) -> int:
+    """Run the audit, write the images as SVG and print the result. Return 0.
+
+    Raises:
+        StoreError: If the SVG file cannot be written.
+    """
+    result = audit_methods(data, **options, say=say)
+    titles = ["original", *result["rows"]]
+    notes = [
+        ["", *(f"{row['psnr_db'][i]:.1f} dB" for row in result["rows"].values())]
+        for i in range(len(result["pictures"]))
+    ]
+    disk.write_output(out, picture.render_grid(titles, result.pop("pictures"), notes))
+    told: Sequence[str] = [*format_result(result), f"{out}: the pictures"]
+    text = msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else "\n".join(told)
+    progress.LINE.print_to_stdout(text)
+    return 0

@@ -1,0 +1,1 @@
+"""Ablation of the search for stitched networks."""

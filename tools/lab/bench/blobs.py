@@ -1,0 +1,218 @@
+"""Benchmark of blob transfers by HTTP and MQTT, with and without faults, against TCP.
+
+Beside TCP that hashes and stores the same bytes, by processes of the same kind that begin at the same moment; then all
+again with faults: 2 % of chunks are lost (over the broker) or end a connection (by HTTP and TCP), the broker is killed
+once. What goes through the broker is compared with TCP whose server is away for as long, and HTTP with TCP whose server
+is never away: neither needs the broker once it has begun. Both are also compared with TCP that nothing disturbs.
+
+A way's time ends when its last agent has the blob on its disk. The processes are in
+`fedquilt.tools.lab.bench.transfer_nodes`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import psutil
+
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.core import JobError, LinkError
+from fedquilt.edge_agent.task import memory_budget
+from fedquilt.tools.lab.bench.transfer_nodes import AGENTS, DOWN_S, SIZE
+from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
+
+LOSS: Final = 0.02
+TURNS: Final = 3  # of each way, one after another
+DIES: Final = 0.5  # of the time that TCP takes, after the agents have begun
+
+Way = Literal["tcp", "http", "mqtt"]
+
+
+class TransferRun(NamedTuple):
+    """A transfer method and its faults."""
+
+    way: Way
+    loss: float = 0.0
+    outage: bool = False  # of the broker, or of TCP's server
+
+
+RUNS: Final = {  # the first is the yard-stick of all, and its time says when the others' outages begin
+    "tcp": TransferRun("tcp"),
+    "http": TransferRun("http"),
+    "mqtt": TransferRun("mqtt"),
+    "tcp_with_breaks": TransferRun("tcp", LOSS),
+    "http_with_faults": TransferRun("http", LOSS, outage=True),
+    "tcp_with_faults": TransferRun("tcp", LOSS, outage=True),
+    "mqtt_with_faults": TransferRun("mqtt", LOSS, outage=True),
+}
+
+
+def measure() -> dict[str, Any]:
+    """Run all transfer methods, TURNS times.
+
+    Raises:
+        JobError: If Mosquitto is not installed.
+    """
+    mosquitto = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if mosquitto is None:
+        raise JobError("this bench needs Mosquitto: apt install mosquitto")
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        sha256 = BlobStore(home / "server").store_bytes(random.Random(0).randbytes(SIZE)).sha256
+        ran: dict[str, list[dict[str, Any]]] = {}
+        for _ in range(TURNS):
+            for name, run in RUNS.items():
+                dies_s = DIES * ran["tcp"][-1]["seconds"] if run.outage else None
+                ran.setdefault(name, []).append(_measure_run(mosquitto, home, sha256, run, dies_s))
+        return _build_result(ran)
+
+
+def _measure_run(mosquitto: str, home: Path, sha256: str, run: TransferRun, dies_s: float | None) -> dict[str, Any]:
+    port = _find_free_port()
+    (home / "mosquitto.conf").write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\n")
+    command = [mosquitto, "-c", str(home / "mosquitto.conf")]
+    url = f"mqtt://127.0.0.1:{port}"
+    node = [sys.executable, "-m", "fedquilt.tools.lab.bench.transfer_nodes"]
+    processes: list[subprocess.Popen[str]] = []
+
+    def start_node(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen([*node, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        processes.append(process)
+        return process
+
+    broker = _start_broker(command, port)
+    broker_peak = 0
+    try:
+        server = start_node("serve", url, str(home / "server"), sha256, run.way, str(run.loss))
+        served_at = str(json.loads(_read_line(server))["port"])
+        agents = [
+            start_node("pull", url, str(home / f"agent-{number}"), sha256, f"agent-{number}", run.way, served_at)
+            for number in range(AGENTS)
+        ]
+        for agent in agents:
+            _read_line(agent)
+        began = time.monotonic()
+        for agent in agents:
+            assert agent.stdin is not None
+            agent.stdin.write("\n")
+            agent.stdin.flush()
+        if dies_s is not None:
+            time.sleep(dies_s)
+            if run.way == "tcp":
+                server.send_signal(signal.SIGUSR1)
+            else:
+                broker_peak = memory_budget.read_peak_bytes(broker.pid) or 0
+                broker.kill()
+                broker.wait()
+                time.sleep(DOWN_S)
+                broker = _start_broker(command, port)
+        pulled = [json.loads(_read_line(agent)) for agent in agents]
+        seconds = max(agent["ended"] for agent in pulled) - began  # of this machine's one monotonic clock
+        brokers_s = sum(psutil.Process(broker.pid).cpu_times()[:2])
+        broker_peak = max(broker_peak, memory_budget.read_peak_bytes(broker.pid) or 0)
+        server.terminate()
+        served = json.loads(_read_line(server))
+    finally:
+        broker.kill()
+        broker.wait()
+        for process in processes:
+            process.kill()
+            process.communicate()
+        for number in range(AGENTS):
+            shutil.rmtree(home / f"agent-{number}", ignore_errors=True)
+    cpu_s = served["cpu_s"] + brokers_s + sum(agent["cpu_s"] for agent in pulled)
+    return {"seconds": seconds, "cpu_s": cpu_s, "agents": pulled, "server": served, "broker_peak": broker_peak}
+
+
+def _read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def _build_result(ran: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    def speed_ratio(name: str, tcp: str = "tcp") -> float:
+        return statistics.median(
+            bare["seconds"] / each["seconds"] for bare, each in zip(ran[tcp], ran[name], strict=True)
+        )
+
+    runs = [each for several in ran.values() for each in several]
+    agents = [agent for each in runs for agent in each["agents"]]
+    errors = [agent["error"] for agent in agents if agent["error"]]
+    return {
+        "bench": "blobs",
+        "bytes": SIZE,
+        "agents": AGENTS,
+        "turns": TURNS,
+        "chunk_loss": LOSS,
+        "chunks_lost": sum(each["server"]["lost"] for each in runs),
+        "errors": errors,
+        "beside_undisturbed_tcp": {name: round(speed_ratio(name), 2) for name in RUNS if name != "tcp"},
+        "seconds": {name: [round(each["seconds"], 2) for each in several] for name, several in ran.items()},
+        "processor_seconds": {name: [round(each["cpu_s"], 2) for each in several] for name, several in ran.items()},
+        "agent_base_mb": round(max(agent["base"] for agent in agents) / 1e6, 1),
+        "coordinator_base_mb": round(max(each["server"]["base"] for each in runs) / 1e6, 1),
+        "figures": {
+            "agents_that_did_not_finish": compare_at_most(len(errors), 0, "agents"),
+            "http_beside_tcp": compare_at_least(speed_ratio("http"), 0.8, "of its speed"),
+            "mqtt_beside_tcp": compare_at_least(speed_ratio("mqtt"), 0.3, "of its speed"),
+            "http_with_faults_beside_tcp_with_breaks": compare_at_least(
+                speed_ratio("http_with_faults", "tcp_with_breaks"), 0.8, "of its speed"
+            ),
+            "mqtt_with_faults_beside_tcp_with_faults": compare_at_least(
+                speed_ratio("mqtt_with_faults", "tcp_with_faults"), 0.3, "of its speed"
+            ),
+            "agent_peak_above_idle": compare_at_most(
+                max(agent["peak"] - agent["base"] for agent in agents) / 1e6, 12, "MB"
+            ),
+            "coordinator_peak_above_base": compare_at_most(
+                max(each["server"]["peak"] - each["server"]["base"] for each in runs) / 1e6, 40, "MB"
+            ),
+            "broker_peak": compare_at_most(max(each["broker_peak"] for each in runs) / 1e6, 100, "MB"),
+        },
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    return [
+        *format_figures(result),
+        f"    {result['agents']} x {result['bytes'] / 1e6:g} MB; {result['chunks_lost']} chunks lost, or connections",
+        *(
+            f"    {name.replace('_', ' ')}: {' '.join(map(str, took))} s, of processors "
+            f"{' '.join(map(str, result['processor_seconds'][name]))} s"
+            for name, took in result["seconds"].items()
+        ),
+        "    beside TCP without faults: "
+        + ", ".join(f"{name.replace('_', ' ')} {share}" for name, share in result["beside_undisturbed_tcp"].items()),
+        *(f"    failed: {error}" for error in result["errors"]),
+    ]
+
+
+def _start_broker(command: list[str], port: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    limit_s = time.monotonic() + 10
+    while time.monotonic() < limit_s:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return process
+        except OSError:
+            time.sleep(0.05)
+    process.kill()
+    raise LinkError("mosquitto did not start")
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,400 @@
+"""Benchmark of a coordinator: processor time of an update, and duration of a round.
+
+A real Mosquitto and a `fedquilt serve` run with many light devices (`protocol_boards`), which do not train. The
+baseline is a loop in the same run that decodes the message of an update and hashes, folds and writes its blob.
+
+A real Mosquitto, a `fedquilt serve` with a home on disk, and light boards (`protocol_boards`) in processes of their
+own, which speak the protocol and train nothing. Beside it stands the bare cost of an answer in the same run: its
+message is decoded, its blob is hashed, folded and written, in a loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import psutil
+
+from fedquilt import methods, wire
+from fedquilt.arrays import tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import events
+from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage.snapshots import Snapshot
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.updates.job_validation import create_initial_state
+from fedquilt.core import BlobRef, DeviceUpdate, JobError, LinkError, Update, Usage
+from fedquilt.edge_agent.engines.numpy import engine
+from fedquilt.formats import job_bundle
+from fedquilt.host.disk import REAL
+from fedquilt.tools.lab.bench.protocol_devices import EXAMPLES, FLEET
+from fedquilt.tools.operations.identity import broker_config
+from fedquilt.tools.report.thresholds import compare_at_most, format_figures
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
+
+AGENTS: Final = (200, 3000)
+ROUNDS: Final = 6
+PROCESSES: Final = 4  # processes of boards
+NETWORK: Final = {"name": "mlp", "inputs": 16, "hidden": [16], "classes": 10}
+LIMIT_S: Final = 600.0  # longest that a round may take
+BARE: Final = 2000  # answers of the bare loop
+SPARE_FILES: Final = 200  # files that a process opens besides its boards' connections
+
+MOST_MS, MOST_ROUND_S, MOST_MB, MOST_GROWTH = 1.5, 30.0, 200.0, 1.2
+MOST_OPENING_S: Final = 1.0
+JUDGED: Final = 3000  # largest fleet whose rounds are judged by a limit
+
+
+class ResourceSample(NamedTuple):
+    """Resources used by the processes at the end of a round."""
+
+    round: int
+    at_s: float
+    coordinator_s: float  # processor time, as the next two
+    broker_s: float
+    boards_s: float
+    resident_mb: float
+
+
+def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0) -> dict[str, Any]:
+    """Run a job with each number of devices.
+
+    Args:
+        agents: Numbers of devices.
+        rounds: Number of rounds. The first is not counted, because it includes connection and model transfer.
+        after: Rounds already in the event log at the start of an additional run of the first fleet.
+
+    Raises:
+        JobError: If Mosquitto is not installed, or the limit of open files is too low.
+        LinkError: If a process did not start, or a round took too long.
+    """
+    mosquitto = find_mosquitto()
+    _raise_file_limit(max(agents) + SPARE_FILES)
+    bare_ms = _measure_bare_ms()
+    fleets = {str(count): _measure_fleet(mosquitto, count, rounds, 0, bare_ms) for count in agents}
+    figures: dict[str, Any] = {}
+    for count, each in fleets.items():
+        figures[f"processor_time_of_an_answer_of_{count}"] = compare_at_most(each["answer_ms"], MOST_MS, "ms")
+        if int(count) <= JUDGED:  # a larger fleet's figure is reported without a limit
+            figures[f"round_of_{count}"] = compare_at_most(each["round_s"], MOST_ROUND_S, "s")
+        figures[f"resident_with_{count}"] = compare_at_most(each["resident_mb"], MOST_MB, "MB")
+    result = {"bench": "coordinator", "bare_ms": round(bare_ms, 3), "fleets": fleets, "figures": figures}
+    if after:
+        later = _measure_fleet(mosquitto, agents[0], rounds, after, bare_ms)
+        growth = later["answer_ms"] / fleets[str(agents[0])]["answer_ms"]
+        result["after"] = {"rounds": after, "growth": round(growth, 2), **later}
+        figures[f"an_answer_after_{after}_rounds_over_one_before"] = compare_at_most(growth, MOST_GROWTH, "times")
+        figures[f"opening_of_{after}_rounds"] = compare_at_most(later["opening_s"], MOST_OPENING_S, "s")
+        figures[f"resident_after_{after}_rounds"] = compare_at_most(later["resident_mb"], MOST_MB, "MB")
+    return result
+
+
+def find_mosquitto() -> str:
+    """Return the path of Mosquitto.
+
+    Raises:
+        JobError: If Mosquitto is not installed.
+    """
+    found = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if found is None:
+        raise JobError("this bench needs Mosquitto: apt install mosquitto")
+    return found
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    told = []
+    after = result.get("after")
+    for name, each in [*result["fleets"].items(), *([(f"after {after['rounds']} rounds", after)] if after else [])]:
+        told.append(
+            f"{name} boards: {each['answer_ms']} ms of the coordinator's processor time an answer "
+            f"({each['times_bare']} times the bare loop's {result['bare_ms']} ms), {each['broker_ms']} of the broker, "
+            f"a round {each['round_s']} s (first {each['first_round_s']}), late rounds cost {each['late_over_early']} "
+            f"times early ones; {each['resident_mb']} MB resident"
+        )
+    if after:
+        told.append(
+            f"the log of {after['rounds']} rounds is open after {after['opening_s']} s; read from its first fact, as "
+            f"without a snapshot, after {after['opening_without_snapshot_s']} s"
+        )
+    return [*told, *format_figures(result)]
+
+
+# -- one fleet ------------------------------------------------------------------------------------
+
+
+def _measure_fleet(mosquitto: str, count: int, rounds: int, after: int, bare_ms: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, managed_processes() as start:
+        home = Path(folder)
+        run = _queue_job(home, count, after, rounds)
+        opening_s, whole_s = _measure_opening_s(home), _measure_opening_s(home, snapshots=False)
+        port = find_free_port()
+        broker = start([mosquitto, "-c", write_mosquitto_config(home, port)])
+        url = f"mqtt://127.0.0.1:{port}"
+        watch = MqttLink(Broker.from_url(url), "bench-watch")
+        watch.wait_until_connected(timeout_s=10.0)
+        watch.subscribe([wire.Topics(FLEET).round_topic(run)])
+        boards = [start([*BOARDS, url, str(first), str(size)], heard=True) for first, size in split_devices(count)]
+        for each in boards:
+            assert each.stdout is not None
+            if each.stdout.readline().strip() != b"ready":
+                raise LinkError("boards did not connect: see above")
+        where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
+        serving = psutil.Process(start([*SERVE, *where]).pid)
+        others = [psutil.Process(broker.pid)], [psutil.Process(each.pid) for each in boards]
+        samples = [
+            ResourceSample(after, time.monotonic(), 0.0, processor_time_s(others[0]), processor_time_s(others[1]), 0.0)
+        ]
+        while samples[-1].round < after + rounds:
+            round = wait_for_next_round(watch, samples[-1].round)
+            samples.append(
+                ResourceSample(
+                    round,
+                    time.monotonic(),
+                    processor_time_s([serving]),
+                    processor_time_s(others[0]),
+                    processor_time_s(others[1]),
+                    serving.memory_info().rss / 1e6,
+                )
+            )
+        watch.close()
+        return {
+            "opening_s": opening_s,
+            "opening_without_snapshot_s": whole_s,
+            **_summarise_samples(samples, count, bare_ms),
+        }
+
+
+def write_mosquitto_config(home: Path, port: int) -> str:
+    """Write a mosquitto.conf with the limits of `fedquilt broker config`. Return its path."""
+    (home / "mosquitto.conf").write_text(
+        f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {current_user()}\n"
+        f"max_inflight_messages {broker_config.MAX_INFLIGHT}\nmax_queued_messages {broker_config.MAX_QUEUED}\n"
+        f"max_queued_bytes {broker_config.MAX_QUEUED_BYTES}\n"
+    )
+    return str(home / "mosquitto.conf")
+
+
+def _summarise_samples(samples: Sequence[ResourceSample], count: int, bare_ms: float) -> dict[str, Any]:
+    counted = samples[1:]
+    answers = count * (counted[-1].round - counted[0].round)
+    costs = [
+        (after.coordinator_s - before.coordinator_s) / (after.round - before.round)
+        for before, after in itertools.pairwise(counted)
+    ]
+    third = max(1, len(costs) // 3)
+    answer_ms = 1000 * (counted[-1].coordinator_s - counted[0].coordinator_s) / answers
+    return {
+        "answers": answers,
+        "answer_ms": round(answer_ms, 3),
+        "times_bare": round(answer_ms / bare_ms, 1),
+        "broker_ms": round(1000 * (counted[-1].broker_s - counted[0].broker_s) / answers, 3),
+        "boards_ms": round(1000 * (counted[-1].boards_s - counted[0].boards_s) / answers, 3),
+        "first_round_s": round(counted[0].at_s - samples[0].at_s, 2),
+        "first_answer_ms": round(1000 * counted[0].coordinator_s / count, 3),
+        "round_s": round((counted[-1].at_s - counted[0].at_s) / (counted[-1].round - counted[0].round), 2),
+        "late_over_early": round(statistics.mean(costs[-third:]) / max(statistics.mean(costs[:third]), 1e-9), 2),
+        "resident_mb": round(max(each.resident_mb for each in counted), 1),
+    }
+
+
+def _queue_job(home: Path, count: int, after: int, rounds: int) -> str:
+    made = _encode_model()
+    job_bundle.write_bundle(home / "bundle", {"network": NETWORK, "flops": 1000}, {"model": made})
+    job = _create_job(count, after + rounds + 1)
+    with Store(home / "runs") as store:
+        run = store.add_job(job, home / "bundle")
+        if after:
+            _write_log(store, run, job, count, after)
+    return run
+
+
+def _create_job(count: int, rounds: int) -> JobSettings:
+    cohort = {"deadline_s": LIMIT_S, "start_devices": count, "quorum": 1.0}
+    return settings.parse_job(
+        {"name": "bench", "method": "fedavg", "engine": "numpy", "rounds": rounds, "cohort": cohort}
+    )
+
+
+def _write_log(store: Store, run: str, job: JobSettings, count: int, rounds: int) -> None:
+    method = methods.load(job.method)
+    state = store.depot.store_bytes(
+        tensors.pack_state(create_initial_state(job, job_bundle.load_bundle(store.find_job(run).bundle), method))
+    )
+    devices = tuple(f"board-{number:05d}" for number in range(count))
+    update = BlobRef(sha256=hashlib.sha256(b"update").hexdigest(), size=3000)
+    standing = Snapshot(events.JobState(JobConstants.from_job(job)))
+
+    def append_event(fact: events.AnyEvent) -> None:
+        store.append_event(run, fact)
+        standing.apply_event(fact, events.apply_event(standing.rounds, fact, 0.0))
+
+    with store.batch_events():
+        append_event(events.JobStarted(state))
+    for round in range(rounds):
+        with store.batch_events():
+            if round == 0:
+                append_event(events.EligibilityRecorded(0, devices))
+            append_event(events.CohortSelected(round, 0, devices))
+            for device in devices:
+                append_event(
+                    events.UpdateAccepted(round, _create_update(run, round, device, update, state.sha256), 0.5, 0.4)
+                )
+            append_event(events.RoundClosed(round))
+            append_event(events.RoundCommitted(round, state, False, {"loss": 1.0}, took_s=1.0))
+        store.snapshots.save_if_due(run, standing)
+
+
+def _create_update(run: str, round: int, device: str, ref: BlobRef, state: str) -> Update:
+    return Update(
+        job=run,
+        round=round,
+        attempt=0,
+        device=device,
+        weight=float(EXAMPLES),
+        bundles={"model": ref},
+        metrics={"loss": 1.0},
+        usage=Usage(wall_s=0.1, cpu_s=0.1, examples=EXAMPLES, up_bytes=ref.size),
+        state=state,
+        epoch=1,
+    )
+
+
+def _measure_opening_s(home: Path, snapshots: bool = True) -> float:
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from fedquilt import methods\n"
+        "from fedquilt.coordinator.jobs.job import RunningJob\n"
+        "from fedquilt.coordinator.storage.store import Store\n"
+        "begun = time.perf_counter()\n"
+        "with Store(Path(sys.argv[1])) as store:\n"
+        "    row = store.readable_jobs()[0]\n"
+        "    job = RunningJob(row, store, 0.0, methods.load(row.job.method))\n"
+        "    job.continue_from(job.build_state_loader()(), 0.0)\n"
+        "    print(time.perf_counter() - begun)\n"
+    )
+    copied = home / "opened"
+    shutil.copytree(home / "runs", copied)  # a run that is opened notes its first state
+    if not snapshots:
+        with closing(REAL.connect(copied / "fedquilt.db")) as db:
+            db.execute("drop table if exists snapshots")
+    told = subprocess.run([sys.executable, "-c", code, str(copied)], check=True, stdout=subprocess.PIPE).stdout
+    shutil.rmtree(copied)
+    return round(float(told), 3)
+
+
+def wait_for_next_round(watch: MqttLink, before: int) -> int:
+    """Wait for the end of a round and return the number of the next round.
+
+    Raises:
+        LinkError: If the round takes longer than LIMIT_S.
+    """
+    until_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < until_s:
+        watch.wait(1.0)
+        for message in watch.receive():
+            if message.payload and (told := wire.decode(message.payload, wire.RoundState)).round > before:
+                return told.round
+    raise LinkError(f"round {before} has not ended within {LIMIT_S:g} s")
+
+
+def processor_time_s(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(each.cpu_times()[:2]) for each in processes)
+
+
+# -- the bare loop --------------------------------------------------------------------------------
+
+
+def _measure_bare_ms() -> float:
+    method, model = methods.load("fedavg"), _encode_model()
+    message = wire.encode(_create_update("bench", 0, "board-00000", _blob_ref(model), _blob_ref(b"").sha256))
+    with tempfile.TemporaryDirectory() as folder:
+        made = job_bundle.write_bundle(Path(folder), {"network": NETWORK, "flops": 1000}, {"model": model})
+        state = method.init(made, method.params(), 0)
+        with (Path(folder) / "blobs.bin").open("wb") as out:
+            total, begun = None, time.process_time()
+            for _ in range(BARE):
+                update = wire.decode(message, Update)
+                if hashlib.sha256(model).hexdigest() != update.bundles["model"].sha256:
+                    raise JobError("the bare loop has hashed another blob")
+                given = DeviceUpdate(
+                    update.device, 0, update.weight, update.metrics, {"model": tensors.decode_tensors(model)}
+                )
+                total = method.fold(state, total, given)
+                out.write(model)
+                out.flush()
+            return 1000 * (time.process_time() - begun) / BARE
+
+
+def _encode_model() -> bytes:
+    return tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
+
+
+def _blob_ref(payload: bytes) -> BlobRef:
+    return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+SERVE: Final = (sys.executable, "-m", "fedquilt.cli", "serve")
+BOARDS: Final = (sys.executable, "-m", "fedquilt.tools.lab.bench.protocol_devices")
+
+
+@contextmanager
+def managed_processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Yield a function that starts a process. All processes are killed at the end."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_process(command: Sequence[str], heard: bool = False) -> subprocess.Popen[bytes]:
+        errors = None if command[0] == sys.executable else subprocess.DEVNULL  # Mosquitto prints all that it does
+        out = subprocess.PIPE if heard else subprocess.DEVNULL
+        started.append(subprocess.Popen(list(command), stdout=out, stderr=errors))
+        return started[-1]
+
+    try:
+        yield start_process
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.communicate()
+
+
+def split_devices(count: int) -> list[tuple[int, int]]:
+    """Return the number of the first device and the number of devices, for each process."""
+    each = -(-count // PROCESSES)
+    return [(first, min(each, count - first)) for first in range(0, count, each)]
+
+
+def _raise_file_limit(wanted: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise JobError(f"{wanted} connections need as many open files, and {hard} are allowed: raise `ulimit -n`")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def current_user() -> str:
+    # a broker started by root would change to the user "mosquitto"
+    return psutil.Process().username()
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,313 @@
+"""Benchmark of the governor's policies: energy of FedStitch rounds on simulated boards.
+
+The same tasks run twice:
+  - as a federation on virtual time, once for each policy, with the coordinator's predicted deadlines. All policies must
+    select the same blocks.
+  - in the paper's condition: each round lasts as long as under `max`. Energy counts until the end of the round, idle
+    power included, and is compared with the minimum over all points of the profile.
+
+Then the governor runs on boards with physics unlike its own model (`governed`).
+
+Tasks are scaled by SCALE, because the demo's donors are small. The scale changes no ratio. Times and powers are those
+of the profiles. A board without a known idle power has no energy and is in no sum.
+
+Twice, with the same tasks:
+  - the federation: coordinator, agents and search as they are, on virtual time, once for each policy; deadlines
+    are the coordinator's `predicted` ones, which rest on profiles and not on the policy. The blocks chosen
+    have to be the same, as a governor changes when an answer comes and nothing else;
+  - the paper's condition: the same tasks with each round as long as `max` makes it, the slowest board's
+    time at its fastest point. Every board's joules are counted until the end of the round, idle included, and
+    compared with the cheapest that trying every point of its profile finds, without any margin.
+
+And then the governor on boards whose physics is not its own model, where it has to learn (`governed`), beside the
+fastest point, the paper's rule, the board's own governors and the optimum.
+
+The demo's donors are small; so that a round is not over before a message is through, each task is counted as
+SCALE times its arithmetic and memory traffic. That changes no ratio. Times and powers are the profiles', and
+what those rest on stands beside them: where that is "assumed", so are the savings. A board whose idle power is not
+known works as the others do; what it draws while it waits nobody knows, so it has no joules and is in no sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import msgspec
+
+from fedquilt.coordinator import settings as jobs
+from fedquilt.coordinator.rounds.events import CohortSelected, UpdateAccepted
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.core import Cost, Device, OperatingPoint, Reading, Usage, WorkEstimate
+from fedquilt.costs import cost_model
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.power import governor
+from fedquilt.edge_agent.power.governor import GovernorPolicy, Policy
+from fedquilt.models.stitching import stitched_network
+from fedquilt.tools.artefacts import export
+from fedquilt.tools.lab import demo
+from fedquilt.tools.lab.bench import governor_bench
+from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
+from fedquilt.tools.simulation import agents
+
+BOARDS: Final = ("jetson-tx2", "jetson-nano", "jetson-xavier-nx", "jetson-orin-nano")
+POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
+SCALE: Final = 3000.0
+SEARCH: Final = {"expansions": 3, "k": 2, "depth": 5, "samples": 24, "fit_samples": 48, "finalists": 2, "subrounds": 1}
+RACING: Final = 0.01  # joules within this of the fewest count as the fewest
+PAPER: Final = {"CIFAR10": 32.3, "CIFAR100": 30.4, "CINIC10": 40.1}  # % less than the highest clocks; FedStitch, Fig. 8
+
+
+class ScaledBoard:
+    """Simulated board that counts each task as SCALE times its work, and records finished tasks."""
+
+    adjustable = holds = True
+
+    def __init__(self, inner: Device) -> None:
+        self._inner = inner
+        self.board, self.memory_bytes = inner.board, inner.memory_bytes
+        self.idle_w, self.provenance = inner.idle_w, inner.provenance
+        self.points = tuple(_slow_down(point) for point in inner.points)
+        self.tasks: list[WorkEstimate] = []
+
+    def read_sensors(self, now_s: float) -> Reading:
+        return Reading()
+
+    def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
+        return self._inner.pin_clocks(point)
+
+    def unpin_clocks(self) -> None:
+        self._inner.unpin_clocks()
+
+    def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
+        """Return the cost of the work times SCALE. A cost with a duration also records the task."""
+        if measured.duration_s > 0:
+            self.tasks.append(work)
+        heavy = WorkEstimate(flops=work.flops * SCALE, read_bytes=work.read_bytes * SCALE)
+        return self._inner.task_cost(heavy, measured)
+
+
+def _slow_down(point: OperatingPoint) -> OperatingPoint:
+    numbers = {name: getattr(point, name) for name in ("flops_per_s", "bytes_per_s")}
+    slower = {name: None if value is None else value / SCALE for name, value in numbers.items()}
+    return msgspec.structs.replace(point, **slower)
+
+
+# -- the federation -------------------------------------------------------------------------------
+
+
+@dataclass
+class PolicyRun:
+    """Results of one federation under one policy."""
+
+    path: Sequence[str] = ()  # blocks of its network
+    rounds: dict[int, dict[str, Usage]] = field(default_factory=dict)  # round -> board -> what its task took
+    deadlines_s: dict[int, float] = field(default_factory=dict)
+    took_s: dict[int, float] = field(default_factory=dict)  # of a round's last answer
+    boards: dict[str, ScaledBoard] = field(default_factory=dict)
+
+
+def run_federation(policy: Policy, folder: Path, search: Mapping[str, int] = SEARCH) -> PolicyRun:
+    """Run the demo's job with a smaller search on one board of each kind."""
+    job, run = jobs.load_job(demo.HERE / "job.toml"), PolicyRun()
+    cohort = msgspec.structs.replace(job.cohort, deadline="predicted", slack=0.1, deadline_s=1e6)
+    boards = jobs.FleetSettings(devices=len(BOARDS), boards=BOARDS, budgets=("512MB",), policy=policy)
+    job = msgspec.structs.replace(job, params=dict(search), cohort=cohort, fleet=boards)
+    plan = agents.FleetPlan(job, demo.HERE / "bundle", folder / policy)
+
+    def create_device(name: str) -> Device:
+        run.boards[name] = ScaledBoard(devices.create_device(name))
+        return run.boards[name]
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        name, status = agents.run_fleet_virtually(plan, make=create_device)
+    if status != "done":
+        raise RuntimeError(f"the federation under {policy!r} ended as {status}")
+    with Store(plan.home) as store:
+        run.path = [ids[-1] for ids in stitched_network.path_prefixes(export.load_result(store, name).meta["taps"])]
+        for _, _, fact in store.read_events(name):
+            if isinstance(fact, CohortSelected):
+                run.deadlines_s[fact.round] = cohort.deadline_s if fact.deadline_s is None else fact.deadline_s
+            elif isinstance(fact, UpdateAccepted):
+                board = fact.update.device.rsplit("-", 1)[0]
+                run.rounds.setdefault(fact.round, {})[board] = fact.update.usage
+                run.took_s[fact.round] = max(run.took_s.get(fact.round, 0.0), fact.took_s or 0.0)
+    return run
+
+
+def known_idle_w(boards: Mapping[str, ScaledBoard]) -> dict[str, float]:
+    """Return the idle power in watts of each board that has one."""
+    return {name: board.idle_w for name, board in boards.items() if board.idle_w is not None}
+
+
+def summarise_run(run: PolicyRun) -> dict[str, Any]:
+    """Summarise a federation. Energy counts until each round's deadline."""
+    idle_w = known_idle_w(run.boards)
+    joules = dict.fromkeys(idle_w, 0.0)
+    in_time = tasks = 0
+    for number, usages in run.rounds.items():
+        for board, usage in usages.items():
+            limit_s = run.deadlines_s[number]
+            in_time, tasks = in_time + (usage.wall_s <= limit_s), tasks + 1
+            if board in idle_w:
+                assert usage.energy_j is not None, "every point of a simulated board has a power"
+                joules[board] += usage.energy_j + idle_w[board] * max(limit_s - usage.wall_s, 0.0)
+    points = {board: sorted({str(each[board].point) for each in run.rounds.values()}) for board in run.boards}
+    return {
+        "joules": {board: round(value, 1) for board, value in joules.items()},
+        "fleet_j": round(sum(joules.values()), 1),
+        "round_s": round(sum(run.took_s.values()) / len(run.took_s), 1),
+        "deadline_s": round(sum(run.deadlines_s.values()) / len(run.deadlines_s), 1),
+        "in_time": in_time / tasks,
+        "points": points,
+    }
+
+
+# -- the same tasks, each round as long as at the highest clocks -----------------------------------
+
+
+def fastest_s(board: ScaledBoard, work: WorkEstimate) -> float:
+    """Return the seconds of the work at the fastest point."""
+    times = [cost_model.work_seconds(work, point) for point in board.points]
+    return min(time for time in times if time is not None)
+
+
+def _fastest_point(board: ScaledBoard, work: WorkEstimate) -> OperatingPoint:
+    return min(board.points, key=lambda point: cost_model.work_seconds(work, point) or 1e9)
+
+
+def _is_always_last(board: ScaledBoard, boards: Mapping[str, ScaledBoard], count: int) -> bool:
+    return all(
+        fastest_s(board, board.tasks[i]) >= max(fastest_s(b, b.tasks[i]) for b in boards.values()) for i in range(count)
+    )
+
+
+def energy_until(board: ScaledBoard, point: OperatingPoint, work: WorkEstimate, round_s: float) -> float:
+    """Return the energy in joules until the round ends, idle included."""
+    seconds = cost_model.work_seconds(work, point)
+    assert seconds is not None
+    assert point.busy_w is not None
+    assert board.idle_w is not None
+    return point.busy_w * seconds + board.idle_w * max(round_s - seconds, 0.0)
+
+
+def minimum_energy(board: ScaledBoard, work: WorkEstimate, round_s: float) -> float:
+    """Return the least energy of all points that finish within the round."""
+    found = [p for p in board.points if p.busy_w is not None and (cost_model.work_seconds(work, p) or 1e9) <= round_s]
+    return min(energy_until(board, point, work, round_s) for point in found)
+
+
+def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
+    """Compute the energy of each policy and board over all rounds, with the excess over the minimum.
+
+    Rounds wait for every board; joules are those of `known_idle_w` ones, and so is their sum.
+    """
+    known = {name: boards[name] for name in known_idle_w(boards)}
+    rows: dict[str, dict[str, float]] = {name: dict.fromkeys((*POLICIES, "cheapest"), 0.0) for name in known}
+    late = dict.fromkeys(POLICIES, 0)
+    least = dict.fromkeys(known, 0.0)  # joules, were each round as long as anybody likes
+    fastest = dict.fromkeys(known, 0.0)  # likewise, at the fastest point
+    count = min(len(board.tasks) for board in boards.values())
+    total_s = 0.0
+    for index in range(count):
+        round_s = max(fastest_s(board, board.tasks[index]) for board in boards.values())
+        total_s += round_s
+        for name, board in boards.items():
+            work = board.tasks[index]
+            for policy in POLICIES:
+                point = (
+                    governor.choose_point(GovernorPolicy(policy), board.points, work, round_s, board.idle_w)
+                    or board.points[0]
+                )
+                seconds = cost_model.work_seconds(work, point) or 0.0
+                late[policy] += seconds > round_s * (1 + 1e-9)
+                if name in known:
+                    rows[name][policy] += energy_until(board, point, work, round_s)
+            if name not in known:
+                continue
+            rows[name]["cheapest"] += minimum_energy(board, work, round_s)
+            ample_s = max(cost_model.work_seconds(work, point) or 0.0 for point in board.points)
+            least[name] += minimum_energy(board, work, ample_s)
+            fastest[name] += energy_until(board, _fastest_point(board, work), work, ample_s)
+    rows["fleet"] = {key: sum(row[key] for row in rows.values()) for key in (*POLICIES, "cheapest")}
+    return {
+        "rounds": count,
+        "round_s": round(total_s / count, 1),
+        "joules": {name: {key: round(value, 1) for key, value in row.items()} for name, row in rows.items()},
+        "saved_percent": {
+            name: {policy: round(100 * (1 - row[policy] / row["max"]), 1) for policy in POLICIES if policy != "max"}
+            for name, row in rows.items()
+        },
+        "above_cheapest_percent": {n: round(100 * (row["energy"] / row["cheapest"] - 1), 2) for n, row in rows.items()},
+        "late": late,
+        "racing_is_best": [name for name in known if fastest[name] <= least[name] * (1 + RACING)],
+        "saved_with_ample_time_percent": {n: round(100 * (1 - least[n] / fastest[n]), 1) for n in known},
+        "no_time_to_spare": [name for name, board in boards.items() if _is_always_last(board, boards, count)],
+    }
+
+
+def measure() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {policy: run_federation(policy, Path(folder)) for policy in POLICIES}
+    boards = runs["max"].boards
+    again, told = replay_tasks(boards), {policy: summarise_run(run) for policy, run in runs.items()}
+    learning = governor_bench.evaluate_laws()
+    other = sum(run.path != runs["max"].path for run in runs.values())
+    return {
+        "bench": "energy",
+        "boards": {
+            n: {"provenance": b.provenance, "idle_w": b.idle_w, "points": len(b.points)} for n, b in boards.items()
+        },
+        "blocks": list(runs["max"].path),
+        "federation": told,
+        "at_the_round_time_of_max": again,
+        "paper_saved_percent": PAPER,
+        "learning": learning,
+        "figures": {
+            "policies_that_chose_other_blocks": compare_at_most(other, 0, "of 4"),
+            "energy_saved_against_max": compare_at_least(again["saved_percent"]["fleet"]["energy"], 0.0, "%"),
+            "energy_above_the_cheapest_there_is": compare_at_most(again["above_cheapest_percent"]["fleet"], 2.0, "%"),
+            "tasks_in_time_under_energy": compare_at_least(100 * told["energy"]["in_time"], 95.0, "%"),
+            **governor_bench.build_figures(learning),
+        },
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    again, boards = result["at_the_round_time_of_max"], result["boards"]
+    text = [*format_figures(result), "", f"blocks chosen under every policy: {' > '.join(result['blocks'])}", ""]
+    text.append(f"{again['rounds']} rounds of {again['round_s']} s, as long as `max` makes them; joules, idle included")
+    text.append(f"{'':18} {'max':>9} {'board':>9} {'paper':>9} {'energy':>9} {'cheapest':>9} {'saved':>7}  profile")
+    for name, row in again["joules"].items():
+        numbers = " ".join(f"{row[key]:9.0f}" for key in ("max", "board", "paper", "energy", "cheapest"))
+        saved = again["saved_percent"][name]["energy"]
+        text.append(f"{name:18} {numbers} {saved:6.1f}%  {_format_provenance(boards.get(name))}".rstrip())
+    for name in (name for name in boards if name not in again["joules"]):
+        text.append(f"{name:18} waits at an idle power that its profile does not know: no joules, and not in the sum")
+    figures = ", ".join(f"{name} {percent} %" for name, percent in result["paper_saved_percent"].items())
+    text.append(f"the paper, against its highest clocks, on real TX2 boards: {figures}")
+    if again["no_time_to_spare"]:
+        text.append(f"Every round waits for {', '.join(again['no_time_to_spare'])}, which so has no time to save with.")
+    if again["racing_is_best"]:
+        text.append(
+            f"Racing to idle is simply better on {', '.join(again['racing_is_best'])}: "
+            f"with all the time there is, no point saves {100 * RACING:.0f} % over the fastest."
+        )
+    text += ["", "the federation, with the coordinator's own deadlines; joules until each deadline, idle included"]
+    text.append(f"{'policy':18} {'joules':>9} {'of max':>7} {'round s':>9} {'deadline':>9} {'in time':>8}")
+    for policy, each in result["federation"].items():
+        share = 100 * each["fleet_j"] / result["federation"]["max"]["fleet_j"]
+        numbers = f"{each['fleet_j']:9.0f} {share:6.1f}% {each['round_s']:9.1f} {each['deadline_s']:9.1f}"
+        text.append(f"{policy:18} {numbers} {100 * each['in_time']:7.0f}%")
+    for law, found in result["learning"].items():
+        text += ["", *governor_bench.format_rows(law, found)]
+    return text
+
+
+def _format_provenance(board: Mapping[str, Any] | None) -> str:
+    return "" if board is None else str(board["provenance"])

@@ -1,0 +1,89 @@
+"""Benchmark of the memory of an idle agent and an idle coordinator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from fedquilt import wire
+from fedquilt.core import LinkError
+from fedquilt.tools.broker import EmbeddedBroker
+from fedquilt.tools.report.thresholds import compare_at_most, format_figures
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
+
+SETTLE_S = 5.0
+HEAVY = ("torch", "onnxruntime", "pandas")
+
+
+def measure() -> dict[str, Any]:
+    """Measure the resident memory of idle processes, and the agent's processor time."""
+    with tempfile.TemporaryDirectory() as folder, EmbeddedBroker() as broker:
+        home = Path(folder)
+        settings = home / "agent.toml"
+        settings.write_text(
+            f'device = "bench"\nhome = "{home}/agent"\nbudget = "256MB"\n[broker]\nurl = "{broker.url}"\n'
+        )
+        commands = {
+            "agent": ["-m", "fedquilt.cli", "agent", str(settings)],
+            "coordinator": ["-m", "fedquilt.cli", "serve", "--broker", broker.url, "--home", str(home / "runs")],
+            "python": ["-c", "import time; time.sleep(600)"],
+        }
+        started = {
+            name: subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
+            for name, command in commands.items()
+        }
+        try:
+            _wait_online(broker.url)
+            return _build_result({name: psutil.Process(process.pid) for name, process in started.items()})
+        finally:
+            for process in started.values():
+                process.terminate()
+            for process in started.values():
+                process.wait(timeout=10)
+
+
+def _wait_online(url: str) -> None:
+    topics = wire.Topics("fleet")
+    link = MqttLink(Broker.from_url(url), "bench-watch")
+    link.wait_until_connected(timeout_s=10.0)
+    link.subscribe([topics.coord, topics.device_topic("bench", "up", "presence")])
+    seen: set[str] = set()
+    limit_s = time.monotonic() + 30
+    while len(seen) < 2:
+        if time.monotonic() > limit_s:
+            raise LinkError(f"only {sorted(seen)} came online within 30 s")
+        link.wait(0.5)
+        seen |= {message.topic for message in link.receive()}
+    link.close()
+
+
+def _build_result(processes: dict[str, psutil.Process]) -> dict[str, Any]:
+    before = sum(processes["agent"].cpu_times()[:2])
+    time.sleep(SETTLE_S)
+    cpu = 100 * (sum(processes["agent"].cpu_times()[:2]) - before) / SETTLE_S
+    resident = {name: process.memory_info().rss / 1e6 for name, process in processes.items()}
+    mapped = {name: " ".join(m.path for m in processes[name].memory_maps()) for name in ("agent", "coordinator")}
+    heavy = sum(word in paths for paths in mapped.values() for word in HEAVY)
+    return {
+        "bench": "idle",
+        "resident_mb": {name: round(mb, 1) for name, mb in resident.items()},
+        "ratio_to_bare_python": {n: round(mb / resident["python"], 2) for n, mb in resident.items() if n != "python"},
+        "figures": {
+            "idle_agent_resident": compare_at_most(resident["agent"], 40, "MB"),
+            "idle_coordinator_resident": compare_at_most(resident["coordinator"], 60, "MB"),
+            "heavy_libraries_mapped": compare_at_most(heavy, 0, "libraries"),
+            "idle_agent_processor": compare_at_most(cpu, 1.0, "% of a core"),
+        },
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    ratios = ", ".join(f"{name} {ratio}x" for name, ratio in result["ratio_to_bare_python"].items())
+    return [*format_figures(result), f"    a bare Python holds {result['resident_mb']['python']} MB: {ratios}"]

@@ -1,0 +1,357 @@
+"""Benchmark of simulated fleets against a plain PyTorch loop and other simulators.
+
+Two FedAvg workloads on 28x28 images, SGD 0.05, batches of 32: `compute` (100 clients with 600 images, 10 per round, 30
+rounds, a CNN) and `overhead` (1,000 clients with 60 images, 50 per round, 20 rounds, logistic regression). All
+contestants start with the same weights and take turns on the same cores, with one process per core except for the
+single-process loop. A rate is client-rounds per second over all rounds except the first.
+
+Two workloads, FedAvg with SGD 0.05 and batches of 32 on 28x28 images: `compute` (100 clients with 600 images, 10 a
+round, 30 rounds, a CNN 16-32-128-10), where arithmetic is all, and `overhead` (1,000 clients with 60 images, 50 a
+round, 20 rounds, logistic regression), where everything else is. Our devices train the first with torch and the second
+with numpy, as torch is not needed for it; `ours_torch` is that with torch. All contestants begin with the same weights,
+take turns on the same cores, are given as many processes as there are cores (but for the bare loop on one), and
+each says how good its model got. A rate is client-rounds a second over all rounds but the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from fedquilt.arrays import tensors
+from fedquilt.console import progress
+from fedquilt.coordinator.rounds import cohort_selection
+from fedquilt.core import DataError, FedquiltError, JobError
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
+from fedquilt.formats import job_bundle
+from fedquilt.tools.lab.bench.sim import environments
+from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
+
+HERE = Path(__file__).parent
+SAMPLE_S = 0.3  # between two looks at a contestant's memory, which cost it some time
+NAME = "client-{:04d}"
+SEED = 1
+
+
+@dataclass(frozen=True)
+class FederationWorkload:
+    """A federation that every contestant trains: sizes, rounds and network."""
+
+    name: str
+    clients: int
+    each: int  # examples of a client
+    asked: int  # clients in a round
+    rounds: int
+    network: dict[str, Any]
+    engine: str  # of our devices
+
+
+INPUT = {"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]}
+COMPUTE = FederationWorkload(
+    "compute", 100, 600, 10, 30, {"name": "cnn", "channels": 1, "size": 28, "classes": 10, "input": INPUT}, "torch"
+)
+OVERHEAD = FederationWorkload(
+    "overhead", 1000, 60, 50, 20, {"name": "mlp", "inputs": 784, "hidden": [], "classes": 10}, "numpy"
+)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A program that runs a workload, without the arguments for folder and processes."""
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    processes: int
+    engine: str = ""  # of our devices, instead of the workload's
+    carrier: str = ""  # who does our devices' work, as of `--engine`; "": a pool
+    cores: frozenset[int] = frozenset()  # that it and all it starts may use; none: as this process
+
+    def is_distinct_for(self, work: FederationWorkload) -> bool:
+        """Return whether the engine differs from the workload's own, which another contestant uses."""
+        return self.engine != work.engine
+
+
+NAMES = {"W1": COMPUTE, "W2": OVERHEAD}
+
+
+def select_workloads(only: Sequence[str]) -> Sequence[FederationWorkload]:
+    """Return the workloads with these names (W1 is `compute`, W2 is `overhead`), or all of them.
+
+    Raises:
+        JobError: If a name is unknown.
+    """
+    for name in only:
+        if name not in NAMES:
+            raise JobError(f"bench sim has no workload {name!r} for --only: there are {', '.join(NAMES)}")
+    return [work for name, work in NAMES.items() if name in only or not only]
+
+
+def measure(
+    path: Path | str,
+    beside: Sequence[str] = (),
+    repeats: int = 3,
+    workloads: Sequence[FederationWorkload] = (COMPUTE, OVERHEAD),
+    processes: int | None = None,
+    show: Callable[[str, float, float], None] = progress.LINE.show_status,
+) -> dict[str, Any]:
+    """Run all contestants on all workloads, in turn.
+
+    Args:
+        path: IDX images of 28x28, such as MNIST's `raw` folder.
+        beside: Names of other simulators among `environments.OTHERS`, which run once each.
+        repeats: Number of runs of fedquilt and of the plain loops.
+        workloads: Federations to run.
+        processes: Number of workers, or None for one per available core.
+        show: Function called repeatedly with the name of the current run, the finished and the total number.
+
+    Raises:
+        DataError: If the images are missing or too few.
+        JobError: If a simulator is unknown.
+    """
+    for name in beside:
+        environments.find_simulator(name)
+    processes = processes or len(os.sched_getaffinity(0))
+    contestants, absent = _find_contestants(beside, processes)
+    found: dict[str, Any] = {
+        "processes": processes,
+        "load": os.getloadavg()[0],
+        "repeats": repeats,
+        "absent": absent,
+        "workloads": {},
+        "figures": {},
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        turns = [
+            (work, turn, each)
+            for work in workloads
+            for turn in range(repeats)
+            for each in contestants
+            if each.is_distinct_for(work) and (turn == 0 or each.name in (*OURS, *BARE))
+        ]
+        runs: dict[str, dict[str, list[dict[str, Any]]]] = {work.name: {} for work in workloads}
+        for work in workloads:
+            write_workload(work, path, Path(scratch) / work.name)
+        for done, (work, turn, each) in enumerate(turns):
+            tell = partial(show, f"{work.name}, turn {turn + 1} of {repeats}: {each.title}", done, len(turns))
+            runs[work.name].setdefault(each.name, []).append(
+                run_contestant(each, Path(scratch) / work.name, work, tell)
+            )
+        for work in workloads:
+            found["workloads"][work.name] = summarise_runs(runs[work.name], contestants)
+    found["figures"] = _build_figures(found)
+    return found
+
+
+OURS = ("ours", "ours_torch")
+BARE = ("bare_1", "bare_n")
+
+
+def _find_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
+    bare = (sys.executable, str(HERE / "torch_loop.py"))
+    ours = (sys.executable, str(HERE / "fedquilt_app.py"))
+    found = [
+        Contestant("ours", "fedquilt", ours, processes),
+        Contestant("ours_torch", "fedquilt, torch engine", ours, processes, "torch"),
+        Contestant("bare_n", f"bare loop, {processes} processes", bare, processes),
+        Contestant("bare_1", "bare loop, 1 process", bare, 1),
+    ]
+    absent = {}
+    for name in beside:
+        try:
+            python, version = environments.prepare_environment(name)
+        except environments.SimulatorMissingError as error:
+            absent[name] = str(error)
+            continue
+        other = environments.OTHERS[name]
+        found.append(Contestant(name, f"{other.title} {version}", (str(python), str(HERE / other.script)), processes))
+    return found, absent
+
+
+def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> None:
+    """Write the data, cohorts and first weights that contestants are given, and our bundle and job.
+
+    Raises:
+        DataError: no such images, or too few.
+    """
+    table = {"path": str(path), "held": 0.0, "seed": SEED}
+    train, test = (
+        examples.load_split(msgspec.convert({**table, "split": split}, DataSpec)) for split in ("train", "test")
+    )
+    wanted = work.clients * work.each
+    if train.x.shape[1:] != (28, 28) or len(train) < wanted:
+        raise DataError(f"{path}: {wanted} images of 28x28 are needed, not {len(train)} of {train.x.shape[1:]}")
+    rows = np.random.default_rng(SEED).permutation(len(train))[:wanted]
+    folder.mkdir(parents=True)
+    for name, array in (("x", train.x[rows]), ("y", train.y[rows]), ("test_x", test.x), ("test_y", test.y)):
+        np.save(folder / f"{name}.npy", array)
+    names = {NAME.format(index): index for index in range(work.clients)}
+    asked = [
+        [names[name] for name in cohort_selection.select_cohort(SEED, number, names, work.asked)]
+        for number in range(work.rounds)
+    ]
+    np.save(folder / "cohorts.npy", np.array(asked))
+    start = _draw_weights(work.network)
+    np.savez(folder / "start.npz", **start)  # type: ignore[arg-type]
+    job = {
+        "name": "bench",
+        "method": "fedavg",
+        "engine": work.engine,
+        "rounds": work.rounds,
+        "seed": SEED,
+        "cohort": {"size": work.asked, "turns": 1e9},  # drawn as the others are told
+        "params": {"lr": 0.05, "batch": 32},
+    }
+    table = {"clients": work.clients, "each": work.each, "network": work.network, "lr": 0.05, "batch": 32, "seed": SEED}
+    (folder / "spec.json").write_text(json.dumps({**table, "name": NAME, "job": job}))
+    facts: dict[str, Any] = {"network": work.network}
+    if work.network["name"] != "mlp":  # whose table implies its register
+        from fedquilt.models.networks import register_trace
+
+        facts["register"] = register_trace.register_from_table(work.network)
+    job_bundle.write_bundle(folder / "bundle", facts, {"model": tensors.encode_tensors(start)})
+
+
+def _draw_weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
+    # in a separate process, so that this one does not load torch
+    code = (
+        "import json, sys\n"
+        "from fedquilt import tensors\n"
+        "from fedquilt.models.networks import registry\n"
+        f"model = registry.load(json.loads(sys.argv[1]), seed={SEED})\n"
+        "held = {name: value.numpy() for name, value in model.state_dict().items()}\n"
+        "sys.stdout.buffer.write(tensors.encode(held))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code, json.dumps(network)], capture_output=True, check=True)
+    return tensors.decode_tensors(shown.stdout)
+
+
+@contextlib.contextmanager
+def _restrict_to_cores(cores: frozenset[int]) -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def run_contestant(
+    each: Contestant, folder: Path, work: FederationWorkload, tell: Callable[[], None]
+) -> dict[str, Any]:
+    """Run a contestant once. Return its output, and peak memory and processor time.
+
+    `tell` is called repeatedly during the run.
+
+    Raises:
+        FedquiltError: If the contestant failed.
+    """
+    env = {**os.environ, "BENCH_BEGAN": repr(time.time()), "PYTHONWARNINGS": "ignore"}
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
+        began_s = time.perf_counter()
+        command = [*each.command, str(folder), str(each.processes), *filter(None, [each.engine, each.carrier])]
+        with _restrict_to_cores(each.cores):
+            process = subprocess.Popen(command, stdout=told, stderr=said, env=env, cwd=folder)
+        rss, pss, spent_s = 0, 0, _child_processor_s()
+        while process.poll() is None:
+            tell()
+            now_rss, now_pss = _memory_bytes(process.pid)
+            rss, pss = max(rss, now_rss), max(pss, now_pss)
+            time.sleep(SAMPLE_S)
+        wall_s, cpu_s = time.perf_counter() - began_s, _child_processor_s() - spent_s
+        said.seek(0), told.seek(0)
+        last = [line for line in told.read().decode(errors="replace").splitlines() if line.startswith('{"start_s"')]
+        if process.returncode or not last:
+            words = said.read().decode(errors="replace").strip().splitlines()
+            raise FedquiltError(f"{each.title} failed on {work.name}: {words[-1] if words else 'it said nothing'}")
+    found = json.loads(last[-1])
+    steady = found["rounds_s"][1:]
+    return {
+        **found,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "rate": work.asked * len(steady) / sum(steady),
+        "rss_mb": rss / 1e6,
+        "pss_mb": pss / 1e6,
+    }
+
+
+def _child_processor_s() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def _memory_bytes(pid: int) -> tuple[int, int]:
+    """Return RSS and PSS of a process and its children, in bytes."""
+    rss = pss = 0
+    try:
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error, OSError):
+                held = process.memory_full_info()
+                rss, pss = rss + held.rss, pss + held.pss
+    except psutil.Error:
+        pass
+    return rss, pss
+
+
+def summarise_runs(runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]) -> dict[str, Any]:
+    kept = ("rate", "start_s", "wall_s", "cpu_s", "accuracy", "rss_mb", "pss_mb")
+    return {
+        each.name: {
+            "title": each.title,
+            **{key: statistics.median(run[key] for run in runs[each.name]) for key in kept},
+            "rates": [run["rate"] for run in runs[each.name]],
+        }
+        for each in contestants
+        if each.name in runs
+    }
+
+
+def _build_figures(found: dict[str, Any]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for name, limit in (("compute", 1.1), ("overhead", 1.0)):
+        if name not in found["workloads"]:
+            continue
+        told = found["workloads"][name]
+        ratio = statistics.median(a / b for a, b in zip(told["ours"]["rates"], told["bare_n"]["rates"], strict=True))
+        figures[f"{name}_of_bare_loop"] = compare_at_least(ratio, limit, "x")
+        figures[f"{name}_memory"] = compare_at_most(told["ours"]["rss_mb"], 400 if name == "overhead" else 600, "MB")
+        best = max(each["accuracy"] for each in told.values())
+        figures[f"{name}_accuracy_behind_best"] = compare_at_most(
+            100 * (best - told["ours"]["accuracy"]), 1.0, "points"
+        )
+        if name == "overhead":
+            figures["overhead_whole_run"] = compare_at_most(told["ours"]["wall_s"], 2.0, "s")
+            if "flower" in told:
+                figures["overhead_of_flower"] = compare_at_least(told["ours"]["rate"] / told["flower"]["rate"], 15, "x")
+    return figures
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    shown = [f"{result['processes']} processes each, load {result['load']:.1f} when it began"]
+    for name, told in result["workloads"].items():
+        shown.append(f"{name:24} client-rounds/s   of bare   start s   whole s   CPU s   RSS MB   PSS MB   accuracy")
+        floor = told["bare_n"]["rate"]
+        for each in told.values():
+            speed = f"{each['rate']:15.1f} {each['rate'] / floor:9.2f} {each['start_s']:9.1f} {each['wall_s']:9.1f}"
+            held = f"{each['cpu_s']:7.1f} {each['rss_mb']:8.0f} {each['pss_mb']:8.0f}"
+            shown.append(f"  {each['title']:22} {speed} {held} {100 * each['accuracy']:9.2f}%")
+    shown += [f"  not here: {why}" for why in result["absent"].values()]
+    return [*shown, *format_figures(result)]

@@ -1,0 +1,34 @@
+"""Client of `flower_app`, a module of its own so that Ray's actors keep its state."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from workload import ContestantWorkload
+
+held: dict[str, Any] = {}  # an actor keeps its workload and network from one client to the next
+client = ClientApp()
+
+
+@client.train()  # type: ignore[untyped-decorator]
+def train(message: Message, context: Context) -> Message:
+    """Train one epoch on the client's examples."""
+    if not held:
+        torch.set_num_threads(1)
+        held["work"] = ContestantWorkload(os.environ["BENCH_FOLDER"])
+        held["model"] = held["work"].network(begun=False)
+    work, model = held["work"], held["model"]
+    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    x, y = work.client(int(context.node_config["partition-id"]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=work.spec["lr"])
+    for rows in torch.randperm(len(y)).split(work.spec["batch"]):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": len(y)})}
+    return Message(content=RecordDict(content), reply_to=message)

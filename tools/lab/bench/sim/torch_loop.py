@@ -1,0 +1,85 @@
+"""Baseline of `fedquilt bench sim`: plain PyTorch training in one or more processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from workload import ContestantWorkload, arguments, since_start, tell
+
+
+class TrainingLoop:
+    """Model and optimizer of one process, reused for all clients."""
+
+    def __init__(self, work: ContestantWorkload) -> None:
+        torch.set_num_threads(1)
+        self.work, self.model = work, work.network(begun=False)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(self.parameters, lr=work.spec["lr"])
+
+    def train(self, start: list[torch.Tensor], clients: Any, total: list[torch.Tensor]) -> None:
+        """Train each client from `start`, and add the trained parameters to `total`."""
+        for client in clients:
+            x, y = self.work.client(int(client))
+            with torch.no_grad():
+                for value, begun in zip(self.parameters, start, strict=True):
+                    value.copy_(begun)
+            for rows in torch.randperm(len(y)).split(self.work.spec["batch"]):
+                self.optimizer.zero_grad()
+                F.cross_entropy(self.model(x[rows]), y[rows]).backward()
+                self.optimizer.step()
+            with torch.no_grad():
+                for value, added in zip(self.parameters, total, strict=True):
+                    added.add_(value)
+
+
+def run_worker(folder: str, start: list[torch.Tensor], total: list[torch.Tensor], pipe: Any) -> None:
+    """Train the clients received from `pipe` in a worker process, with sums in shared memory."""
+    loop = TrainingLoop(ContestantWorkload(folder))
+    pipe.send(None)
+    while (clients := pipe.recv()) is not None:
+        with torch.no_grad():
+            for value in total:
+                value.zero_()
+        loop.train(start, clients, total)
+        pipe.send(None)
+
+
+def main() -> None:
+    work, processes = arguments()
+    loop, spawn = TrainingLoop(work), multiprocessing.get_context("spawn")
+    start = [value.detach().clone().share_memory_() for value in work.network().parameters()]
+    totals = [[torch.zeros_like(value).share_memory_() for value in start] for _ in range(processes)]
+    pipes = []
+    for total in totals[1:]:
+        ours, theirs = spawn.Pipe()
+        spawn.Process(target=run_worker, args=(str(work.folder), start, total, theirs), daemon=True).start()
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    start_s, rounds_s = since_start(), []
+    for cohort in work.cohorts:
+        began_s = time.perf_counter()
+        for rank, pipe in enumerate(pipes, 1):
+            pipe.send(cohort[rank::processes])
+        for value in totals[0]:
+            value.zero_()
+        loop.train(start, cohort[::processes], totals[0])
+        for pipe in pipes:
+            pipe.recv()
+        for value, *sums in zip(start, *totals, strict=True):
+            value.copy_(sum(sums) / len(cohort))
+        rounds_s.append(time.perf_counter() - began_s)
+    for pipe in pipes:
+        pipe.send(None)
+    with torch.no_grad():
+        for value, end in zip(loop.parameters, start, strict=True):
+            value.copy_(end)
+    tell(start_s, rounds_s, work.accuracy(loop.model))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""Benchmark of block scoring on one device, against naive scoring and a forward pass.
+
+One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with random
+weights, one path up to depth 10 without native successors. Some rounds of a real search are scored in the three ways of
+this engine and by `fedquilt.tools.lab.bench.reference_scoring`. The benchmark fails if scores differ. Figures are
+ratios of processor time.
+
+One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with
+random weights, one path up to depth 10 that avoids a donor's own next block. The rounds are those of a
+real search. Some of them are scored by this engine in its three ways and by the naive procedure
+(`fedquilt.tools.lab.bench.reference_scoring`) in the same runtime, one right after the other; scores that differ make
+the bench fail. Figures are ratios of processor time, which other work on the machine changes little; those of wall
+time stand beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt.core import Bundle, ClientContext, DeviceView, Examples, Tensors
+from fedquilt.data import images
+from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
+from fedquilt.formats import job_bundle
+from fedquilt.methods.fedstitch import METHOD
+from fedquilt.models.stitching import stitched_network, vote
+from fedquilt.models.stitching.algebra import least_squares
+from fedquilt.models.stitching.device import block_runner, scoring
+from fedquilt.models.stitching.device.activations import SPARE
+from fedquilt.models.stitching.device.scoring import ScoreAt, ScoreRequest
+from fedquilt.models.stitching.onnx import export
+from fedquilt.models.stitching.search import steps
+from fedquilt.models.stitching.search.state import ScoredPath, SearchParams
+from fedquilt.models.stitching.stitched_network import Block
+from fedquilt.tools.artefacts.prepare import prepare_bundle
+from fedquilt.tools.lab.bench import reference_scoring
+from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
+from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.workers import local_backend
+
+DONORS = ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
+IMAGES = 64
+DEPTH = 10
+DEPTHS = (1, 5, 9)  # of paths
+SMALL = 64  # pixels
+REPEATS = 3  # of what is compared with a forward pass, and of that: the fastest counts
+BUDGET_BYTES = 4 << 30  # both sides have all the memory they want; `bench memory` is about budgets
+FASTER: Mapping[ScoreAt, float] = {"output": 8.0, "hybrid": 20.0, "input": 40.0}  # times the naive procedure, at least
+FASTER_LARGE: Mapping[ScoreAt, float] = {"output": 20.0, "hybrid": 30.0, "input": 200.0}  # of images beyond SMALL
+SLOWER = 1.2  # times a plain forward pass, at most
+SAME = 1e-4  # scores of both procedures differ by no more
+
+
+@dataclass(frozen=True)
+class ScoringRound:
+    """Task parameters and site of one scoring round."""
+
+    ask: ScoreRequest
+    site: ClientContext
+
+
+def measure(
+    size: int = 64, depths: Sequence[int] = (), work: Path | None = None, shown: int = IMAGES
+) -> dict[str, Any]:
+    """Measure a device's rounds by each way of scoring, naive scoring, and the references.
+
+    Args:
+        size: Size of the images in pixels.
+        depths: Path lengths at which the ways are compared. The default is DEPTHS, or its middle for large images.
+        work: Folder for the prepared donors, or None for a temporary one.
+        shown: Number of scored images, and of images for fits. Fewer images give smaller ratios to naive scoring.
+    """
+    depths = depths or (DEPTHS if size <= SMALL else DEPTHS[1:2])
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (work or Path(scratch)) / f"donors-{size}"
+        made = prepare_donors(folder, size)
+        find = create_finder(folder, made)
+        rounds = walk_path(made, find, Path(scratch), max(depths), shown)
+        whole, own = measure_forward_pass(made, find, Path(scratch), shown), measure_references(rounds[0])
+        compared = [compare_scoring(rounds[max(depth - 2, 0)], rounds[depth - 1], find) for depth in depths]
+    return _build_result(size, whole, own, compared)
+
+
+def prepare_donors(folder: Path, size: int) -> Bundle:
+    """Prepare the paper's five architectures with seeded random weights, cut into blocks."""
+    if not (folder / "bundle.json").is_file():
+        _print_progress(f"preparing {', '.join(DONORS)} at {size} pixels")
+        prepare_bundle(
+            {
+                "labels": [str(i) for i in range(10)],
+                "input": {"channels": 3, "size": size, "mean": [0.5], "std": [0.25]},
+                "donors": [
+                    {"name": name.partition("_")[0], "network": {"name": f"torchvision/{name}"}, "seed": 1}
+                    for name in DONORS
+                ],
+            },
+            folder,
+        )
+    return job_bundle.load_bundle(folder)
+
+
+def create_finder(folder: Path, made: Bundle) -> Callable[[str], Path]:
+    """Return a function that maps the name of a bundle's file to its path."""
+    return lambda name: folder / "blobs" / made.files[name].sha256
+
+
+def draw_examples(count: int) -> Examples:
+    """Draw smooth random images, so that feature maps are not mere noise."""
+    draws = np.random.default_rng(5)
+    coarse = draws.uniform(0, 255, size=(count, 3, 5, 5)).astype(np.float32)
+    x = images.resize_maps(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
+    return Examples(x, draws.integers(0, 10, size=count))
+
+
+def walk_path(
+    made: Bundle, find: Callable[[str], Path], scratch: Path, longest: int = DEPTH - 1, count: int = IMAGES
+) -> list[ScoringRound]:
+    """Run the rounds in which one device scores along a path, up to the longest length.
+
+    Each step adds the best-scored block of another donor whose maps are large enough for DEPTH blocks. The pool shrinks
+    by the paper's rule.
+    """
+    params = SearchParams(
+        native_continuation="exclude",
+        depth=DEPTH,
+        spread=False,
+        samples=count,
+        fit_samples=2 * count,
+        explore=0.0,
+        explore_floor=0.0,
+    )
+    state = METHOD.init(made, params, 0)
+    path_of = {ref: find(name) for name, ref in made.files.items()}.__getitem__
+    shown, engine, blocks = draw_examples(2 * count), OnnxEngine(BUDGET_BYTES), state.stock.blocks
+    member = DeviceData("bench", shown, shown)
+    deliver = functools.partial(
+        local_backend.make_task_and_context,
+        METHOD,
+        member=member,
+        folder=scratch / "sent",
+        engine=engine,
+        cache=scratch / "walk",
+        path=path_of,
+    )
+    net = next(net for net in steps.starting_networks(state.stock) if net.path[0].startswith("resnet"))
+    local: Tensors = _initial_state(shown)
+    rounds: list[ScoringRound] = []
+    while True:
+        state = replace(state, current=net, pool=steps.offered_blocks(net, state.stock, params))
+        order = METHOD.send(state, DeviceView("bench", None, tuple(range(len(rounds)))))
+        assert order is not None
+        task, site = deliver(order, number=len(rounds), local=local)
+        rounds.append(ScoringRound(msgspec.convert(task.params, ScoreRequest), site))
+        _print_progress(f"path: {' > '.join(net.path)}")
+        answer = METHOD.work(task, site)
+        local = answer.local
+        if len(net.path) == longest:
+            break
+        ballot = vote.read_ballot(answer.bundles["scores"], state.pool, params.k, 0.0, 0)
+        least = made.meta["input"]["size"] >> (2 + len(net.path) // 2)
+        fit = {
+            j
+            for j, name in enumerate(state.pool)
+            if blocks[name].kind == "middle"
+            and blocks[name].out_shape[1] >= least
+            and blocks[name].donor != blocks[net.path[-1]].donor
+        }
+        best = state.pool[next(j for j in vote.rank_blocks(ballot.score, ballot.level, state.pool) if j in fit)]
+        shallow = vote.shallow_blocks({"bench": ballot}, [blocks[name] for name in state.pool], 0.0)
+        fitted = replace(state, phase="fit", winners=(vote.Winner(best, 1.0, 1.0, 1),))
+        order = METHOD.send(fitted, DeviceView("bench", None))
+        assert order is not None
+        task, site = deliver(order, local=local)
+        [moments] = METHOD.work(task, site).bundles.values()
+        shape = blocks[net.path[-1]].out_shape[0], blocks[best].in_shape[0]
+        weights, bias = least_squares.solve_ridge(least_squares.from_tensors(moments, *shape), params.ridge)
+        junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
+        path = (*net.path, best)
+        state = replace(state, junctions={**state.junctions, stitched_network.junction_name(path): junction})
+        net = ScoredPath(path, tuple(name for name in net.pool if name != best and name not in shallow), 1.0)
+    engine.close()
+    return rounds
+
+
+def _initial_state(train: Examples) -> Tensors:
+    return {"drawn": np.array([len(train), 7])}
+
+
+@dataclass(frozen=True)
+class ScoringComparison:
+    """One round by all ways of scoring and naively: processor and wall seconds, and scores."""
+
+    ask: ScoreRequest
+    seconds: Mapping[str, np.ndarray]
+    scores: Mapping[str, np.ndarray]
+
+
+def compare_scoring(before: ScoringRound, each: ScoringRound, find: Callable[[str], Path]) -> ScoringComparison:
+    """Score a round in each way, after the round before, and naively.
+
+    If both rounds are the same, the donors are cached and the path is not.
+    """
+    engine = OnnxEngine(BUDGET_BYTES)
+    seconds: dict[str, np.ndarray] = {}
+    scores: dict[str, np.ndarray] = {}
+    for way in FASTER:
+        with tempfile.TemporaryDirectory() as folder:
+            _, _, local = _time_scoring(before, way, engine, Path(folder), _initial_state(before.site.train))
+            if before is each:
+                _delete_path_caches(Path(folder))
+            seconds[way], scores[way], _ = _time_scoring(each, way, engine, Path(folder), local)
+        _print_progress(f"{way}, after {len(each.ask.path)} blocks: {seconds[way][0]:.2f} s of the processor")
+    seconds["naive"], scores["naive"] = measure_naive(each, find, engine)
+    engine.close()
+    return ScoringComparison(each.ask, seconds, scores)
+
+
+def measure_references(first: ScoringRound) -> dict[str, np.ndarray]:
+    """Measure the extra seconds of a first round, for unknown donors, with and without loading."""
+    engine = OnnxEngine(BUDGET_BYTES)
+    with tempfile.TemporaryDirectory() as folder:
+        caches = [Path(folder) / str(i) for i in range(1 + REPEATS)]
+        cold, *warm = (
+            _time_scoring(first, "hybrid", engine, cache, _initial_state(first.site.train)) for cache in caches
+        )
+        known = []
+        for cache, (_, _, local) in zip(caches[1:], warm, strict=True):
+            _delete_path_caches(cache)
+            known.append(_time_scoring(first, "hybrid", engine, cache, local)[0])
+    engine.close()
+    least = np.min(known, axis=0)
+    return {"cold_s": cold[0] - least, "warm_s": np.min([each[0] for each in warm], axis=0) - least}
+
+
+def _delete_path_caches(cache: Path) -> None:
+    for path in cache.glob(f"*{SPARE}"):
+        path.unlink()
+
+
+def _time_scoring(
+    each: ScoringRound, way: ScoreAt, engine: OnnxEngine, cache: Path, local: Tensors
+) -> tuple[np.ndarray, np.ndarray, Tensors]:
+    site = replace(each.site, engine=engine, cache_at=cache, local=local)
+    began = _read_clocks()
+    answer = scoring.score_pool(replace(each.ask, score_at=way, early=0), site)
+    return _read_clocks() - began, answer.bundles["scores"]["score"], answer.local
+
+
+def _read_clocks() -> np.ndarray:
+    """Return the processor seconds of this process and wall seconds, as an array (2,)."""
+    return np.array([time.process_time(), time.perf_counter()])
+
+
+def measure_naive(each: ScoringRound, find: Callable[[str], Path], engine: OnnxEngine) -> tuple[np.ndarray, np.ndarray]:
+    """Score one round naively. Return the seconds and the scores."""
+    ask, site = each.ask, each.site
+    count = ask.samples
+
+    def run(block: Block, x: np.ndarray) -> np.ndarray:
+        return stitched_network.run_block(block, lambda graph, x: engine.run(find(graph), x), x)
+
+    began = _read_clocks()
+    rows = scoring.example_order(_initial_state(site.train))
+    scored, fitted = (images.prepare_images(site.train.x[rows[i : i + count]], ask.input) for i in (0, count))
+    path = [ask.blocks[name] for name in ask.path]
+    between = stitched_network.load_junctions(path, site.load)
+    scores = []
+    for name in ask.pool:
+        own = [ask.blocks[f"{ask.blocks[name].donor}.{i}"] for i in range(ask.blocks[name].index + 1)]
+        positions = block_runner.draw_positions(count, own[-1].in_shape, ask.positions)
+        scores.append(reference_scoring.score_output(path, between, own, run, scored, fitted, positions, ask.ridge))
+    took = _read_clocks() - began
+    _print_progress(f"naive, after {len(path)} blocks, {len(ask.pool)} candidates: {took[0]:.1f} s of the processor")
+    return took, np.array(scores)
+
+
+def measure_forward_pass(
+    made: Bundle, find: Callable[[str], Path], folder: Path, count: int = IMAGES
+) -> dict[str, np.ndarray]:
+    """Measure a forward pass of all donors on twice the images, with and without loading."""
+    shown = images.prepare_images(draw_examples(2 * count).x, made.meta["input"])
+    cold, warm = np.zeros(2), np.zeros(2)
+    for donor in made.meta["donors"].values():
+        file = folder / "whole.onnx"
+        stock, files = stitched_network.load_donor_pool(made.meta), {name: find(name) for name in made.files}
+        network = stitched_network.StitchedNetwork((tuple(donor["blocks"]),), {}, align=tuple((i,) for i in range(10)))
+        meta, arrays = stitched_network.to_artefact(network, stock)
+        file.write_bytes(export.export_stitched(meta, arrays, stock.blocks, files))
+        engine = OnnxEngine(BUDGET_BYTES)
+        seconds = []
+        for _ in range(1 + REPEATS):
+            began = _read_clocks()
+            engine.run(file, shown)
+            seconds.append(_read_clocks() - began)
+        cold, warm = cold + seconds[0], warm + np.min(seconds[1:], axis=0)
+        engine.close()
+    return {"cold_s": cold, "warm_s": warm}
+
+
+def _build_result(
+    size: int, whole: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], compared: Sequence[ScoringComparison]
+) -> dict[str, Any]:
+    limits = FASTER if size <= SMALL else FASTER_LARGE
+    total = {way: np.sum([each.seconds[way] for each in compared], axis=0) for way in (*FASTER, "naive")}
+    ratios = {f"{way}_score_to_naive": total["naive"] / total[way] for way in limits}
+    slower = own["warm_s"] / whole["warm_s"]
+    strays = [float(np.abs(each.scores["output"] - each.scores["naive"]).max()) for each in compared]
+    table = [
+        {
+            "path": list(each.ask.path),
+            "candidates": len(each.ask.pool),
+            **{way: round(float(took[0]), 4) for way, took in each.seconds.items()},
+        }
+        for each in compared
+    ]
+    return {
+        "bench": "stitch",
+        "size": size,
+        "images": compared[0].ask.samples,
+        "rounds": table,
+        "plain_forward_s": {key: round(float(value[0]), 3) for key, value in whole.items()},
+        "references_s": {key: round(float(value[0]), 3) for key, value in own.items()},
+        "by_wall_time": {
+            **{name: round(float(each[1]), 2) for name, each in ratios.items()},
+            "references_to_plain_forward": round(float(slower[1]), 2),
+        },
+        "figures": {
+            **{
+                name: compare_at_least(float(each[0]), limit, "times faster")
+                for (name, each), limit in zip(ratios.items(), limits.values(), strict=True)
+            },
+            "references_to_plain_forward": compare_at_most(float(slower[0]), SLOWER, "times as long"),
+            "difference_of_scores": compare_at_most(max(strays), SAME, ""),
+        },
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    head = f"    {'path':>6} {'blocks scored':>14} {'naive':>9} {'output':>9} {'hybrid':>9} {'input':>9}   CPU seconds"
+    table = [
+        f"    {len(row['path']):6} {row['candidates']:14} "
+        + " ".join(f"{row[way]:9.3f}" for way in ("naive", "output", "hybrid", "input"))
+        for row in result["rounds"]
+    ]
+    plain_s, own_s = result["plain_forward_s"], result["references_s"]
+    return [
+        f"{result['size']} pixels, {result['images']} images, {', '.join(DONORS)} with random weights",
+        head,
+        *table,
+        f"    once, on {2 * result['images']} images: references and targets {own_s['warm_s']:.2f} s "
+        f"({own_s['cold_s']:.2f} s with loading); a plain forward pass {plain_s['warm_s']:.2f} s "
+        f"({plain_s['cold_s']:.2f} s)",
+        "    by wall time: " + ", ".join(f"{name} {value:.2f}" for name, value in result["by_wall_time"].items()),
+        *format_figures(result),
+    ]
+
+
+def _print_progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,242 @@
+"""Serving and pulling processes of `fedquilt bench blobs`.
+
+An agent is a process with the daemon's own imports and the transfer code it uses; the serving process has the
+coordinator's. What they hold beyond their idle size is their own peak (VmHWM after a reset).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from fedquilt import wire
+from fedquilt.blobs.storage.store import BlobStore
+from fedquilt.blobs.transfer import http_client
+from fedquilt.blobs.transfer.backend import TransferBackend
+from fedquilt.blobs.transfer.transfers import Transfers
+from fedquilt.core import BlobRef, Profile
+from fedquilt.edge_agent.task import memory_budget
+from fedquilt.host import process_memory
+from fedquilt.transport.link import Message
+from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.transport.mqtt.link import MqttLink
+
+SIZE: Final = 45_000_000
+AGENTS: Final = 10
+DOWN_S: Final = 1.0  # for which a broker, or TCP's server, is away
+LIMIT_S: Final = 180.0
+OWN: Final = ("127.0.0.2", 0)
+TRY_S: Final = 0.01  # between TCP's attempts to connect again
+
+
+class LossyLink:
+    """Link that drops a share of the published chunks."""
+
+    def __init__(self, link: MqttLink, loss: float, seed: int) -> None:
+        self._link, self._loss, self._roll = link, loss, random.Random(seed)
+        self.lost = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        if topic.rpartition("/")[2].isdigit() and self._roll.random() < self._loss:
+            self.lost += 1
+        else:
+            self._link.publish(topic, payload, retain=retain, reliable=reliable)
+
+
+def _create_unreliable_send(loss: float, lost: list[int]) -> Callable[..., None]:
+    roll, send = random.Random(1), http_client.send_file
+
+    def send_unreliably(
+        sock: socket.socket, file: int, offset: int, size: int, moved: Callable[[int], None] = lambda size: None
+    ) -> None:
+        while size:
+            piece = min(wire.MAX_CHUNK, size)
+            if roll.random() < loss:
+                lost[0] += 1
+                raise ConnectionError("broken for the bench")
+            send(sock, file, offset, piece, moved)
+            offset, size = offset + piece, size - piece
+
+    return send_unreliably
+
+
+# -- one process ----------------------------------------------------------------------------------
+
+
+def serve_blob(url: str, folder: str, sha256: str, way: str, loss: str) -> None:
+    """Serve the blob until SIGTERM, then print memory and processor time as JSON."""
+    import fedquilt.coordinator.server  # noqa: F401 - its imports are part of the base
+    from fedquilt.coordinator.delivery.blobs import server
+    from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
+
+    depot, lost = BlobStore(Path(folder)), [0]
+    if way == "tcp":
+        return _serve_tcp(depot.verified_path(sha256) or "", float(loss))
+    link = MqttLink(Broker.from_url(url), "bench-coordinator")
+    lossy = LossyLink(link, float(loss), seed=1)
+    if float(loss):
+        server.send_file = _create_unreliable_send(float(loss), lost)  # type: ignore[attr-defined]
+    places = BlobLocationProvider(
+        BlobLocationSettings("127.0.0.1:0" if way == "http" else None), depot, lambda device, sha: sha == sha256
+    )
+    transfers = Transfers(lossy, depot, wire.Topics("bench"), "dn", lambda device, sha: sha == sha256, carriers=places)
+    for number in range(AGENTS):
+        places.record_profile(_create_profile(f"agent-{number}"))
+    running = [True]
+    signal.signal(signal.SIGTERM, lambda number, frame: running.clear())
+    base = _connect_link(link, wire.Topics("bench").coordinator_filters())
+    idle_s = time.process_time()
+    print(json.dumps({"port": 0}), flush=True)
+    while running:
+        due = _process_messages(link, transfers)
+        link.wait(min(max(due - time.monotonic(), 0.0), 0.2), transfers.fds())
+    cpu_s = time.process_time() - idle_s
+    told = {
+        "base": base,
+        "peak": memory_budget.read_peak_bytes(os.getpid()),
+        "lost": lossy.lost + lost[0],
+        "cpu_s": cpu_s,
+    }
+    print(json.dumps(told), flush=True)
+
+
+def _serve_tcp(path: str, loss: float) -> None:
+    # SIGUSR1 closes all connections and the listener for DOWN_S, like a killed server
+    lost, socks = [0], list[socket.socket]()
+    send = _create_unreliable_send(loss, lost) if loss else _send_rest
+
+    def send_blob(sock: socket.socket) -> None:
+        with suppress(OSError), sock, open(path, "rb") as file:
+            start = int.from_bytes(sock.recv(8, socket.MSG_WAITALL), "big")
+            send(sock, file.fileno(), start, SIZE - start)
+
+    def accept_connections(listener: socket.socket) -> None:
+        with suppress(OSError):  # the listener was shut
+            while True:
+                socks.append(listener.accept()[0])
+                threading.Thread(target=send_blob, args=(socks[-1],), daemon=True).start()
+
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # of the threads too
+    address, idle_s = ("127.0.0.1", 0), time.process_time()
+    while True:
+        with socket.create_server(address) as listener:
+            if not address[1]:
+                address = listener.getsockname()
+                print(json.dumps({"port": address[1]}), flush=True)
+            taking = threading.Thread(target=accept_connections, args=(listener,))
+            taking.start()
+            number = signal.sigwait(signals)
+            listener.shutdown(socket.SHUT_RDWR)
+            taking.join()
+        if number == signal.SIGTERM:
+            break
+        for sock in socks:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        time.sleep(DOWN_S)
+    cpu_s = time.process_time() - idle_s
+    print(json.dumps({"base": 0, "peak": 0, "lost": lost[0], "cpu_s": cpu_s}), flush=True)
+
+
+def _send_rest(sock: socket.socket, file: int, offset: int, size: int) -> None:
+    with open(file, "rb", closefd=False) as opened:
+        sock.sendfile(opened, offset)
+
+
+def pull_blob(url: str, folder: str, sha256: str, device: str, way: str, port: str) -> None:
+    """Pull the blob after a line on standard input, then print memory and processor time as JSON."""
+    import fedquilt.edge_agent.agent  # noqa: F401 - its imports are part of the base
+
+    if way == "tcp":
+        return _pull_tcp(int(port), Path(folder), sha256)
+    link = MqttLink(Broker.from_url(url), f"bench-{device}")
+    depot = BlobStore(Path(folder))
+    transfers = Transfers(
+        link, depot, wire.Topics("bench"), "up", lambda device, sha: False, carriers=TransferBackend()
+    )
+    base = _connect_link(link, wire.Topics("bench").device_filters(device))
+    idle_s = _wait_for_start()
+    began = time.monotonic()
+    transfers.request_blob(device, BlobRef(sha256=sha256, size=SIZE))
+    done: list[tuple[str, str, str | None]] = []
+    while not done and time.monotonic() < began + LIMIT_S:
+        due = _process_messages(link, transfers)
+        done = transfers.take_finished()
+        if not done:
+            link.wait(min(max(due - time.monotonic(), 0.0), 0.2), transfers.fds())
+    error = done[0][2] if done else f"not finished after {LIMIT_S:g} s"
+    ended, cpu_s, peak = time.monotonic(), time.process_time() - idle_s, memory_budget.read_peak_bytes(os.getpid())
+    print(json.dumps({"base": base, "peak": peak, "error": error, "cpu_s": cpu_s, "ended": ended}), flush=True)
+    link.close()
+
+
+def _pull_tcp(port: int, folder: Path, sha256: str) -> None:
+    folder.mkdir(parents=True)
+    idle_s = _wait_for_start()
+    buffer, digest, came = memoryview(bytearray(256 * 1024)), hashlib.sha256(), 0
+    with open(folder / "part", "wb", buffering=0) as file:
+        while came < SIZE:
+            # from another address: a port that nobody listens at may be given to this side, which is then its own peer
+            with suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), LIMIT_S, OWN) as sock:
+                sock.sendall(came.to_bytes(8, "big"))
+                while got := sock.recv_into(buffer):
+                    digest.update(buffer[:got])
+                    file.write(buffer[:got])
+                    came += got
+            if came < SIZE:
+                time.sleep(TRY_S)
+        os.fsync(file.fileno())
+    os.replace(folder / "part", folder / sha256)
+    ended, cpu_s = time.monotonic(), time.process_time() - idle_s
+    error = None if digest.hexdigest() == sha256 else "damaged"
+    print(json.dumps({"base": 0, "peak": 0, "error": error, "cpu_s": cpu_s, "ended": ended}), flush=True)
+
+
+def _create_profile(device: str) -> Profile:
+    return Profile(
+        device=device, board="b", memory_bytes=0, budget_bytes=0, engines=(), versions={}, carriers=("http",)
+    )
+
+
+def _wait_for_start() -> float:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    return time.process_time()
+
+
+def _connect_link(link: MqttLink, filters: Sequence[str]) -> int:
+    process_memory.keep_freed_memory()  # as the agent and the coordinator do
+    link.wait_until_connected(timeout_s=10.0)
+    link.subscribe(filters)
+    link.wait(0.2)
+    memory_budget.reset_peak(os.getpid())
+    return memory_budget.resident_bytes(os.getpid()) or 0
+
+
+def _process_messages(link: MqttLink, transfers: Transfers) -> float:
+    messages: list[Message] = link.receive()
+    for message in messages:
+        transfers.handle_message(wire.parse_topic(message.topic), message.payload, time.monotonic())
+    return transfers.step(time.monotonic())
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve_blob(*sys.argv[2:])
+    else:
+        pull_blob(*sys.argv[2:])

@@ -1,0 +1,270 @@
+"""Demo federation on handwritten digits, compared with its baselines (`fedquilt demo`).
+
+Six simulated boards hold uneven shares of the UCI optical digits; three donors have seen MNIST only.
+The boards are simulated (times and joules follow their profiles), everything else is real: processes,
+memory budgets, broker, bytes, accuracy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+import time
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt.console import progress, table, units
+from fedquilt.coordinator import settings as jobs
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views import costs
+from fedquilt.core import Examples
+from fedquilt.formats import job_bundle
+from fedquilt.host import disk
+from fedquilt.models.stitching import display_names
+from fedquilt.tools.artefacts import export
+from fedquilt.tools.experiments import evaluation
+from fedquilt.tools.lab.demo.comparison import (
+    DemoComparison,
+    DeviceAccuracy,
+    NetworkResult,
+    compare_networks,
+    count_parts,
+    mean_accuracy_alone,
+)
+from fedquilt.tools.lab.demo.console import SearchConsole, format_bold
+from fedquilt.tools.report import page, plots, render_run_page
+from fedquilt.tools.report.run_data import load_run_data
+from fedquilt.tools.simulation import DeviceData, agents
+
+HERE = Path(__file__).parent
+COMPARING = "comparing"
+STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
+
+
+def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:
+    """Run the federation, compare results, and write report, network and test digits into `out`.
+
+    Args:
+        out: Output folder, created if missing.
+        format: "text", or "json" for the result as one line.
+        wordy: Whether to print each round with its decisions.
+        show: Whether to open the report in a browser.
+
+    Returns:
+        0, or 8 if the run failed.
+
+    Raises:
+        KeyboardInterrupt: If SIGINT or SIGTERM arrives before the run is done.
+    """
+    began_s = time.monotonic()
+    # a folder for each run: what boards have cached from an earlier one would change what is measured
+    plan = agents.FleetPlan(jobs.load_job(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
+    members, test = plan.load_devices()
+    live = SearchConsole()
+    text = format == "text"
+    if text:
+        print("\n".join(_format_introduction(plan, members, test)), flush=True)
+    run, status = agents.run_fleet_on_broker(plan, None, console=None if wordy or not text else live, wordy=wordy)
+    if status == "running":  # Ctrl-C ended its coordinator in good order
+        raise KeyboardInterrupt
+    if status != "done":
+        return 8
+    with Store(plan.home) as store:
+        live.clear_line()
+        far = live.start_parts(COMPARING, 1 + count_parts(members))
+        with progress.call_periodically(live.show_progress) if text else contextlib.nullcontext():
+            far("the boards' network")
+            evaluation.evaluate_run(store, run)
+            found = load_run_data(store, run)
+            artefact = export.load_result(store, run)
+            others = compare_networks(plan, artefact, members, test, found.points[-1].rounds, far)
+            written = export.export_result(store, run, out / "stitched.onnx")
+    live.clear_line()
+    whole = found.account.whole
+    moved = whole.down_bytes + whole.up_bytes
+    taps, headed = artefact.meta["taps"], artefact.meta["head"] is not None
+    name = display_names.network_name(taps, headed)  # as in the log of the search
+    stitched = NetworkResult(STITCHED, found.scores[-1].value, name, whole.energy_j, moved)
+    networks = _list_networks(stitched, others)
+    np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
+    report = out / "report.html"
+    drawn = _plot_accuracies(networks, others.devices, len(test))
+    disk.write_output(
+        report, render_run_page(found, "demo.html", **_page_values(plan, networks, others.devices, members, drawn))
+    )
+    disk.write_output(out / "accuracy.svg", plots.render_file(*drawn))
+    result = {
+        "run": run,
+        "accuracy": msgspec.to_builtins(networks),
+        "alone": msgspec.to_builtins(others.devices),
+        "devices": msgspec.to_builtins(found.account.devices),
+        "report": str(report),
+    }
+    if not text:
+        print(msgspec.json.encode(result).decode())
+        return 0
+    print("\n".join(_format_results(networks, describe_network(taps, headed), others.devices, found.account, plan)))
+    print("\n".join(["", *_wrap_text(written)]))
+    print(f"classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
+    print(f"{time.monotonic() - began_s:.0f} s in all; report, with plots (--open shows it): {report}")
+    if show:
+        webbrowser.open(report.resolve().as_uri())
+    return 0
+
+
+def _format_introduction(plan: agents.FleetPlan, members: Sequence[DeviceData], test: Examples) -> list[str]:
+    donors = job_bundle.load_bundle(plan.bundle).meta["donors"]
+    blocks = sum(len(donor["blocks"]) for donor in donors.values())
+    sizes = [len(member.train) + len(member.held) for member in members]
+    budgets = [int(table["budget"].removesuffix("MB")) for table in plan.make_agent_tables()]
+    rows = [
+        (
+            "  donors",
+            f"{len(donors)} small networks ({', '.join(donors)}), trained elsewhere on MNIST, whose digits look "
+            f"different; cut into {blocks} blocks",
+        ),
+        (
+            "  boards",
+            f"{len(sizes)}, simulated, each with {min(sizes)} to {max(sizes)} images, most of a few digits, and with "
+            f"{min(budgets)} to {max(budgets)} MB of memory for a task",
+        ),
+        (
+            "  search",
+            "in rounds, boards score on their own images which block may follow which, and the coordinator solves "
+            "linear layers, the stitches, that join the winners",
+        ),
+        ("  test", f"{len(test)} digits that no board has"),
+    ]
+    title = "Six boards build one network for their digits: no training, no image is sent."
+    return [*map(format_bold, _wrap_text(title)), *table.format_table(rows, "<~"), ""]
+
+
+def _wrap_text(text: str) -> list[str]:
+    return textwrap.wrap(text, table.line_width(), break_on_hyphens=False, break_long_words=False)
+
+
+def _list_networks(stitched: NetworkResult, others: DemoComparison) -> list[NetworkResult]:
+    return [
+        stitched,
+        *(NetworkResult(f"donor {row.name} + new head", row.accuracy) for row in others.heads),
+        *(NetworkResult(f"donor {row.name} as it is", row.accuracy) for row in others.donors),
+        others.scratch,
+        NetworkResult(ALONE, mean_accuracy_alone(others.devices)),
+    ]
+
+
+def describe_network(taps: Sequence[Sequence[str]], headed: bool) -> str:
+    """Return a sentence on the federation's network, and on its donor if all blocks share one.
+
+    Args:
+        taps: the network's paths, of block ids.
+        headed: whether it has a new head.
+    """
+    donors = {block.rpartition(".")[0] for path in taps for block in path}
+    of_one = f" (blocks of {donors.pop()} only)" if len(donors) == 1 else ""
+    return f"Their network, as donor.block: {display_names.network_name(taps, headed)}{of_one}"
+
+
+def format_verdict(networks: Sequence[NetworkResult]) -> str:
+    first, *others = networks
+    best = max(others, key=lambda network: network.accuracy)
+    gap = 100 * (first.accuracy - best.accuracy)
+    if gap > 0:
+        return f"The boards' network is the best here, by {gap:.1f} points over the best of the others ({best.name})."
+    return f"The boards' network is not the best here: {best.name} is {-gap:.1f} points better."
+
+
+def _format_results(
+    networks: Sequence[NetworkResult],
+    theirs: str,
+    devices: Sequence[DeviceAccuracy],
+    account: costs.JobCost,
+    plan: agents.FleetPlan,
+) -> list[str]:
+    lines = [format_bold(f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}")]
+    for network in networks:
+        energy, moved = _format_cost(network)
+        lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
+    lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(theirs)]
+    lines += ["+ new head: last layer solved from all images in one place, as no board would", ""]
+    lines.append(
+        format_bold(f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}")
+    )
+    budgets = {table["device"]: table["budget"] for table in plan.make_agent_tables()}
+    for device in devices:
+        took = account.devices[device.name]
+        energy = "-" if took.energy_j is None else f"{took.energy_j:.1f} J"
+        lines.append(
+            f"{device.name:20} {budgets[device.name]:>7} {device.examples + device.held:7} {100 * device.alone:9.1f} "
+            f"{took.wall_s:6.2f} s {energy:>8} {units.format_bytes(took.down_bytes + took.up_bytes):>8}"
+        )
+    lines.append("alone: what the board stitches from its own images only, on the test digits")
+    return [*lines, "time and energy: as the boards' profiles predict; accuracy and bytes: measured"]
+
+
+def _format_cost(network: NetworkResult) -> tuple[str, str]:
+    energy = "-"
+    if network.energy_j is not None:
+        scale, prefix = units.select_prefix(network.energy_j)
+        energy = f"{network.energy_j / scale:.3g} {prefix}J"
+    return energy, "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)
+
+
+def _plot_accuracies(
+    networks: Sequence[NetworkResult], devices: Sequence[DeviceAccuracy], tested: int
+) -> list[plots.Plot]:
+    first, grey = plots.COLOURS[2], plots.COLOURS[0]
+    by_network = plots.plot_bars(
+        [plots.PlotBar(network.name, [100 * network.accuracy]) for network in networks],
+        "Accuracy by network",
+        f"% of {tested} test digits that no board has",
+        most=100.0,
+        colours=[first, *[grey] * (len(networks) - 1)],
+    )
+    by_device = plots.plot_bars(
+        [plots.PlotBar(each.name, [100 * each.alone]) for each in devices],
+        "Accuracy by board: alone, and together (dotted)",
+        f"% of {tested} test digits",
+        most=100.0,
+        level=100 * networks[0].accuracy,
+    )
+    return [by_network, by_device]
+
+
+def _page_values(
+    plan: agents.FleetPlan,
+    networks: Sequence[NetworkResult],
+    devices: Sequence[DeviceAccuracy],
+    members: Sequence[DeviceData],
+    drawn: Sequence[plots.Plot],
+) -> dict[str, Any]:
+    def format_percent(value: float) -> str:
+        return f"{100 * value:.1f} %"
+
+    sums = page.HtmlTable(
+        ["network", "accuracy", "energy of the boards", "sent", "note"],
+        [[each.name, format_percent(each.accuracy), *_format_cost(each), each.note] for each in networks],
+        ["note"],
+    )
+    head = ["board", "images", "memory for a task", "alone, test digits", "alone, own digits", "together, own digits"]
+    budgets = {table["device"]: table["budget"] for table in plan.make_agent_tables()}
+    rows = [
+        [each.name, str(each.examples + each.held), budgets[each.name]]
+        + [format_percent(value) for value in (each.alone, each.alone_own, each.together_own)]
+        for each in devices
+    ]
+    donors = job_bundle.load_bundle(plan.bundle).meta["donors"]
+    return {
+        "pictures": page.render_plots(*drawn),
+        "verdict": format_verdict(networks),
+        "networks": sums,
+        "boards": page.HtmlTable(head, rows),
+        "donors": ", ".join(f"{name} ({len(donor['blocks'])} blocks)" for name, donor in donors.items()),
+        "path": networks[0].note,
+        "held": sum(len(member.held) for member in members),
+    }

@@ -1,0 +1,169 @@
+"""Tables of papers with our results, and grids of jobs defined by users.
+
+A table is a grid of jobs in TOML (`grid`). The code of a table is a module of the same name with `look` and functions
+that run a row (`cells.run_case`), the function named by the grid's `run`, `lines(result)` for the text, and
+`picture(result)` for an SVG.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt.console import progress
+from fedquilt.console import table as layout
+from fedquilt.core import JobError
+from fedquilt.host import disk
+from fedquilt.tools.lab.papers import cells, grid, results
+from fedquilt.tools.lab.papers.grid import GridTable
+
+KEPT: Final = Path("fedquilt-compare")
+
+
+def load_tables() -> dict[str, GridTable]:
+    return dict(
+        sorted((name, table) for file in grid.HERE.glob("*.toml") for name, table in grid.read_tables(file).items())
+    )
+
+
+def find_table(name: str, known: Mapping[str, GridTable]) -> GridTable:
+    """Return a paper's table by name, or the table in a file NAME.toml.
+
+    Raises:
+        JobError: If the table does not exist, or the file cannot be read or contains several tables.
+    """
+    if name in known:
+        return known[name]
+    if not name.endswith(".toml"):
+        raise JobError(f"table {name!r} is unknown; there are: {', '.join(known) or 'none'}, and files NAME.toml")
+    found = grid.read_tables(Path(name))
+    if len(found) > 1:
+        raise JobError(f"{name} has {len(found)} tables, and a file of your own holds one: leave [tables] out")
+    return next(iter(found.values()))
+
+
+def make_catalogue(known: Mapping[str, GridTable]) -> list[dict[str, Any]]:
+    return [
+        {"table": name, "about": table.grid.about.partition("\n")[0], "takes_data": table.takes_data}
+        for name, table in known.items()
+    ]
+
+
+def list_methods(table: GridTable) -> tuple[str, ...]:
+    found = table.grid
+    jobs = [found.make_job(points, row, 0, None) for points in found.columns.values() for row in found.rows.values()]
+    return found.covers or tuple(dict.fromkeys(job["method"] for job in jobs))
+
+
+def find_tables_of_method(method: str) -> list[tuple[str, str]]:
+    return [
+        (f"fedquilt reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
+        for name, table in load_tables().items()
+        if method in list_methods(table)
+    ]
+
+
+def format_catalogue(rows: Sequence[dict[str, Any]]) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["about"], []).append(row["table"] + " (--data FOLDER)" * row["takes_data"])
+    wide = layout.line_width()
+    return [
+        line
+        for about, names in found.items()
+        for line in (*textwrap.wrap(about, wide, break_on_hyphens=False), *(f"  {name}" for name in names))
+    ]
+
+
+def run_table(
+    table: GridTable,
+    *,
+    seeds: Sequence[int] | None = None,
+    rounds: int | None = None,
+    folder: Path | None = None,
+    columns: Sequence[str] | None = None,
+    rows: Sequence[str] | None = None,
+    out: Path = KEPT,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Run a table, and return its result with the description of the file under "about".
+
+    Args:
+        table: One of `load_tables`, or a table of the user.
+        seeds: Seeds, or None for those of the table.
+        rounds: Number of rounds of all runs, or None for the table's. Claims are judged only with None.
+        folder: Folder of data, if `GridTable.takes_data`.
+        columns: Names of the columns to run, or None for all.
+        rows: Names of the rows to run, or None for all. Claims about other rows are left out.
+        out: Cache folder of finished runs.
+        say: Function that prints progress lines.
+
+    Raises:
+        JobError: If a column or row is unknown or cannot be selected, the table takes no data, or a run has failed
+            that must not fail.
+        FedquiltError: If a bundle cannot be made.
+    """
+    if folder is not None and not table.takes_data:
+        raise JobError(f"{table.name} makes its own data: leave --data out")
+    there = table.grid.columns
+    if columns and len(there) == 1:
+        raise JobError(f"{table.name} is run as a whole: leave --columns out")
+    if rows and not table.grid.job:
+        raise JobError(f"{table.name} is computed without a run: leave --rows out")
+    if odd := sorted(set(columns or ()) - there.keys()):
+        raise JobError(f"{table.name} has no column {odd[0]!r}; it has: {', '.join(there)}")
+    found = table.fill_marks(folder)
+    found = found.select_rows(rows) if rows else found
+    chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
+    if found.run:
+        made = getattr(cells.import_code(table.code), found.run)(table.name, found, chosen, rounds, out, say)
+        return {**made, "about": found.about}
+    todo = cells.make_cells(found, table.code, str(table.file), chosen, rounds, wanted, out)
+    runs = cells.run_all([cell.case for cell in todo], out, say, may_fail=found.may_fail)
+    return {**results.make_result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
+
+
+def format_result(table: GridTable, result: Mapping[str, Any]) -> list[str]:
+    own: Callable[[Mapping[str, Any]], list[str]] | None = getattr(cells.import_code(table.code), "lines", None)
+    return results.format_result(table.grid, result) if own is None else own(result)
+
+
+def main(
+    name: str | None,
+    *,
+    seeds: Sequence[int] | None,
+    rounds: int | None,
+    folder: Path | None,
+    columns: Sequence[str] | None,
+    rows: Sequence[str] | None,
+    out: Path | None,
+    picture: Path | None,
+    kept: Path = KEPT,
+    format: str,
+) -> int:
+    """List the tables, or run one and print its result. Return 1 if a claim fails, otherwise 0.
+
+    Raises:
+        JobError: If the table has no picture, or `find_table` or `run_table` raises.
+    """
+    known = load_tables()
+    if name is None:
+        every = make_catalogue(known)
+        print(msgspec.json.encode(every).decode() if format == "json" else "\n".join(format_catalogue(every)))
+        return 0
+    table = find_table(name, known)
+    draw: Any = getattr(cells.import_code(table.code), "picture", None)
+    if picture is not None and draw is None:
+        raise JobError(f"{name} has no picture: leave --picture out")
+    options: dict[str, Any] = {"seeds": seeds, "rounds": rounds, "folder": folder, "columns": columns, "rows": rows}
+    result = run_table(table, **options, out=kept, say=progress.LINE.print_lines)
+    text = msgspec.json.format(msgspec.json.encode(result)).decode()
+    print(text if format == "json" else "\n".join([*format_result(table, result), "", result["about"].strip()]))
+    for file, content in ((out, lambda: text + "\n"), (picture, lambda: draw(result))):
+        if file is not None:
+            disk.write_output(file, content())
+    return 0 if all(claim["reached"] for claim in (result.get("figures") or {}).values()) else 1

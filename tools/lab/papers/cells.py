@@ -1,0 +1,255 @@
+"""Runs of a grid: starting weights, execution and values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.console import progress
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.core import Examples, Fit, JobError, Tensors
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
+from fedquilt.formats import toml
+from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.experiments import comparison, parallel_runs, run_cache
+from fedquilt.tools.experiments.comparison import ComparisonCase
+from fedquilt.tools.experiments.single_run import SeedRun
+from fedquilt.tools.experiments.single_run import run_seed as play_job
+from fedquilt.tools.lab.papers.grid import NETWORK, Grid, GridRow, PretrainSettings, merge_tables
+from fedquilt.tools.simulation import DeviceData
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, choose_job_engine
+
+WEIGHTS: Final = ("weights", "weights_classes")  # keys of [model] that are used up when the bundle is made
+
+
+class ExecutionOptions(msgspec.Struct, frozen=True):
+    code: str  # the table's own module; "": none
+    row: GridRow
+    together: bool
+    first: bool
+    tested: bool
+    device: str
+
+    def select_devices(self, members: list[DeviceData]) -> list[DeviceData]:
+        if self.device:
+            members = [DeviceData(f"{self.device}-{i:02}", each.train, each.held) for i, each in enumerate(members)]
+        return members[slice(*self.row.members)] if self.row.members else members
+
+
+class GridCell(NamedTuple):
+    column: str
+    row: str
+    target: float | None
+    case: ComparisonCase
+
+
+def make_cells(
+    grid: Grid, code: str, where: str, seeds: Sequence[int], rounds: int | None, columns: Sequence[str], out: Path
+) -> list[GridCell]:
+    """Return all runs of a table, and make their bundles in `out`.
+
+    Runs are ordered by seed, so that an interrupted table is complete for its first seeds.
+
+    Raises:
+        FedquiltError: If a job of the table is wrong, or a bundle cannot be made.
+    """
+    found: list[tuple[str, str, dict[str, Any], PretrainSettings | None, GridRow, float | None]] = []
+    for seed in seeds:
+        for column in columns:
+            points = grid.columns[column]
+            for name, row in grid.rows.items():
+                job = grid.make_job(points, row, seed, rounds)
+                with toml.prefix_errors(f"{where}, row {name!r}"):
+                    settings.parse_job(job)
+                before = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
+                targets = [point.target for point in points if point.target is not None]
+                found.append((column, name, job, [None, *filter(None, before)][-1], row, [None, *targets][-1]))
+    bundles = make_bundles(code, [(job, before) for _, _, job, before, _, _ in found], out)
+    made = []
+    for (column, name, job, _, row, target), folder in zip(found, bundles, strict=True):
+        network = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHTS}
+        given = settings.parse_job({**job, "model": network})
+        how = ExecutionOptions(code, row, grid.together, grid.first, grid.needs_test_set, grid.device)
+        written = [msgspec.json.encode(each, order="sorted") for each in (given, how)]
+        made.append(
+            GridCell(
+                column, name, target, ComparisonCase(written[0], str(folder), written[1], f"{column} {name}".strip())
+            )
+        )
+    return made
+
+
+# -- bundles --------------------------------------------------------------------------------------
+
+
+def make_bundles(
+    code: str, wanted: Sequence[tuple[Mapping[str, Any], PretrainSettings | None]], out: Path
+) -> list[Path]:
+    """Make the bundles of jobs, with pretraining if requested, and return their folders.
+
+    Cached bundles are reused.
+    """
+    todo: dict[Path, tuple[Any, ...]] = {}
+    found = []
+    for job, before in wanted:
+        table = {key: job[key] for key in (*NETWORK, "name", "method", "seed", "params", "data") if key in job}
+        if table.get("model"):
+            table["model"] = {"seed": job["seed"], **table["model"]}
+        if before is not None:
+            before = msgspec.structs.replace(before, data={"seed": job["seed"], **before.data})
+        measured = table.get("int8") or table.get("input", {}).get("standardise")  # uses the job's own data
+        of = [table.get(part) for part in (*NETWORK, *(["data"] if measured else []))]
+        key: list[Any] = [of, msgspec.to_builtins(before), job["seed"] if before else 0]
+        key += [
+            run_cache.compute_code_digest(),
+            *(run_cache.compute_content_digest(Path(file)) for file in _list_files(key)),
+        ]
+        folder = out / "starts" / hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:24]
+        found.append(folder / "bundle")
+        if not (folder / "bundle" / "bundle.json").exists():
+            todo[folder] = (code, table, before, folder)
+    for _ in parallel_runs.run_in_processes(make_bundle, list(todo.values())):
+        pass
+    return found
+
+
+def make_bundle(code: str, table: dict[str, Any], before: PretrainSettings | None, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if before is not None:
+        _use_one_thread()
+        file = folder / "weights.safetensors"
+        file.write_bytes(tensors.encode_tensors(pretrain_weights(code, table, before)))
+        table = merge_tables(table, {"model": {"weights": str(file)}})
+    prepare.prepare_and_check(settings.parse_job(table), folder / "bundle")
+
+
+def pretrain_weights(code: str, job: Mapping[str, Any], wanted: PretrainSettings) -> Tensors:
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
+    from fedquilt.models.networks import register_trace, registry
+
+    known = [field.name for field in dataclasses.fields(Fit)]
+    for odd in wanted.fit.keys() - set(known):
+        raise JobError(f"[pretrain.fit] {odd}: there are {', '.join(known)}{toml.suggest_nearest(odd, known)}")
+    fit, given = Fit(**wanted.fit), examples.load_split(DataSpec.parse(wanted.data, "[pretrain.data]"))
+    if wanted.by:
+        return dict(getattr(import_code(code), wanted.by)(job, given))
+    if wanted.below:
+        rows = given.y < wanted.below
+        given = Examples(given.x[rows], given.y[rows])
+    drawn, seed = {key: value for key, value in job["model"].items() if key not in ("seed", "input")}, job["seed"]
+    network = {**drawn, "input": job.get("input") or job["model"].get("input", {})}
+
+    def draw_weights(seed: int) -> Tensors:
+        return {name: value.numpy() for name, value in registry.load_network(drawn, seed=seed).state_dict().items()}
+
+    found: Tensors = TorchEngine(ROOM_BYTES).train(
+        network, draw_weights(seed), given, fit, tensors.seeded_rng(*wanted.draw, seed)
+    )[0]
+    if not wanted.new_head:
+        return found
+    register = register_trace.register_from_table(network)
+    last = register.tensors_of_modules([register.classifier() or ""])
+    return {name: value if name in last else found[name] for name, value in draw_weights(seed + 1000).items()}
+
+
+def _list_files(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        own = [str(value[key]) for key in ("path", "weights") if isinstance(value.get(key), str)]
+        return [*own, *(file for each in value.values() for file in _list_files(each))]
+    return [file for each in value for file in _list_files(each)] if isinstance(value, list | tuple) else []
+
+
+def _use_one_thread() -> None:
+    importlib.import_module("fedquilt.edge_agent.engines.torch.engine")  # before torch: it sets how threads wait
+    import torch
+
+    torch.set_num_threads(1)  # one run per core
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
+    """Run one case, with the row's `play` function if it has one.
+
+    The code of a table may define `look(folder, how, simulation, hands)`, which is called before the first round,
+    after each round and at the end, and returns values for `SeedRun.figures`. A `play` function takes (job, folder,
+    how) and returns a `SeedRun`.
+
+    Raises:
+        FedquiltError: If the run has failed.
+    """
+    how, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
+    if choose_job_engine(job, methods.load(job.method)) == "torch":
+        _use_one_thread()
+    code = import_code(how.code)
+    if how.row.play:
+        run: SeedRun = getattr(code, how.row.play)(job, folder, how)
+        return run
+    return run_with_options(job, folder, how, tell)
+
+
+def run_with_options(
+    job: JobSettings, folder: Path, how: ExecutionOptions, tell: comparison.Tell = lambda done: None, **changes: Any
+) -> SeedRun:
+    """Run a job with the options of its cell. `changes` override arguments of `run_seed`."""
+    look = getattr(import_code(how.code), "look", None)
+    options: dict[str, Any] = {"pick": how.select_devices, "away": how.row.away, "together": how.together}
+    options |= {"first": how.first, "tested": how.tested}
+    if look is not None:
+        options["look"] = functools.partial(look, folder, how)
+    return play_job(job, folder, tell, **{"workers": 0, **options, **changes})
+
+
+def import_code(name: str) -> ModuleType | None:
+    """Import the code of a table, or return None for the name ""."""
+    return importlib.import_module(f"{__package__}.{name}") if name else None
+
+
+def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
+    """Return a value of a run by name, from `figures` or else from the last evaluation, or None.
+
+    "test@3" is the value of "test" after 3 rounds. "rounds_to" is the number of rounds until the target is reached,
+    or None if it never is.
+    """
+    if name in run.figures:
+        return run.figures[name]
+    if name == "rounds_to":
+        assert target is not None
+        return next((mark.rounds for mark in run.marks if mark.test is not None and mark.test >= target), None)
+    key, _, at = name.partition("@")
+    marks = [mark for mark in run.marks if not at or mark.rounds == int(at)]
+    return getattr(marks[-1], key, None) if marks else None
+
+
+def run_all(
+    todo: Sequence[ComparisonCase], out: Path, say: Callable[[str], None], *, may_fail: bool = False
+) -> dict[ComparisonCase, SeedRun]:
+    """Run all cases in parallel, except those cached in `out`/runs.
+
+    Args:
+        todo: All cases.
+        out: Folder of the cache.
+        say: Function that prints progress lines and failures.
+        may_fail: Leave out runs that fail, unless all fail.
+
+    Raises:
+        JobError: If a run has failed. The other runs are cached.
+    """
+    found, failed = comparison.run_missing_cases(todo, out, run_case, say, progress.LINE.show_status, abreast=True)
+    progress.LINE.end_operation()
+    if failed and not (may_fail and found):
+        raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
+    return found

@@ -1,0 +1,348 @@
+"""Tables of runs in TOML: jobs, shown values, numbers of papers, and claims.
+
+A file contains one table, named like the file, or several that share everything outside of `[tables.NAME]`. Each run
+is the job in `[job]`, changed by one point of each of the `axes`, then by one of the `rows`, with one seed. A TOML
+table with `like = NAME` starts from the entries of its sibling of that name. In paths "$mnist", "$cifar" and
+"$weights/NAME" stand for files in the folder of `--data`, and "$digits" for the UCI digits of fedquilt. Tables of
+papers may have code in a Python file of the same name (`cells.run_case`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt.coordinator import settings
+from fedquilt.core import DataError, JobError
+from fedquilt.formats import toml
+from fedquilt.tools.experiments.single_run import EvaluationPoint
+
+HERE: Final = Path(__file__).parent
+DIGITS: Final = Path(__file__).resolve().parents[1] / "demo" / "digits.npz"
+MARKED: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
+VALUES: Final = ("rounds_to", *EvaluationPoint.__struct_fields__)  # values that any run has; see `cells.read_value`
+NETWORK: Final = ("model", "input", "labels", "donors", "schedule", "int8")  # keys of a job that make its bundle
+
+
+class GridStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base class of a grid's tables, which rejects unknown keys."""
+
+
+class PretrainSettings(GridStruct, frozen=True):
+    """Settings of training before the first round, for the starting weights of all devices."""
+
+    data: dict[str, Any]  # as [data] of a job, with the run's seed unless it has its own
+    fit: dict[str, Any] = {}  # fields of `fedquilt.core.Fit`
+    below: int = 0  # train on classes below this number only; 0: on all
+    draw: tuple[str, ...] = ()  # words that, with the seed, determine the mini-batches
+    new_head: bool = False  # reinitialise the last dense layer afterwards
+    by: str = ""  # function of the table's own code that computes the weights; "": training
+
+
+class AxisPoint(GridStruct, frozen=True):
+    job: dict[str, Any] = {}  # merged over [job]
+    shares: dict[str, float] = {}  # parameter -> its value as a share of the job's rounds
+    pretrain: PretrainSettings | None = None
+    target: float | None = None  # metric that ends the value "rounds_to"
+    about: str = ""
+    paper: dict[str, dict[str, tuple[float, ...]]] = {}  # row -> value -> mean and deviation; (): never
+
+
+class GridRow(GridStruct, frozen=True):
+    job: dict[str, Any] = {}  # merged over [job] and the axes' points
+    pretrain: PretrainSettings | None = None
+    fixed: bool = False  # keep its number of rounds whatever `--rounds` says
+    more: int = 0  # rounds on top of the table's
+    members: tuple[int, ...] = ()  # first and one past the last of the devices that take part; (): all
+    away: int = 0  # number of these, the last ones, that are offline at first
+    play: str = ""  # function of the table's own code that plays it; "": as any job is played
+    paper: dict[str, tuple[float, ...]] = {}  # value -> mean and deviation
+
+
+class GridColumn(GridStruct, frozen=True):
+    value: str  # a name for `cells.read_value`
+    title: str
+    scale: float = 1.0
+    digits: int = 1
+    each: bool = False  # show the value of every seed instead of mean and deviation
+
+
+class ClaimSpec(GridStruct, frozen=True):
+    name: str  # {column} and {row} are replaced by their names
+    value: str  # a name for `cells.read_value`
+    row: str = ""  # row that it is about; "": every row but the one it is compared with
+    over: str = ""  # row whose value is subtracted
+    of: str = ""  # row whose value is 100 %
+    columns: tuple[str, ...] = ()  # columns that it is about; (): all
+    worst: bool = False  # one claim for all columns together, about the largest value of each seed
+    scale: float = 1.0
+    unit: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+    told: bool = False  # print the comparison without claiming anything
+
+    def list_rows(self, every: Iterable[str]) -> list[str]:
+        other = self.over or self.of
+        return [*([self.row] if self.row else [row for row in every if row != other]), *([other] if other else [])]
+
+
+class Grid(GridStruct, frozen=True):
+    about: str  # description, with differences from the paper; the first line is the title in the list
+    job: dict[str, Any] = {}
+    rows: dict[str, GridRow] = {}
+    axes: dict[str, dict[str, AxisPoint]] = {}
+    seeds: tuple[int, ...] = (0, 1, 2)
+    show: tuple[GridColumn, ...] = (GridColumn("test", "accuracy %", 100.0), GridColumn("up_bytes", "MB up", 1e-6))
+    claims: tuple[ClaimSpec, ...] = ()
+    pretrain: PretrainSettings | None = None
+    together: bool = True  # train the devices of a small network in one graph
+    may_fail: bool = False  # a run that fails, as one whose model diverges, leaves its cell without that seed's value
+    first: bool = False  # evaluate on the test set before the first round too, as the value "test@0"
+    device: str = ""  # prefix of the devices' names, on which their random draws depend; "": names of their boards
+    covers: tuple[str, ...] = ()  # methods whose pages name the table; (): those of its jobs
+    run: str = ""  # function of its own code that returns its result; "": its cells are run
+    page: str = ""  # page of docs/ with the figures
+
+    @property
+    def columns(self) -> dict[str, tuple[AxisPoint, ...]]:
+        """Points of each axis by column name. Without axes there is one column ""."""
+        found = itertools.product(*(axis.items() for axis in self.axes.values()))
+        return {", ".join(name for name, _ in each): tuple(point for _, point in each) for each in found}
+
+    @property
+    def points(self) -> list[AxisPoint]:
+        return [point for axis in self.axes.values() for point in axis.values()]
+
+    @property
+    def needs_test_set(self) -> bool:
+        return any(value.partition("@")[0] in ("test", "rounds_to") for value in self.value_names)
+
+    @property
+    def value_names(self) -> list[str]:
+        return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
+
+    def select_rows(self, rows: Sequence[str]) -> Grid:
+        """Return the grid with these rows and the claims about them.
+
+        Raises:
+            JobError: If a row does not exist.
+        """
+        _require_known("row", rows, self.rows)
+        claims = tuple(claim for claim in self.claims if {claim.row, claim.over, claim.of} <= {"", *rows})
+        kept = {name: row for name, row in self.rows.items() if name in rows}
+        return msgspec.structs.replace(self, rows=kept, claims=claims)
+
+    def make_job(self, points: Iterable[AxisPoint], row: GridRow, seed: int, rounds: int | None) -> dict[str, Any]:
+        """Return the job of one run as a table.
+
+        Args:
+            points: One point of each axis, applied in this order.
+            row: Row, applied after the points.
+            seed: Seed of the job and its data.
+            rounds: Number of rounds unless the row is `fixed`, or None for the grid's own.
+        """
+        found = self.job
+        for point in points:
+            found = merge_tables(found, point.job)
+            least = rounds or found.get("rounds", 1)
+            found = merge_tables(found, {"params": {key: round(share * least) for key, share in point.shares.items()}})
+        found = merge_tables(found, row.job)
+        count = found.get("rounds", 1) if rounds is None or row.fixed else rounds
+        return merge_tables(found, {"rounds": count + row.more, "seed": seed, "data": {"seed": seed}})
+
+
+@dataclass(frozen=True)
+class GridTable:
+    name: str
+    file: Path
+    raw: Mapping[str, Any]
+
+    @property
+    def grid(self) -> Grid:
+        """Parsed table, with the marks left in its paths.
+
+        Raises:
+            JobError: If a key is wrong.
+        """
+        return self._parse_grid(self.raw)
+
+    def fill_marks(self, data: Path | None) -> Grid:
+        """Return the parsed table with the marks in its paths replaced.
+
+        Args:
+            data: Folder of `--data`, or None.
+
+        Raises:
+            JobError: If a key is wrong, or a mark is unknown.
+            DataError: If the files of a mark are missing, or there is no folder.
+        """
+        with toml.prefix_errors(str(self.file)):
+            return self._parse_grid(
+                _fill_marks(self.raw, lambda mark, rest: resolve_mark(self.name, mark, rest, data), self.file.parent)
+            )
+
+    @property
+    def code(self) -> str:
+        """Name of the module with the code of a paper's table, or "" for none."""
+        own = self.file.parent == HERE and self.file.with_suffix(".py").exists()
+        return self.file.stem if own else ""
+
+    @property
+    def takes_data(self) -> bool:
+        return any(mark != "digits" for mark in _list_marks(self.raw))
+
+    def _parse_grid(self, raw: Any) -> Grid:
+        with toml.prefix_errors(f"{self.file}, table {self.name}"):
+            found = toml.convert_table(raw, Grid, "the table")
+            if not self.code:  # a table's code may define other values
+                _require_known("value", {value.partition("@")[0] for value in found.value_names}, VALUES)
+                befores = [found.pretrain, *(row.pretrain for row in found.rows.values())]
+                befores += [point.pretrain for point in found.points]
+                named = [found.run, *(row.play for row in found.rows.values()), *(each.by for each in befores if each)]
+                for function in filter(None, named):
+                    raise JobError(
+                        f"{function!r} names a function, and only the papers' tables have code: leave it out"
+                    )
+            for value in found.value_names:
+                if "@" in value and not value.partition("@")[2].isdigit():
+                    raise JobError(f"value {value!r}: a number of rounds is wanted after @")
+            for claim in found.claims:
+                _require_known(f"row of the claim {claim.name!r}", claim.list_rows(found.rows), found.rows)
+                _require_known(f"column of the claim {claim.name!r}", claim.columns, found.columns)
+                if not claim.told and (claim.at_least is None) == (claim.at_most is None):
+                    raise JobError(f"the claim {claim.name!r} wants one of at_least and at_most")
+            for name, points in found.columns.items():
+                for point in points:
+                    _require_known(f"row of the paper's numbers in {name!r}", point.paper, found.rows)
+            return found
+
+
+def _require_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
+    for word in sorted(set(wanted) - set(known)):
+        raise JobError(
+            f"{what}: there is no {word!r}; there are: {', '.join(known)}{toml.suggest_nearest(word, known)}"
+        )
+
+
+def read_tables(file: Path) -> dict[str, GridTable]:
+    """Return the tables of a file by name.
+
+    Raises:
+        JobError: If the file cannot be read, is not TOML, or has a `like` without its table.
+    """
+    with toml.prefix_errors(str(file)):
+        common = _resolve_likes(toml.read_toml(file))
+    several = common.pop("tables", None)
+    if several is None:
+        return {file.stem: GridTable(file.stem, file, common)}
+    return {name: GridTable(name, file, merge_tables(common, own)) for name, own in several.items()}
+
+
+def merge_tables(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two tables merged recursively. Values of `over` replace those of `under`."""
+    found = dict(under)
+    for key, value in over.items():
+        known = found.get(key)
+        found[key] = merge_tables(known, value) if isinstance(known, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: _resolve_likes(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+
+    def resolve(key: str, seen: tuple[str, ...] = ()) -> Any:
+        value = found[key]
+        if not isinstance(value, Mapping) or not isinstance(other := value.get("like"), str):
+            return value
+        if other not in found or other in seen:
+            raise JobError(f"{key}: like = {other!r}: there is no such table beside it to begin with")
+        return merge_tables(
+            resolve(other, (*seen, key)), {name: each for name, each in value.items() if name != "like"}
+        )
+
+    return {key: resolve(key) for key in found}
+
+
+# -- the folder of data ---------------------------------------------------------------------------
+
+
+def resolve_mark(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]:
+    """Return the keys that replace a mark in a path: "path", and further keys of the same table.
+
+    Args:
+        table: Name of the table in errors.
+        mark: Mark without "$".
+        rest: Part of the path after the mark.
+        data: Folder of `--data`, or None.
+
+    Raises:
+        JobError: If the mark is unknown.
+        DataError: If the files of the mark are missing, or there is no folder.
+    """
+    if mark == "digits":
+        return {"path": str(DIGITS)}
+    wanted = {"mnist": "MNIST's files", "cifar": "CIFAR-10", "weights": "torchvision's weights in weights/"}
+    if mark not in wanted:
+        raise JobError(f"{table}: ${mark} is unknown; there are: $digits, {', '.join(f'${each}' for each in wanted)}")
+    if data is None:
+        raise DataError(f"{table} needs --data: a folder with {wanted[mark]}")
+    return find_mnist(data) if mark == "mnist" else find_cifar(data) if mark == "cifar" else find_weights(data, rest)
+
+
+def find_mnist(data: Path) -> dict[str, str]:
+    """Return MNIST as keys of a [data] table, found in `data` or in torchvision's folder below it."""
+    nested = data / "MNIST" / "raw"
+    found = nested if nested.is_dir() else data
+    if not any(found.glob("*images?idx3-ubyte*")):
+        raise DataError(
+            f"there is no MNIST in {found}: train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
+            "or the same with .gz, are wanted there or in MNIST/raw below it"
+        )
+    return {"path": str(found)}
+
+
+def find_cifar(data: Path) -> dict[str, str]:
+    """Return CIFAR-10 as keys of a [data] table, from a file cifar10*.npz or torchvision's folder."""
+    files = sorted(data.glob("cifar10*.npz"))
+    if not files and not (data / "cifar-10-batches-py").is_dir():
+        raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
+    return {"path": str(files[0])} if files else {"path": str(data), "dataset": "CIFAR10"}
+
+
+def find_weights(data: Path, architecture: str) -> dict[str, str]:
+    """Return the file with a torchvision network's ImageNet weights under "path"."""
+    files = sorted((data / "weights").glob(f"{architecture}*.pt*"))
+    if not files:
+        raise DataError(f"no {architecture}*.pt in {data / 'weights'}: put torchvision's weights there")
+    return {"path": str(files[0])}
+
+
+def _fill_marks(value: Any, known: Any, folder: Path) -> Any:
+    # other relative paths are resolved against the folder
+    if isinstance(value, list):
+        return [_fill_marks(each, known, folder) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        match = MARKED.match(each) if isinstance(each, str) else None
+        if match is None:
+            found[key] = _fill_marks(each, known, folder)
+            continue
+        told = known(match[1], match[2] or "")
+        found |= told if key == "path" else {key: told["path"]}
+    return settings.make_paths_absolute(found, folder)
+
+
+def _list_marks(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _list_marks(each)
+    elif isinstance(value, str) and (match := MARKED.match(value)):
+        yield match[1]

@@ -1,0 +1,162 @@
+"""Results of a grid: values by column, row and seed, judged claims, and the text table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fedquilt.console import table as layout
+from fedquilt.tools.experiments.comparison import ComparisonCase
+from fedquilt.tools.experiments.single_run import SeedRun
+from fedquilt.tools.lab.papers import claims
+from fedquilt.tools.lab.papers.cells import GridCell, read_value
+from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid
+
+
+def make_result(
+    name: str,
+    grid: Grid,
+    cells: Sequence[GridCell],
+    runs: Mapping[ComparisonCase, SeedRun],
+    seeds: Sequence[int],
+    rounds: int | None,
+) -> dict[str, Any]:
+    """Return the result of a table for JSON.
+
+    Args:
+        name: Name of the table.
+        grid: The table.
+        cells: Cells that were run.
+        runs: Run of each cell's case, without failed runs.
+        seeds: Seeds in the order of the values.
+        rounds: Requested number of rounds, or None for the grid's own. Claims are judged only with None.
+
+    Returns:
+        "columns" (column, row, then "values" per seed, "paper" and "runs"), "figures" (judged claims), "told"
+        (reported
+        comparisons without a claim), "table" and "seeds".
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        papers = [point.paper.get(cell.row, {}) for point in grid.columns[cell.column]]
+        entry = found.setdefault(cell.column, {}).setdefault(
+            cell.row,
+            {
+                "rounds": cell.case.settings.rounds,
+                "target": cell.target,
+                "values": {key: [] for key in grid.value_names},
+                "paper": {key: value for paper in (grid.rows[cell.row].paper, *papers) for key, value in paper.items()},
+                "runs": [],
+            },
+        )
+        run = runs.get(cell.case)
+        entry["runs"].append(msgspec.to_builtins(run))
+        for key, values in entry["values"].items():
+            values.append(None if run is None else read_value(run, key, cell.target))
+    judged = judge_claims(grid, found)
+    return {
+        "table": name,
+        "seeds": list(seeds),
+        "columns": found,
+        "figures": {key: told for key, (claim, told) in judged.items() if not claim.told} if rounds is None else {},
+        "told": {key: told for key, (claim, told) in judged.items() if claim.told},
+    }
+
+
+def judge_claims(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[ClaimSpec, dict[str, Any]]]:
+    """Judge all claims for their rows and columns. Return claims and verdicts by name."""
+    judged = {}
+    for claim in grid.claims:
+        other = claim.over or claim.of
+        for row in [row for row in claim.list_rows(grid.rows) if row != other]:
+            by_column = {
+                column: values
+                for column, rows in found.items()
+                if column in (claim.columns or found)
+                and (values := compute_claim_values(claim, rows[row], rows.get(other)))
+            }
+            if claim.worst and by_column:
+                by_column = {"": [max(each) for each in zip(*by_column.values(), strict=True)]}
+            limits = {"at_most": claim.at_most, "at_least": 0.0 if claim.told else claim.at_least}
+            for column, values in by_column.items():
+                name = claim.name.format(column=column, row=row)
+                judged[name] = (claim, claims.judge_claim(values, claim.unit, **limits))
+    return judged
+
+
+def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[float]:
+    """Return a claim's value for each seed in one column, or [] if a run lacks the value.
+
+    A target that was never reached counts as one round more than were run.
+    """
+
+    def get_values(row: Mapping[str, Any]) -> list[float | None]:
+        never = row["rounds"] + 1 if claim.value == "rounds_to" else None
+        return [never if value is None else value for value in row["values"][claim.value]]
+
+    mine = get_values(row)
+    theirs = [0.0] * len(mine) if other is None else get_values(other)
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
+    if len(pairs) < len(mine):
+        return []
+    return [100 * a / b if claim.of else claim.scale * (a - b) for a, b in pairs]
+
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+def format_result(grid: Grid, result: Mapping[str, Any]) -> list[str]:
+    told = [f"seeds {', '.join(map(str, result['seeds']))}"] if result["seeds"] else []
+    if any(row["paper"] for rows in result["columns"].values() for row in rows.values()):
+        told.append("the paper's in brackets")
+    found = [f"{result['table']}: {'; '.join(told)}"]
+    for column, rows in result["columns"].items():
+        about = ", ".join(point.about for point in grid.columns[column] if point.about)
+        ran = f"{next(iter(rows.values()))['rounds']} rounds" if result["seeds"] else ""
+        found += ["", ", ".join(filter(None, [column, about, ran]))] if column or ran else [""]
+        kept = [
+            show
+            for show in grid.show
+            if show.value == "rounds_to" or any(_has_value(row["values"][show.value]) for row in rows.values())
+        ]
+        cells = [["", *(show.title for show in kept)]]
+        for name, row in rows.items():
+            cells.append([name, *(_format_cell(show, row) for show in kept)])
+        found += layout.format_table(cells, "<>")
+    found += [
+        "",
+        *(f"{name}: {claims.format_claim(each)}" for name, each in result["told"].items()),
+        *claims.format_figures(result),
+    ]
+    return found if found[-1] else found[:-1]
+
+
+def _has_value(values: Sequence[Any]) -> bool:
+    return any(value is not None for value in values)
+
+
+def _format_cell(show: Any, row: Mapping[str, Any]) -> str:
+    values, paper = row["values"][show.value], row["paper"].get(show.value)
+    own = (
+        format_spread(values, show.scale, show.digits, show.each)
+        if _has_value(values) or show.value == "rounds_to"
+        else ""
+    )
+    if paper is None:
+        return own
+    theirs = "never" if not paper else f"{paper[0]:g}" + "".join(f" ± {sd:g}" for sd in paper[1:])
+    return f"{own} ({theirs})"
+
+
+def format_spread(values: Sequence[Any], scale: float, digits: int, each: bool) -> str:
+    """Return mean and standard deviation over seeds as text, or with `each` the value of each seed."""
+    if each:
+        return ", ".join("-" if value is None else f"{scale * value:.{digits}f}" for value in values)
+    known = [scale * value for value in values if value is not None]
+    if not known:
+        return ""
+    deviation = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.{digits}f}{deviation}"

@@ -1,0 +1,1 @@
+"""Operation of a fleet: dashboard, identities, runners and sites."""

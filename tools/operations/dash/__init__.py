@@ -1,0 +1,134 @@
+"""Web dashboard of a fleet and its runs, based on a coordinator's databases.
+
+The dashboard writes nothing, except requests to approve, stop or resume runs. No other process depends on it. All
+pages are files of this package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Final
+
+from fedquilt import extras, open_metrics, systemd
+from fedquilt.coordinator import limits
+from fedquilt.core import JobError
+from fedquilt.host import disk
+from fedquilt.host.connection_limits import ConnectionLimiter, raise_descriptor_limit
+
+TOKEN: Final = "dash.token"  # noqa: S105  # a file's name
+BACKLOG: Final = 128
+
+
+def main(
+    home: Path,
+    listen: str,
+    *,
+    actions: bool,
+    names: Collection[str] = (),
+    say: Callable[[str], None] = print,
+    connections: ConnectionLimiter | None = None,
+) -> None:
+    """Serve the dashboard of a home until the process ends.
+
+    Args:
+        home: Folder of a coordinator, which need not run.
+        listen: HOST:PORT, with port 0 for any free port.
+        actions: Permit clients with the token to approve, stop and resume runs.
+        names: Permitted host names besides addresses and localhost.
+        say: Function that prints a line.
+        connections: Limits on the connections, or None for those of the home's limits.toml.
+
+    Raises:
+        JobError: If the address is invalid or in use, limits.toml is malformed, or starlette or uvicorn is not
+            installed.
+        StoreError: If the token cannot be written.
+    """
+    raise_descriptor_limit()
+    uvicorn: Any = extras.load_optional("uvicorn")
+    extras.load_optional("starlette")
+    from fedquilt.tools.operations.dash import uvicorn_protocol
+    from fedquilt.tools.operations.dash.access_control import AccessPolicy
+    from fedquilt.tools.operations.dash.app import Dashboard
+    from fedquilt.tools.operations.dash.home_watcher import HomeWatcher
+
+    connections = ConnectionLimiter(limits.load_limits(home).http) if connections is None else connections
+    with contextlib.closing(_open_socket(listen)) as place:
+        host, port = place.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        door = AccessPolicy(port=port) if actions else None
+        if door is not None:
+            write_token(home, door.token)  # before an address is told: this may fail
+        say(f"dashboard of {home}: {url}")
+        if door is not None:
+            token = f"WORD, the word in {home / TOKEN}" if systemd.is_journal_stream() else door.token
+            say(f"to approve, stop and resume runs, open {url}#token={token}")
+
+        async def serve() -> None:
+            watch = HomeWatcher(home)
+            settings = uvicorn.Config(
+                Dashboard(watch, door, names).make_app(),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                proxy_headers=False,
+                ws="none",
+                http=uvicorn_protocol.limited_protocol(connections),
+                timeout_graceful_shutdown=2,
+            )
+            server = uvicorn.Server(settings)
+            poll = asyncio.create_task(watch.poll())
+            reads = asyncio.create_task(watch.read_logs())
+            for each in (poll, reads):  # without them nothing is live: better an end than a page that stands still
+                each.add_done_callback(lambda task: setattr(server, "should_exit", True))
+            closing = asyncio.create_task(_close_watch_on_exit(server, watch))
+            late = asyncio.create_task(uvicorn_protocol.close_late_connections(connections, server))
+            try:
+                await server.serve([place])
+            finally:
+                watch.close()
+                await asyncio.gather(poll, reads, closing, late, return_exceptions=True)
+                watch.close_databases()
+            poll.result()
+            reads.result()
+
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(serve())
+
+
+async def _close_watch_on_exit(server: Any, watch: Any) -> None:
+    # the server waits for the event streams, which end when the watcher is closed
+    while not server.should_exit:
+        await asyncio.sleep(0.2)
+    watch.close()
+
+
+def _open_socket(listen: str) -> socket.socket:
+    host, port = open_metrics.parse_address(listen)
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        place = socket.socket(family)
+        try:
+            place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            place.bind(address)
+            place.listen(BACKLOG)
+        except BaseException:
+            place.close()
+            raise
+    except OSError as error:
+        raise JobError(f"no dashboard can be served at {listen}: {error.strerror}; choose another --listen") from None
+    return place
+
+
+def write_token(home: Path, token: str) -> None:
+    """Write the token into the home with permissions for this user only.
+
+    Raises:
+        StoreError: If the file cannot be written.
+    """
+    with disk.disk_errors(f"write {home / TOKEN}"):
+        disk.PRIVATE.write_atomically(home / TOKEN, f"{token}\n".encode(), durable=False)

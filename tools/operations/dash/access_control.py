@@ -1,0 +1,109 @@
+"""Access control of the dashboard by host name, origin and token.
+
+All functions depend on the headers of a request alone. Reading needs no token, and links from other sites work. Pages
+of other sites cannot read responses, because no header permits it. Actions must come from the dashboard's own pages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Collection, Mapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Final
+
+HEADERS: Final = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+REPORT: Final = {  # a page of a run has its style in it, no script, and stands in a frame of ours
+    **HEADERS,
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'self'; sandbox allow-same-origin",
+}
+PROOF: Final = "x-fedquilt-proof"  # header of a request to do something, which no page of somebody else's can know
+
+
+def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, acts: bool = False) -> str | None:
+    """Return why a request is refused for its host or origin, or None if it is permitted.
+
+    Args:
+        headers: Headers of the request, with lower-case names.
+        names: Permitted host names besides addresses and localhost.
+        acts: Whether the request changes something.
+    """
+    host = headers.get("host", "")
+    if not _is_permitted_host(host, names):
+        return f"this dashboard is not called {host[:100]!r}: use its address, or allow the name with --name"
+    if not acts:
+        return None
+    origin = headers.get("origin")
+    if origin is None:
+        return "a request to do something has to say which page it comes from (Origin)"
+    if origin not in (f"http://{host}", f"https://{host}"):
+        return "the request comes from a page of somebody else's"
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return "the request comes from a page of somebody else's"
+    return None
+
+
+def _is_permitted_host(host: str, names: Collection[str]) -> bool:
+    # addresses are permitted, because no name server can redirect them
+    name = host.lower()
+    if not name.endswith("]"):
+        before, colon, port = name.rpartition(":")
+        name = before if colon and port.isascii() and port.isdigit() else name
+    if name == "localhost" or name in names:
+        return True
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+class AccessPolicy:
+    """Access policy of a dashboard with actions: the token, a session cookie and a proof.
+
+    The token arrives once, in the fragment of a page's address, which browsers do not send. In exchange the browser
+    receives a cookie that scripts cannot read, and a proof for the header of actions.
+
+    Args:
+        token: Secret of this process, or "" to draw one.
+        port: Port of the dashboard, part of the cookie's name because cookies ignore ports.
+    """
+
+    def __init__(self, token: str = "", port: int = 0) -> None:
+        self.token = token or secrets.token_urlsafe(32)
+        self._cookie = f"fedquilt-dash-{port}"
+
+    def accepts_token(self, token: object) -> bool:
+        return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
+
+    def make_session_cookie(self) -> str:
+        return f"{self._cookie}={self._derive_secret('session')}; Path=/; HttpOnly; SameSite=Strict"
+
+    def has_session(self, headers: Mapping[str, str]) -> bool:
+        try:
+            found = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
+        except CookieError:
+            return False
+        return found is not None and hmac.compare_digest(found.value.encode(), self._derive_secret("session").encode())
+
+    @property
+    def proof(self) -> str:
+        """Value of the header PROOF, sent to pages with the session cookie."""
+        return self._derive_secret("proof")
+
+    def permits_action(self, headers: Mapping[str, str]) -> bool:
+        given = headers.get(PROOF, "")
+        return self.has_session(headers) and hmac.compare_digest(given.encode(), self.proof.encode())
+
+    def _derive_secret(self, use: str) -> str:
+        return hmac.new(self.token.encode(), use.encode(), hashlib.sha256).hexdigest()

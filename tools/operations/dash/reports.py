@@ -1,0 +1,82 @@
+"""Reports of runs for the dashboard, built by separate processes to free their memory.
+
+`python -m fedquilt.tools.operations.dash.reports HOME RUN` prints a report. The home is only read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from fedquilt.core import FedquiltError, JobError, shorten_error
+
+LIMIT_S: Final = 120.0
+MOST_BYTES: Final = 30_000_000
+HELD: Final = 4  # pages
+NICE: Final = 10  # the coordinator may be on the same machine
+
+
+class ReportBuilder:
+    def __init__(self, home: Path) -> None:
+        self._home, self._lock = home, asyncio.Lock()
+        self._pages: dict[tuple[str, str], bytes] = {}
+
+    async def get_page(self, run: str, done: str) -> bytes:
+        """Return the report of a run, built if `done` has changed.
+
+        Args:
+            run: Id of the run.
+            done: Progress of the run, part of the cache key.
+
+        Raises:
+            JobError: If the report cannot be built in time.
+        """
+        async with self._lock:
+            if (run, done) not in self._pages:
+                made = await self._make_page(run)
+                while len(self._pages) >= HELD:
+                    del self._pages[next(iter(self._pages))]
+                self._pages[run, done] = made
+            return self._pages[run, done]
+
+    async def _make_page(self, run: str) -> bytes:
+        """Return a run's page, made by a process. Raise JobError if that fails or takes too long."""
+        words = (sys.executable, "-m", "fedquilt.tools.operations.dash.reports", str(self._home), run)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*words, stdout=pipe, stderr=pipe, limit=MOST_BYTES)
+        try:
+            page, said = await asyncio.wait_for(process.communicate(), LIMIT_S)
+        except asyncio.TimeoutError:
+            raise JobError(f"the page of {run} was not made within {LIMIT_S:.0f} s: `fedquilt report {run}`") from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            lines = said.decode(errors="replace").strip().splitlines() or ["it says nothing"]
+            raise JobError(f"no page of {run} can be made: {shorten_error(lines[-1])}")
+        return page
+
+
+def main(home: str, run: str) -> int:
+    from fedquilt import extras
+    from fedquilt.coordinator.storage.reader import StoreReader
+    from fedquilt.tools import report
+    from fedquilt.tools.report.run_data import load_run_data
+
+    os.nice(NICE)
+    try:
+        with StoreReader(Path(home)) as store, extras.report_missing_extras():
+            page = report.render_run_page(load_run_data(store, run))
+    except FedquiltError as error:
+        print(error, file=sys.stderr)
+        return 1
+    sys.stdout.buffer.write(page.encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

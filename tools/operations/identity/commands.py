@@ -1,0 +1,191 @@
+"""Commands `fedquilt ca`, `fedquilt enrol` (operator's side) and `fedquilt broker config`."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from fedquilt.core import JobError, SiteRight
+from fedquilt.host import connection_limits, disk
+from fedquilt.security import enrolment
+from fedquilt.tools.operations.identity import broker_config
+from fedquilt.tools.operations.identity.authority import RESERVED, CertificateAuthority, clock_s, describe_state
+from fedquilt.tools.operations.identity.endpoint import EnrolmentServer, serve_until_signal
+from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService
+from fedquilt.tools.operations.identity.register import Kind, format_time
+
+HOUR_S = 3600.0
+
+
+def create_authority(folder: Path, name: str, crl_url: str | None) -> int:
+    made = CertificateAuthority.create(folder, name, clock_s(), crl_url)
+    print(f"{folder}: authority {name!r}, until {made.cert.not_valid_after_utc:%Y-%m-%d}")
+    print(f"fingerprint of its key: {enrolment.key_fingerprint(made.cert.public_key())}")
+    print(
+        f"boards get {folder}/ca.crt; {folder}/ca.key is the fleet: keep a copy of the folder where nobody else reads"
+    )
+    return 0
+
+
+def issue(
+    folder: Path,
+    name: str,
+    hosts: Sequence[str],
+    out: Path,
+    days: float | None,
+    role: Literal["observer", "site"] | None = None,
+    boards: Sequence[str] = (),
+    most: int | None = None,
+) -> int:
+    """Write a certificate and key for a server (with hosts), an observer, a site or the coordinator."""
+    kind: Kind = role or ("server" if hosts else "coordinator")
+    if role is not None and hosts:
+        raise JobError(f"{name}: --role {role} is for no server: leave --host out")
+    if (role == "site") != bool(boards and most):
+        raise JobError(
+            f"{name}: a site's certificate, and no other, says which devices the site may speak for: --role site "
+            "--boards 'cam-*' --most-boards 40"
+        )
+    right = _parse_right(boards, most) if boards and most else None
+    if kind == "coordinator" and name not in RESERVED:
+        raise JobError(
+            f"{name}: a server's certificate needs --host, an observer's or a site's --role; a device enrols "
+            f"(`fedquilt enrol token {name}`)"
+        )
+    authority = CertificateAuthority(folder)
+    issued, key = authority.issue(name, kind, clock_s(), hosts=hosts, days=days, right=right)
+    with disk.disk_errors(f"make {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+    enrolment.write_file_with_mode(out / f"{name}.key", key, 0o600)
+    enrolment.write_file_with_mode(out / f"{name}.crt", issued.pem.encode(), 0o644)
+    print(f"{out / name}.crt and .key, until {format_time(issued.ends_s)}")
+    if role == "observer":
+        print("the broker's rules name each observer: `fedquilt broker config` again, copy them, reload the broker")
+    return 0
+
+
+def _parse_right(boards: Sequence[str], most: int) -> SiteRight:
+    """Return a site right, or raise JobError if a pattern or the number is not valid."""
+    try:
+        return msgspec.convert({"boards": boards, "most": most}, SiteRight)
+    except msgspec.ValidationError as error:
+        raise JobError(
+            f"--boards {', '.join(boards)} --most-boards {most}: {error}. A pattern is a name, or its beginning and *"
+        ) from None
+
+
+def print_certificates(folder: Path, format: str) -> int:
+    register, now_s = CertificateAuthority(folder).register, clock_s()
+    issued, tokens = register.list_certificates(), register.list_tokens()
+    if format == "json":
+        rows: Any = {
+            "certificates": [{k: v for k, v in one._asdict().items() if k != "pem"} for one in issued],
+            "tokens": [one._asdict() for one in tokens],
+        }
+        print(msgspec.json.encode(rows).decode())
+        return 0
+    for one in issued:
+        print(f"{one.name:24} {one.kind:12} {describe_state(one, now_s):34} key {one.key_id[:16]}")
+    for token in tokens:
+        if token.used_s is None:
+            until = f"{'expired' if token.ends_s <= now_s else 'until'} {format_time(token.ends_s)}"
+            print(f"{token.pattern:24} {'token':12} {until}")
+    return 0
+
+
+def revoke_certificates(folder: Path, name: str) -> int:
+    ended = CertificateAuthority(folder).revoke(name, clock_s())
+    print(f"{name}: {len(ended)} certificate{'' if len(ended) == 1 else 's'} revoked, its tokens forgotten")
+    print(f"{folder / 'crl.pem'} is written; brokers refuse {name} once they have it:")
+    for line in broker_config.reload_advice():
+        print(f"  {line}")
+    return 0
+
+
+def create_token(folder: Path, pattern: str, hours: float, out: Path | None) -> int:
+    """Create a one-time token. Print the token, or write a file that only its owner can read."""
+    if pattern in RESERVED:
+        raise JobError(f"no board can be named {pattern!r}: `fedquilt ca issue {pattern}` makes that certificate")
+    now_s = clock_s()
+    text = CertificateAuthority(folder).register.create_token(pattern, hours * HOUR_S, now_s)
+    said = f"for one board named {pattern}, until {format_time(now_s + hours * HOUR_S)}; it is not shown again"
+    if out is None:
+        print(text)
+        print(said, file=sys.stderr)
+    else:
+        disk.make_output_folder(out)
+        enrolment.write_file_with_mode(out, f"{text}\n".encode(), 0o600)
+        print(f"{out}: {said}")
+    return 0
+
+
+def serve_enrolment(folder: Path, host: str, port: int, hosts: Sequence[str], days: float | None) -> int:
+    """Serve enrolment requests until SIGTERM or SIGINT. Return 0."""
+    names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
+    connection_limits.raise_descriptor_limit()
+    endpoint = EnrolmentServer(CertificateAuthority(folder), host, port, names, days=days)
+    serve_until_signal(endpoint, lambda line: print(line, flush=True))
+    return 0
+
+
+def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
+    """Sign a request from a file and write the certificate."""
+    with disk.disk_errors(f"read {csr}"):
+        data = csr.read_bytes()[: enrolment.MAX_BODY]
+    issued = EnrolmentService(CertificateAuthority(folder), days).sign_request(data.decode("ascii", "replace"), device)
+    out = out or csr.with_suffix(".crt")
+    disk.make_output_folder(out)
+    enrolment.write_file_with_mode(out, issued.pem.encode(), 0o644)
+    print(f"{out}: for {device}, until {format_time(issued.ends_s)}; its key's fingerprint is {issued.key_id}")
+    print("compare it with what the board said, then there: fedquilt enrol board AGENT.toml --accept FILE")
+    return 0
+
+
+def enrol_device(settings: Path, *, url: str | None, waits: bool, request: Path | None, accept: Path | None) -> int:
+    """Enrol this device online, or write a signing request, or accept a certificate."""
+    import datetime
+    import time
+
+    from fedquilt.edge_agent import enrolment as edge_agent_enrolment
+    from fedquilt.edge_agent import settings as agent
+
+    told = agent.load_settings(settings)
+    if url is not None:
+        told = msgspec.structs.replace(told, enrol=msgspec.structs.replace(told.enrol, url=url))
+    if request is not None:
+        key = edge_agent_enrolment.load_or_create_key(edge_agent_enrolment.paths_from_settings(told))
+        enrolment.write_file_with_mode(
+            request, edge_agent_enrolment.create_signing_request(key, told.device).encode(), 0o644
+        )
+        print(f"{request}: for {told.device}; its key's fingerprint is {enrolment.key_fingerprint(key.public_key())}")
+        print(f"carry it to the authority: fedquilt enrol sign {request.name} --device {told.device}")
+        return 0
+    if accept is not None:
+        with disk.disk_errors(f"read {accept}"):
+            pem = accept.read_bytes()
+        print(f"{told.device} is enrolled, until {edge_agent_enrolment.install_certificate(told, pem):%Y-%m-%d}")
+        return 0
+
+    def current_time() -> datetime.datetime:
+        return datetime.datetime.now(datetime.timezone.utc)
+
+    print(
+        edge_agent_enrolment.enrol_with_retries(told, current_time, time.sleep)
+        if waits
+        else edge_agent_enrolment.enrol(told, current_time())
+    )
+    return 0
+
+
+def configure_broker(
+    folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, port: int, installed: str | None
+) -> int:
+    authority, now_s = CertificateAuthority(folder), clock_s()
+    made = broker_config.write_config(authority, broker, hosts, out, now_s, fleet=fleet, port=port, installed=installed)
+    print("\n".join(made))
+    return 0

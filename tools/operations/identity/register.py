@@ -1,0 +1,182 @@
+"""Register of certificates and tokens in an SQLite file for commands and server.
+
+A token is stored only as its SHA-256.
+
+A token is stored only as its SHA-256.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from fedquilt.core import JobError, StoreError
+from fedquilt.host.disk import PRIVATE
+
+Kind = Literal["device", "coordinator", "server", "observer", "site"]
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS certificate (
+  serial TEXT PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, key_id TEXT NOT NULL,
+  issued_s REAL NOT NULL, ends_s REAL NOT NULL, revoked_s REAL, pem TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS certificate_name ON certificate (name);
+CREATE TABLE IF NOT EXISTS token (
+  digest TEXT PRIMARY KEY, pattern TEXT NOT NULL, made_s REAL NOT NULL, ends_s REAL NOT NULL,
+  used_s REAL, device TEXT, key_id TEXT);
+"""
+PATTERN = re.compile(r"[a-z0-9*?][a-z0-9._*?-]{0,63}\Z")
+
+
+class IssuedCertificate(NamedTuple):
+    """A certificate in the register. Times are in seconds since 1970."""
+
+    serial: str  # hex, lower case
+    name: str
+    kind: Kind
+    key_id: str
+    issued_s: float
+    ends_s: float
+    revoked_s: float | None
+    pem: str
+
+
+class EnrolmentToken(NamedTuple):
+    pattern: str
+    made_s: float
+    ends_s: float
+    used_s: float | None
+    device: str | None
+    key_id: str | None
+
+    @property
+    def is_exact(self) -> bool:
+        return not set("*?") & set(self.pattern)
+
+
+class CertificateRegister:
+    """Register of an authority in a file that only its owner can read. Not thread-safe.
+
+    Raises:
+        StoreError: If the file cannot be opened or created.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._db = PRIVATE.connect(path, any_thread=True)
+            try:
+                self._db.executescript(SCHEMA)
+            except sqlite3.Error:
+                self._db.close()
+                raise
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"the register {path} cannot be opened ({error}): check the folder and its owner"
+            ) from None
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Run the block as one transaction that excludes other processes.
+
+        Raises:
+            StoreError: If the disk fails, or another process locks the register for 10 s.
+        """
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise StoreError(f"the register of certificates cannot be written: {error}; check the disk") from None
+
+    # -- certificates --
+
+    def add_certificate(self, issued: IssuedCertificate) -> None:
+        self._db.execute("INSERT INTO certificate VALUES (?,?,?,?,?,?,?,?)", issued)
+
+    def list_certificates(self, name: str | None = None) -> list[IssuedCertificate]:
+        """Return the certificates of a name, or all certificates, oldest first."""
+        where, values = ("", ()) if name is None else (" WHERE name = ?", (name,))
+        rows = self._db.execute(f"SELECT * FROM certificate{where} ORDER BY issued_s, rowid", values)  # noqa: S608
+        return [IssuedCertificate(*row) for row in rows]
+
+    def find_by_serial(self, serial: str) -> IssuedCertificate | None:
+        row = self._db.execute("SELECT * FROM certificate WHERE serial = ?", (serial,)).fetchone()
+        return None if row is None else IssuedCertificate(*row)
+
+    def revoke_certificate(self, serial: str, now_s: float) -> None:
+        self._db.execute("UPDATE certificate SET revoked_s = ? WHERE serial = ? AND revoked_s IS NULL", (now_s, serial))
+
+    # -- tokens --
+
+    def create_token(self, pattern: str, lasts_s: float, now_s: float) -> str:
+        """Create and return a token for one device whose id matches `pattern` (with `*` and `?`).
+
+        Raises:
+            JobError: If the pattern is invalid.
+        """
+        if not PATTERN.match(pattern):
+            raise JobError(f"{pattern!r} is no device id, nor a pattern of ids such as 'orin-*'")
+        token = secrets.token_urlsafe(24)
+        row: tuple[Any, ...] = (_hash_token(token), pattern, now_s, now_s + lasts_s, None, None, None)
+        with self.transaction():
+            self._db.execute("INSERT INTO token VALUES (?,?,?,?,?,?,?)", row)
+        return token
+
+    def list_tokens(self) -> list[EnrolmentToken]:
+        rows = self._db.execute("SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token ORDER BY made_s")
+        return [EnrolmentToken(*row) for row in rows]
+
+    def is_unused(self, text: str, now_s: float) -> bool:
+        """Check that a token can still be redeemed by any key."""
+        values = (_hash_token(text), now_s)
+        row = self._db.execute("SELECT 1 FROM token WHERE digest = ? AND used_s IS NULL AND ends_s > ?", values)
+        return row.fetchone() is not None
+
+    def redeem_token(self, text: str, device: str, key_id: str, now_s: float) -> EnrolmentToken | str:
+        """Mark a token as used and return the token, or return the reason for a refusal.
+
+        The same device with the same key may redeem a token again until its end, because the response may have been
+        lost. The caller must hold a `transaction`.
+        """
+        row = self._db.execute(
+            "SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token WHERE digest = ?", (_hash_token(text),)
+        ).fetchone()
+        if row is None:
+            return "this token is not known here: ask the operator for one (`fedquilt enrol token`)"
+        token = EnrolmentToken(*row)
+        if now_s >= token.ends_s:
+            return f"this token ended at {format_time(token.ends_s)}: ask the operator for another"
+        if not fnmatch.fnmatchcase(device, token.pattern):
+            return f"this token is for {token.pattern}, not for {device}: ask the operator for another"
+        if token.used_s is not None and (token.device, token.key_id) != (device, key_id):
+            return f"this token was used at {format_time(token.used_s)}, and serves once: ask the operator for another"
+        if token.used_s is None:
+            values = (now_s, device, key_id, _hash_token(text))
+            self._db.execute("UPDATE token SET used_s = ?, device = ?, key_id = ? WHERE digest = ?", values)
+        return token
+
+    def cancel_tokens(self, device: str) -> int:
+        """Delete the tokens of a device. Return the number of deleted tokens."""
+        return self._db.execute("DELETE FROM token WHERE pattern = ? OR device = ?", (device, device)).rowcount
+
+
+def format_time(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at_s))
+
+
+def _hash_token(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()  # 192 random bits need no slow hash

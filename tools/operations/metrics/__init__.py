@@ -1,0 +1,40 @@
+"""Grafana dashboard and Prometheus alert rules for the metrics exporter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from fedquilt import open_metrics
+from fedquilt.host import disk
+
+HERE: Final = Path(__file__).parent
+FILES: Final = ("grafana.json", "alerts.yml")
+SCRAPE: Final = """\
+scrape_configs:
+  - job_name: fedquilt
+    static_configs:
+      - targets: ["{target}"]
+rule_files:
+  - {rules}
+"""
+
+
+def write_monitoring_files(folder: Path, target: str) -> list[Path]:
+    """Write the dashboard, the alert rules and a Prometheus configuration, and return their paths.
+
+    Args:
+        folder: Output folder, created if missing.
+        target: HOST:PORT of `fedquilt serve --metrics`.
+
+    Raises:
+        JobError: If the address is invalid.
+        StoreError: If the folder cannot be written.
+    """
+    open_metrics.parse_address(target)
+    with disk.disk_errors(f"write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        disk.write_output(folder / name, (HERE / name).read_text(encoding="utf-8"))
+    disk.write_output(folder / "prometheus.yml", SCRAPE.format(target=target, rules=FILES[1]))
+    return [folder / name for name in (*FILES, "prometheus.yml")]

@@ -1,0 +1,130 @@
+"""Model runner on ONNX Runtime that loads new models while running and measures drift."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from fedquilt import open_metrics
+from fedquilt.core import DataError, JobError
+from fedquilt.host import connection_limits
+from fedquilt.tools.operations.runner.models import ModelSwitcher
+from fedquilt.tools.operations.runner.service import ModelService
+from fedquilt.tools.operations.runner.sources import LOOK_S, CameraSource, FolderSource
+
+ENDING_S: Final = 5.0  # for which requests that have begun are waited for at the end
+FIRST_S: Final = 0.05  # until a camera is asked for its next picture
+
+
+def main(
+    place: Path,
+    *,
+    listen: str | None = None,
+    folder: Path | None = None,
+    camera: str | None = None,
+    every_s: float = 1.0,
+    threads: int = 0,
+    labels: Path | None = None,
+    anywhere: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Classify requests, or the examples of a folder or a camera, until the process ends.
+
+    Args:
+        place: Model folder or file, as for `fedquilt.tools.operations.runner.models.resolve_model_file`.
+        listen: HOST:PORT of the HTTP server, with port 0 for any free port, or None for `folder` or `camera`.
+        folder: Folder whose files are classified.
+        camera: Path of a camera whose pictures are classified.
+        every_s: Seconds between two pictures.
+        threads: Number of threads in one operation of the network, or 0 for one per core.
+        labels: File with one class name per line, or None for the names of the network.
+        anywhere: Permit an address that other machines can reach.
+        say: Function that prints a line.
+
+    Raises:
+        ModelError: If the model is missing or unusable.
+        JobError: If the address is invalid, in use or reachable by others, or a package is missing.
+        DataError: If the folder, the camera or the file of labels cannot be read.
+    """
+    connection_limits.raise_descriptor_limit()
+    address = None if listen is None else _require_permitted_address(listen, anywhere)
+    models = ModelSwitcher(place, None if labels is None else read_labels(labels), threads=threads)
+    service = ModelService(models, place if place.is_dir() else None)
+    with contextlib.ExitStack() as stack:
+        every = LOOK_S
+        source: FolderSource | CameraSource | None = None
+        if address is not None:
+            say(f"{models.now.network.model} answers at {stack.enter_context(_serve_http(service, address, anywhere))}")
+        elif folder is not None:
+            source = FolderSource(service, folder, say)
+        elif camera is not None:
+            source = stack.enter_context(contextlib.closing(CameraSource(service, camera, every_s, say)))
+            every = FIRST_S
+        stack.callback(service.write_status)
+        with contextlib.suppress(KeyboardInterrupt):
+            look_s = 0.0
+            while True:
+                if source is not None:
+                    source.classify_new()
+                if time.monotonic() >= look_s:
+                    if models.reload_if_changed():
+                        service.write_status()  # the agent waits for a word of the new model
+                    service.write_if_due()
+                    look_s = time.monotonic() + LOOK_S
+                time.sleep(every)
+
+
+def read_labels(path: Path) -> list[str]:
+    """Return the class names in a file, one per line.
+
+    Raises:
+        DataError: If the file cannot be read or is empty.
+    """
+    try:
+        found = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the labels in {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not found:
+        raise DataError(f"{path} holds no labels: write the name of a class in each line")
+    return found
+
+
+def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
+    host, port = open_metrics.parse_address(listen)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise JobError(f"{listen!r} is no address here: {error.strerror}") from None
+    if not anywhere and not ipaddress.ip_address(str(found).partition("%")[0]).is_loopback:
+        raise JobError(
+            f"--http {listen}: other machines reach that, and whoever does may ask; say --listen-anywhere if that is "
+            "wanted, or use 127.0.0.1"
+        )
+    return host, port
+
+
+@contextlib.contextmanager
+def _serve_http(service: ModelService, address: tuple[str, int], anywhere: bool) -> Iterator[str]:
+    """Answer HTTP requests in threads while the body runs, and yield the URL."""
+    from fedquilt.tools.operations.runner.http import RunnerServer
+
+    try:
+        server = RunnerServer(service, *address, anywhere=anywhere)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        mend = "another program listens there; choose another port" if taken else "choose another address"
+        raise JobError(f"cannot answer at {address[0]}:{address[1]}: {error.strerror}; {mend} with --http") from None
+    server.start()
+    try:
+        yield server.url
+    finally:
+        server.close()
+        end_s = time.monotonic() + ENDING_S
+        while server.busy and time.monotonic() < end_s:
+            time.sleep(0.02)

@@ -1,0 +1,242 @@
+"""Drift of the examples that a model receives, compared with its first examples.
+
+Each example is described by a few features: mean and deviation of each channel, the difference of neighbouring
+values, the class, its confidence and the entropy of the scores. The first examples form the reference, with ten bins
+of equal count per feature. Later examples are counted in these bins with decaying weights. No example is stored, and
+once the reference exists, no feature of a single example either.
+
+Drift is the largest Jensen-Shannon distance of any feature (J. Lin, IEEE Trans. Inf. Theory 37(1), 1991, base 2, so 0
+to 1). Two samples of n and m examples of the same distribution differ too: the divergence, the square of the
+distance, is (1/n + 1/m) / (8 ln 2) times a chi-squared variable of one degree less than there are bins (after I.
+Grosse et al., Phys. Rev. E 65, 041905, 2002). A distance within its one-in-a-million quantile counts as 0. The
+expected part is subtracted from a larger one. Examples that resemble their predecessor, such as camera frames, count
+as n (1 - r) / (1 + r) examples, with the correlation r of neighbours in the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from statistics import NormalDist
+from typing import Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+SIZE: Final = 500  # examples of the reference, and of what is compared with it
+LEAST: Final = 50  # examples before a comparison
+BINS: Final = 10
+FEW: Final = 5  # a class that the reference has less often shares a bin with others
+ALPHA: Final = 1e-6  # share of comparisons of the same distribution that may show drift
+CHANNELS_MOST: Final = 16  # channels with numbers of their own
+CORRELATED: Final = 0.98  # largest correlation of neighbours that is believed
+
+
+class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    names: tuple[str, ...]  # of the numbers
+    edges: tuple[tuple[float, ...], ...]  # of each: ascending, up to BINS - 1
+    counts: tuple[tuple[float, ...], ...]  # of each: below, at and between its edges
+    weights: tuple[Annotated[float, Meta(gt=0, le=1)], ...]  # of each: what an example counts for
+    classes: tuple[int, ...]  # with a bin of their own, in order; the last bin has all others
+    class_counts: tuple[float, ...]
+    class_weight: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether the fields fit each other. A damaged file may violate this."""
+        numbers = len(self.names) == len(self.edges) == len(self.counts) == len(self.weights)
+        bins = all(len(found) == 2 * len(limits) + 1 for limits, found in zip(self.edges, self.counts, strict=False))
+        counted = all(sum(found) > 0 and min(found) >= 0 for found in (*self.counts, self.class_counts))
+        return numbers and bins and counted and len(self.class_counts) == len(self.classes) + 1
+
+
+def compute_features(prepared: np.ndarray, scores: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
+    """Return the names (k,) and the values (n, k) float64 of the features of n examples.
+
+    Args:
+        prepared: Network inputs (n, ...).
+        scores: Network outputs (n, labels).
+    """
+    found: dict[str, np.ndarray] = {}
+    x = prepared.astype(np.float64)
+    if x.ndim == 4:  # images (n, channels, height, width)
+        for channel in range(min(x.shape[1], CHANNELS_MOST)):
+            found[f"mean {channel}"] = x[:, channel].mean(axis=(1, 2))
+            found[f"deviation {channel}"] = x[:, channel].std(axis=(1, 2))
+        if x.shape[3] > 1:
+            found["grain"] = np.abs(np.diff(x, axis=3)).mean(axis=(1, 2, 3))
+    elif x.ndim == 3:  # series (n, steps, channels)
+        for channel in range(min(x.shape[2], CHANNELS_MOST)):
+            found[f"mean {channel}"] = x[:, :, channel].mean(axis=1)
+            found[f"deviation {channel}"] = x[:, :, channel].std(axis=1)
+    else:
+        flat = x.reshape(len(x), -1)
+        if flat.shape[1] <= CHANNELS_MOST:
+            found |= {f"value {column}": flat[:, column] for column in range(flat.shape[1])}
+        else:
+            found |= {"mean": flat.mean(axis=1), "deviation": flat.std(axis=1)}
+            found["grain"] = np.abs(np.diff(flat, axis=1)).mean(axis=1)
+    odds = np.exp(scores - scores.max(axis=1, keepdims=True).astype(np.float64))
+    shares = odds / odds.sum(axis=1, keepdims=True)
+    found["confidence"] = shares.max(axis=1)
+    found["entropy"] = -(shares * np.log(np.maximum(shares, 1e-300))).sum(axis=1)
+    return tuple(found), np.stack(list(found.values()), axis=1)
+
+
+def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray) -> ReferenceDistribution:
+    """Return the distribution of examples.
+
+    Args:
+        names: Names (k,) of the features.
+        values: Features (n, k) in the order of the examples.
+        classes: Predicted classes (n,).
+    """
+    edges = tuple(
+        tuple(float(edge) for edge in np.unique(np.quantile(column, np.arange(1, BINS) / BINS))) for column in values.T
+    )
+    counts = []
+    for column, limits in zip(values.T, edges, strict=True):
+        found = Counter(find_bin(limits, value) for value in column)
+        counts.append(tuple(float(found[bin]) for bin in range(2 * len(limits) + 1)))
+    told = Counter(int(each) for each in classes)
+    own = tuple(sorted(number for number, count in told.items() if count >= FEW))
+    rest = float(len(classes) - sum(told[number] for number in own))
+    hot = np.stack([classes == number for number in own], axis=1) if own else np.zeros((len(classes), 1))
+    return ReferenceDistribution(
+        tuple(names),
+        edges,
+        tuple(counts),
+        tuple(_compute_weight(column[:, None]) for column in values.T),
+        own,
+        (*(float(told[number]) for number in own), rest),
+        _compute_weight(hot.astype(np.float64)),
+    )
+
+
+def find_bin(edges: Sequence[float], value: float) -> int:
+    """Return the bin of a value: even between two edges, odd at an edge."""
+    return bisect_left(edges, value) + bisect_right(edges, value)
+
+
+def _compute_weight(columns: np.ndarray) -> float:
+    # (1 - r) / (1 + r) with the correlation r of neighbouring examples
+    centred = columns - columns.mean(axis=0)
+    whole = float((centred**2).sum())
+    if whole <= 0:
+        return 1.0
+    alike = min(max(float((centred[1:] * centred[:-1]).sum()) / whole, 0.0), CORRELATED)
+    return 1.0 if alike < 2 / math.sqrt(len(columns)) else (1 - alike) / (1 + alike)
+
+
+class DriftCounts:
+    """Feature histograms of one model's examples.
+
+    Args:
+        known: Reference of the model, or None to build one from the first `size` examples.
+        size: Number of examples of the reference, and effective number of compared examples.
+    """
+
+    def __init__(self, known: ReferenceDistribution | None = None, size: int = SIZE) -> None:
+        self.reference, self._size = known, size
+        self._keep = 1 - 2 / (size + 1)  # factor of all counts at each example: they weigh as `size` of equal weight
+        self._first: list[tuple[np.ndarray, int]] = []
+        self._names: tuple[str, ...] = ()
+        self._counts: list[list[float]] = []
+        self._classes: list[float] = []
+        self._sum = self._squares = 0.0  # of the weights of the examples counted
+        if known is not None:
+            self._reset_counts(known)
+
+    def _reset_counts(self, known: ReferenceDistribution) -> None:
+        self._counts = [[0.0] * len(each) for each in known.counts]
+        self._classes = [0.0] * len(known.class_counts)
+
+    def add_examples(self, names: tuple[str, ...], values: np.ndarray, classes: Sequence[int]) -> None:
+        if self.reference is not None and self.reference.names != names:  # made by another version
+            self.reference = None
+        for row, number in zip(values, classes, strict=True):
+            if self.reference is None:
+                self._first.append((row, number))
+                if len(self._first) >= self._size:
+                    rows, numbers_ = zip(*self._first, strict=True)
+                    self.reference = make_reference(names, np.stack(rows), np.array(numbers_))
+                    self._first.clear()
+                    self._reset_counts(self.reference)
+            else:
+                self._count_example(self.reference, row.tolist(), number)
+
+    def _count_example(self, known: ReferenceDistribution, row: Sequence[float], number: int) -> None:
+        keep = self._keep
+        self._sum, self._squares = self._sum * keep + 1, self._squares * keep * keep + 1
+        for counts in (*self._counts, self._classes):
+            for index, count in enumerate(counts):
+                if count:
+                    counts[index] = count * keep
+        for counts, edges, value in zip(self._counts, known.edges, row, strict=True):
+            counts[find_bin(edges, value)] += 1
+        found = bisect_left(known.classes, number)
+        mine = found < len(known.classes) and known.classes[found] == number
+        self._classes[found if mine else len(known.classes)] += 1
+
+    @property
+    def effective_sample(self) -> float:
+        """Number of equally weighted examples that the decaying counts are worth."""
+        return self._sum**2 / self._squares if self._squares else 0.0
+
+    def compute_distances(self) -> dict[str, float]:
+        """Return the distance (0 to 1) of each feature, or {} before enough examples were counted."""
+        known = self.reference
+        if known is None or self.effective_sample < min(LEAST, self._size):
+            return {}
+        alpha = ALPHA / (len(known.names) + 1)
+        found = {
+            name: compute_excess_distance(before, now, weight, self.effective_sample, alpha)
+            for name, before, now, weight in zip(known.names, known.counts, self._counts, known.weights, strict=True)
+        }
+        found["class"] = compute_excess_distance(
+            known.class_counts, self._classes, known.class_weight, self.effective_sample, alpha
+        )
+        return found
+
+    def compute_score(self) -> float | None:
+        """Return the largest distance, or None before enough examples were counted."""
+        return max(self.compute_distances().values(), default=None)
+
+
+def compute_excess_distance(
+    before: Sequence[float], now: Sequence[float], weight: float, sample: float, alpha: float = ALPHA
+) -> float:
+    """Return the Jensen-Shannon distance (0 to 1) of two histograms in excess of chance.
+
+    Args:
+        before: Counts of the reference.
+        now: Counts in the same bins.
+        weight: Effective weight of an example.
+        sample: Number of examples that `now` is worth.
+        alpha: Probability of a distance above 0 without drift.
+    """
+    p, q = np.asarray(before, np.float64), np.asarray(now, np.float64)
+    used = (p + q) > 0
+    bins = int(used.sum())
+    if bins < 2:
+        return 0.0
+    unit = (1 / (p.sum() * weight) + 1 / (sample * weight)) / (8 * math.log(2))
+    p, q = p[used] / p.sum(), q[used] / q.sum()
+    mean = (p + q) / 2
+    found = float(sum((each[each > 0] * np.log2(each[each > 0] / mean[each > 0])).sum() for each in (p, q)) / 2)
+    if found <= chi_squared_quantile(bins - 1, alpha) * unit:
+        return 0.0
+    expected = (bins - 1) * unit
+    return math.sqrt(min(max((found - expected) / (1 - expected), 0.0), 1.0)) if expected < 1 else 0.0
+
+
+def chi_squared_quantile(degrees: int, alpha: float) -> float:
+    """Return the value that chi-squared exceeds with probability alpha, approximately.
+
+    The approximation is by E. B. Wilson and M. M. Hilferty, PNAS 17, 1931.
+    """
+    part = 2 / (9 * degrees)
+    return degrees * (1 - part + NormalDist().inv_cdf(1 - alpha) * math.sqrt(part)) ** 3

@@ -1,0 +1,183 @@
+"""HTTP interface of a runner.
+
+POST /v1/classify   bytes of an image, WAV file, text or .npy: one result. Bytes of an .npz or CSV: one per example
+POST /v1/label      {"id": ..., "label": name or number}: true label of a result
+GET  /v1/health     model, request counts, latency and drift
+
+All responses are JSON. Errors are {"error": a sentence}.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt.core import UNDECODABLE, DataError, FedquiltError
+from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
+from fedquilt.tools.operations.dash import access_control
+from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService, UnknownClassificationError
+
+log = logging.getLogger("fedquilt.runner")
+
+BODIES_MOST: Final = 64 << 20  # bytes of all requests that are being read or wait
+BODIES_SHARE: Final = BODIES_MOST // 2  # bytes of them that one address may have
+SMALL_MOST: Final = 4096  # bytes of a label
+LIMITS: Final = ConnectionLimits(connections=64, per_address=64)  # on loopback, all clients have one address
+
+
+class _LabelRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str
+    label: str | int
+
+
+class RunnerServer:
+    """HTTP server of a model service.
+
+    Args:
+        service: Service that classifies.
+        host: Host to listen on.
+        port: Port to listen on, or 0 for any free port.
+        anywhere: Permit any host name, not only addresses and localhost.
+        connections: Limits on the connections.
+
+    Raises:
+        OSError: If the address cannot be used.
+    """
+
+    def __init__(
+        self,
+        service: ModelService,
+        host: str,
+        port: int,
+        *,
+        anywhere: bool = False,
+        connections: ConnectionLimiter | None = None,
+    ) -> None:
+        self._service, self._anywhere = service, anywhere
+        self.busy = 0  # requests that are being answered
+        self._bytes = Counter[str]()  # address -> bytes of its bodies that have arrived
+        self._lock = threading.Lock()
+        limits = ConnectionLimits(LIMITS.connections, LIMITS.connections // 2) if anywhere else LIMITS
+        connections = ConnectionLimiter(limits) if connections is None else connections
+        self._http = HttpServer(host, port, self._answer_request, connections=connections, error_body=_json_error_body)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._http.address
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    def start(self) -> None:
+        self._http.start()
+
+    def close(self) -> None:
+        """Stop listening. Requests in progress are completed."""
+        self._http.close()
+
+    @contextmanager
+    def _counted_as_busy(self) -> Iterator[None]:
+        """Count a request in `busy` while the body runs."""
+        with self._lock:
+            self.busy += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.busy -= 1
+
+    @contextmanager
+    def body_memory(self, address: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that reserves memory for received bytes, until the end of the context.
+
+        Args:
+            address: Address of the client, as in `Connection`.
+
+        Raises:
+            RefusedError: If the address exceeds BODIES_SHARE bytes, or all addresses together BODIES_MOST.
+        """
+        reserved = 0
+
+        def reserve(size: int) -> None:
+            nonlocal reserved
+            with self._lock:
+                if self._bytes[address] + size > BODIES_SHARE or self._bytes.total() + size > BODIES_MOST:
+                    raise RequestRefusedError(503, "too many requests wait: try again")
+                self._bytes[address] += size
+                reserved += size
+
+        try:
+            yield reserve
+        finally:
+            with self._lock:
+                self._bytes[address] -= reserved
+                if not self._bytes[address]:
+                    del self._bytes[address]
+
+    # -- requests --
+
+    def _answer_request(self, exchange: HttpExchange) -> None:
+        """Send the result of a request as JSON, or its error with a status."""
+        with self._counted_as_busy():
+            try:
+                status, found = 200, self._result_of(exchange)
+            except UnknownClassificationError as error:
+                status, found = 404, {"error": str(error)}
+            except DataError as error:
+                status, found = 400, {"error": str(error)}
+            except FedquiltError as error:
+                status, found = 500, {"error": str(error)}
+            except (RequestRefusedError, OSError):
+                raise
+            except Exception as error:
+                log.exception("no answer to a request")
+                status, found = 500, {"error": f"an error of fedquilt's own ({type(error).__name__}): see the log"}
+            headers = {"content-type": "application/json", "cache-control": "no-store"}
+            exchange.send_response(status, headers, msgspec.json.encode(found))
+
+    def _result_of(self, exchange: HttpExchange) -> Any:
+        """Return the result of a request to classify, to label or for health."""
+        self._require_own_page(exchange)
+        match exchange.method, exchange.path:
+            case "POST", "/v1/classify":
+                with self.body_memory(exchange.connection.address) as reserve:
+                    return self._service.classify_bytes(exchange.read_body(BODY_MOST, reserve))
+            case "POST", "/v1/label":
+                try:
+                    label = msgspec.json.decode(exchange.read_body(SMALL_MOST), type=_LabelRequest)
+                except UNDECODABLE as error:
+                    raise RequestRefusedError(400, f'a label is {{"id": ..., "label": ...}}: {error}') from None
+                return {"right": self._service.record_label(label.id, label.label)}
+            case "GET" | "HEAD", "/v1/health":
+                return self._service.make_health()
+        raise RequestRefusedError(
+            404, f"there is no {exchange.method} {exchange.path[:100]!r}: use /v1/classify, /v1/label or /v1/health"
+        )
+
+    def _require_own_page(self, exchange: HttpExchange) -> None:
+        """Refuse what a browser sends for the page of another site.
+
+        Raises:
+            RefusedError: if the request comes from there, or by a name that is not this runner's.
+        """
+        headers = exchange.headers
+        called = headers.get("host", "").rpartition(":")[0].lower()
+        by_browser = "origin" in headers or "sec-fetch-site" in headers
+        acts = exchange.method == "POST" and by_browser
+        if access_control.refusal_reason(headers, (called,) if self._anywhere else (), acts=acts) is not None:
+            raise RequestRefusedError(
+                403, "this comes from somebody else's page, or calls the runner by a name: use its address"
+            )
+
+
+def _json_error_body(sentence: str) -> tuple[str, bytes]:
+    """Return the content type and the bytes of an error as JSON."""
+    return "application/json", msgspec.json.encode({"error": sentence})

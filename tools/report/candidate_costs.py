@@ -1,0 +1,123 @@
+"""Cost and accuracy of a stitching job's candidates, as a section of a run's page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedquilt import methods, profiles
+from fedquilt.console import table
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.storage.store import Store
+from fedquilt.core import FedquiltError
+from fedquilt.models.stitching import display_names
+from fedquilt.models.stitching.search import pareto_front
+from fedquilt.tools.report import plots
+from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
+
+Candidates = Sequence[Mapping[str, Any]]
+
+LONGEST = 70  # letters of a candidate's name
+
+
+def load_candidates(store: Store, run: str) -> Candidates:
+    """Return the candidates of a run's result, or () for other jobs and runs without a result."""
+    from fedquilt.tools.artefacts import export
+
+    try:
+        if "onnx" not in methods.load(store.find_job(run).job.method).engines:
+            return ()  # it trains a network
+        found = export.load_result(store, run).meta.get("search", ())
+    except FedquiltError:
+        return ()
+    return [each for each in found if each.get("flops") and each.get("accuracy") is not None]
+
+
+def list_boards(job: JobSettings) -> list[str]:
+    named = (job.params.get("board"), *job.fleet.boards)
+    known = [str(name).partition(":")[0] for name in named if name]
+    return [name for name in dict.fromkeys(known) if name in profiles.board_names()]
+
+
+def make_section(found: Candidates, job: JobSettings) -> PageSection | None:
+    if not found:
+        return None
+    note = (
+        "Costs are of one example, milliseconds those of the board's first operating point, from its profile. On the "
+        "front are candidates that no other beats: none is as accurate on held-out examples and as cheap, and better "
+        "in one of the two. "
+        'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
+        '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes.'
+    )
+    return PageSection((), render_plots(_make_plot(found)), [note], HtmlTable(*make_table(found, job)))
+
+
+def make_table(found: Candidates, job: JobSettings) -> tuple[list[str], list[list[str]]]:
+    named = list_boards(job)
+    head = ["candidate", "kind", "accuracy", "front", "MFLOP", "weights, MB", *(f"ms, {board}" for board in named)]
+    rows = []
+    for each in _sort_candidates(found):
+        took = [pareto_front.inference_ms(each["flops"], each["read_bytes"], board) for board in named]
+        rows.append(
+            [
+                _format_short_name(each),
+                str(each["kind"]),
+                f"{100 * each['accuracy']:.1f} %",
+                "front" if each["front"] else "",
+                f"{each['flops'] / 1e6:.3g}",
+                f"{each['weight_bytes'] / 1e6:.3g}",
+                *("" if ms is None else f"{ms:.3g}" for ms in took),
+            ]
+        )
+    return head, rows
+
+
+def format_table(found: Candidates, job: JobSettings) -> list[str]:
+    """Return the candidate table as text with numbered rows and full names, or [] without candidates."""
+    if not found:
+        return []
+    head, rows = make_table(found, job)
+    numbered = [["", *head[1:]], *([str(number), *row[1:]] for number, row in enumerate(rows, 1))]
+    whole = [f"{number}: {_format_full_name(each)}" for number, each in enumerate(_sort_candidates(found), 1)]
+    return [*table.format_table(numbered, "><><" + ">" * (len(head) - 4)), "", *whole]
+
+
+def _sort_candidates(found: Candidates) -> Candidates:
+    return sorted(found, key=lambda each: (-each["accuracy"], each["flops"]))
+
+
+def _make_plot(found: Candidates) -> plots.Plot:
+    best = sorted((each for each in found if each["front"]), key=lambda each: each["flops"])
+    kinds = sorted({str(each["kind"]) for each in found})
+
+    def get_coordinates(each: Mapping[str, Any]) -> tuple[float, float]:
+        return each["flops"] / 1e6, 100 * each["accuracy"]
+
+    def draw(axis: Any, tip: plots.Tip) -> None:
+        rising = [get_coordinates(each) for each in best]
+        axis.plot([x for x, _ in rising], [y for _, y in rising], color=plots.COLOURS[len(kinds)], linewidth=1.8)
+        for each in found:
+            x, y = get_coordinates(each)
+            ink = plots.COLOURS[kinds.index(str(each["kind"]))]
+            fill = ink if each["front"] else "none"  # those off the front lie close together
+            (dot,) = axis.plot([x], [y], "o", color=ink, markerfacecolor=fill, markersize=6, clip_on=False)
+            tip(dot, f"{_format_short_name(each)} ({each['kind']}): {y:.1f} % at {x:.3g} MFLOP")
+        axis.set_xlim(left=0.0)
+        axis.set_xlabel("MFLOP of one example")
+        axis.set_ylabel("accuracy on held-out examples, %")
+
+    told = "; ".join(
+        f"{_format_short_name(each)} {get_coordinates(each)[1]:.1f} % at {get_coordinates(each)[0]:.3g} MFLOP"
+        for each in best
+    )
+    keys = (*kinds, "front (filled dots)")
+    return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {told}", draw, plots.BODY, keys=keys)
+
+
+def _format_full_name(candidate: Mapping[str, Any]) -> str:
+    return display_names.network_name(candidate["taps"], candidate["kind"] != "aligned")
+
+
+def _format_short_name(candidate: Mapping[str, Any]) -> str:
+    name = _format_full_name(candidate)
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."

@@ -1,0 +1,73 @@
+"""Data of a run's page, read from the coordinator's store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.storage.store import Store, StoredJob
+from fedquilt.coordinator.views import costs, progress, round_outcomes, scores
+from fedquilt.coordinator.views.costs import JobCost
+from fedquilt.coordinator.views.progress import Dated, ProgressPoint
+from fedquilt.core import FedquiltError
+from fedquilt.tools.report import candidate_costs
+
+
+@dataclass(frozen=True)
+class RunData:
+    home: Path  # of the store
+    row: StoredJob
+    facts: tuple[Dated, ...]
+    account: JobCost
+    points: tuple[ProgressPoint, ...]
+    splits: tuple[progress.TimeBreakdown, ...]
+    parts: Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]
+    scores: tuple[scores.EvaluationScore, ...]
+    partition: str  # SVG; "": the data is not at hand
+    candidates: candidate_costs.Candidates = ()  # of a stitching job's result
+
+    @property
+    def evaluated_points(self) -> list[ProgressPoint]:
+        return [point for point in self.points if point.personal is not None]
+
+
+def load_run_data(store: Store, run: str) -> RunData:
+    """Return the data of a run's page, by its id or the name of its job.
+
+    Raises:
+        StoreError: If the run does not exist or cannot be read.
+    """
+    row = store.find_job(run)
+    facts = tuple((at, fact) for _, at, fact in store.read_events(row.id))
+    plain = [fact for _, fact in facts]
+    parts = round_outcomes.outcomes_by_round(plain, JobConstants.from_job(row.job))
+    return RunData(
+        store.home,
+        row,
+        facts,
+        costs.compute_job_cost(plain),
+        tuple(progress.progress_points(facts, row.job.rounds)),
+        tuple(progress.split_round_times(facts)),
+        parts,
+        scores.read_scores(store.home, row).scores,
+        _draw_partition(row, {device for devices in parts.values() for device in devices}),
+        candidate_costs.load_candidates(store, row.id),
+    )
+
+
+def _draw_partition(row: StoredJob, devices: Set[str]) -> str:
+    # only for simulated devices: the coordinator never sees the data of real devices
+    if not row.job.data or not devices:
+        return ""
+    try:
+        from fedquilt.tools.report.partition import count_examples, draw_counts
+
+        for count in (len(devices), row.job.fleet.devices):  # all were heard of; or some never came
+            counts = count_examples(row.job, count)
+            if devices <= set(counts.devices):
+                return draw_counts(counts)
+    except (FedquiltError, ModuleNotFoundError):
+        pass
+    return ""

@@ -1,0 +1,1 @@
+"""Workers of a simulation: processes and their protocol."""

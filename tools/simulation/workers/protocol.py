@@ -1,0 +1,117 @@
+"""Protocol between a pool and its workers.
+
+`processes` starts workers on this machine, `ray_workers` on the nodes of a Ray cluster. Both run
+`worker.PoolWorker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from fedquilt.core import FedquiltError
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.host import threads
+from fedquilt.tools.simulation.machines import Machine
+
+# one thread a worker, so that sums have one order; no thread of a library is alive when the first one forks
+SINGLE: Final = {**threads.QUIET, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Keep freed arrays of some MB in the heap: returned to the kernel, their pages are cleared again at every step.
+KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
+
+
+class ArrayLocation(msgspec.Struct, frozen=True, array_like=True):
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class DeviceExamples(msgspec.Struct, frozen=True, array_like=True):
+    train: tuple[ArrayLocation, ArrayLocation]
+    held: tuple[ArrayLocation, ArrayLocation]
+
+
+class PoolSetup(msgspec.Struct, frozen=True):
+    examples: str  # the file
+    shares: dict[str, DeviceExamples]
+
+
+class WorkBatch(msgspec.Struct, frozen=True):
+    orders: tuple[WorkRequest, ...] = ()
+    together: bool = False
+    state: str = ""  # file of the round's state: fold what the orders come to; "": do not
+
+
+class WorkOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """Result of a work request, and whether its training could be batched."""
+
+    outcome: WorkResult
+    joint: bool
+
+
+class WorkerReply(msgspec.Struct, frozen=True, array_like=True):
+    """Reply of a worker: results in the order of the requests, and whether a sum follows."""
+
+    done: list[WorkOutcome]
+    summed: bool = False
+
+
+class WorkerSum(msgspec.Struct, frozen=True):
+    """Packed sum of a reply's updates, or b"" if the worker could not sum them."""
+
+    packed: bytes
+
+
+class PoolError(FedquiltError): ...
+
+
+class WorkerGroup(Protocol):
+    """Workers of one fleet. Each worker runs at most one batch at a time."""
+
+    def start(self, folder: Path) -> None:
+        """Start the workers with a temporary folder, which is removed after their end."""
+        ...
+
+    @property
+    def machines(self) -> Mapping[str, Machine]: ...
+
+    def send_setup(self, setup: PoolSetup) -> None: ...
+
+    def wait_until_ready(self) -> None:
+        """Wait until the workers are ready.
+
+        Raises:
+            PoolError: If a worker has ended.
+        """
+        ...
+
+    @property
+    def ready(self) -> Iterable[int]:
+        """Workers that can receive work, including busy ones."""
+        ...
+
+    def send_work(self, worker: int, work: WorkBatch) -> None:
+        """Send a batch of work requests to a worker.
+
+        Raises:
+            PoolError: If a worker has ended.
+        """
+        ...
+
+    def receive_replies(self, *, block: bool) -> Iterable[tuple[int, WorkerReply | WorkerSum | None]]:
+        """Return the replies and sums of workers. None marks a lost worker whose work must be repeated.
+
+        Args:
+            block: Wait until a worker has replied, was lost, or became ready.
+
+        Raises:
+            PoolError: If a worker has ended and cannot be replaced.
+        """
+        ...
+
+    def stop(self, *, now: bool) -> None:
+        """Stop the workers, with `now` also during their work."""
+        ...

@@ -1,0 +1,187 @@
+"""Worker of a pool as an actor on a node of a Ray cluster.
+
+Arguments and replies are bytes in our own encoding, and references to such bytes in Ray's object store. The workers
+of a node share a folder, in which each file is stored once under its sha256.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt.core import StoreError
+from fedquilt.edge_agent.task.outputs import PRIVATE
+from fedquilt.tools.simulation import machines
+from fedquilt.tools.simulation.scratch_folders import SharedFolder
+from fedquilt.tools.simulation.workers import packages, worker
+from fedquilt.tools.simulation.workers.protocol import WorkBatch
+
+log = logging.getLogger("fedquilt.simulation")
+
+MOST_BYTES: Final = 1 << 30  # of a node's files beside the examples; those used longest ago go first
+Fetch = Callable[[Any], bytes]
+"""Bytes of a reference into the object store."""
+
+
+class NodeFiles:
+    """Content-addressed files that the workers of a node share.
+
+    Files in use are also linked into the worker's own folder.
+
+    Args:
+        folder: Folder that the workers of the node share.
+        own: Folder of this worker.
+        fetch: Function that returns the bytes of a reference.
+        most_bytes: Limit of the shared files' total size.
+    """
+
+    def __init__(self, folder: Path, own: Path, fetch: Fetch, most_bytes: int = MOST_BYTES) -> None:
+        self._shared, self._own, self._fetch, self._most = folder / "files", own, fetch, most_bytes
+        for each in (self._shared, own):
+            each.mkdir(exist_ok=True)
+
+    def ensure_file(self, sha256: str, reference: Any) -> str:
+        """Return the path of a file with this sha256, fetched from the object store if missing.
+
+        Raises:
+            StoreError: If the fetched bytes have another digest, or cannot be written.
+        """
+        path = self._own / sha256
+        if not path.exists():
+            try:
+                os.link(self._shared / sha256, path)
+                os.utime(path)
+            except FileNotFoundError:
+                self.store_file(sha256, self._fetch(reference))
+        return str(path)
+
+    def store_file(self, sha256: str, payload: bytes) -> None:
+        """Write a file for all workers of the node.
+
+        Raises:
+            StoreError: If the bytes have another digest.
+        """
+        if hashlib.sha256(payload).hexdigest() != sha256:
+            raise StoreError(f"content {sha256[:12]} came damaged from the object store")
+        part = self._own / "part"
+        part.write_bytes(payload)
+        os.replace(part, self._own / sha256)
+        with contextlib.suppress(FileExistsError):
+            os.link(self._own / sha256, self._shared / sha256)
+
+    def evict_files(self, used: Sequence[str]) -> None:
+        """Unlink this worker's files that are not in `used`, and the oldest shared files above the limit."""
+        for each in os.scandir(self._own):
+            if each.name not in used:
+                os.unlink(each.path)
+        found = []
+        for each in os.scandir(self._shared):
+            with contextlib.suppress(FileNotFoundError):  # another worker gave it up
+                found.append((each.stat().st_mtime, each.stat().st_size, each.path))
+        held = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if held <= self._most:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            held -= size
+
+
+class RayNode:
+    """Worker as a Ray actor. All methods take and return msgpack bytes.
+
+    Args:
+        asked: Encoded `packages.WorkerSetup`.
+    """
+
+    def __init__(self, asked: bytes) -> None:
+        import ray
+
+        self._asked = msgspec.msgpack.decode(asked, type=packages.WorkerSetup)
+        self._fetch: Fetch = ray.get
+        self._worker: worker.PoolWorker | None = None
+
+    def hello(self) -> bytes:
+        """Import the engine, and return the encoded `machines.Machine` of this node."""
+        told = machines.describe_this_machine(self._asked.modules)
+        worker.import_engine(self._asked.engine)
+        self._common = SharedFolder(self._asked.folder)
+        self._own = self._common.path / f"worker-{os.getpid()}"
+        self._out = self._common.path / f"made-{os.getpid()}"
+        self._files = NodeFiles(self._common.path, self._own, self._fetch)
+        return msgspec.msgpack.encode(told)
+
+    def begin(self, begin: bytes, pieces: Sequence[Any]) -> bytes:
+        """Receive the examples. Only the first worker of a node fetches them. Return empty bytes.
+
+        Raises:
+            StoreError: If the received examples have another digest.
+        """
+        told = msgspec.msgpack.decode(begin, type=packages.ExamplesTransfer)
+        path = self._common.path / "examples"
+        with (self._common.path / "examples.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                self._fetch_examples(path, told.sha256, pieces)
+        self._worker = worker.PoolWorker(msgspec.structs.replace(told.setup, examples=str(path)))
+        return b""
+
+    def answer(self, parcel: bytes, offered: Sequence[Any]) -> bytes:
+        """Run work requests and return encoded `packages.WorkResults`.
+
+        Args:
+            parcel: Encoded `packages.WorkPackage`.
+            offered: References to the contents of the parcel.
+
+        Raises:
+            StoreError: If the disk of this node failed, which is not the fault of a device.
+        """
+        told = msgspec.msgpack.decode(parcel, type=packages.WorkPackage)
+        references = dict(zip(told.contents, offered, strict=True))
+        caches = f"{self._common.path}/caches"
+
+        def find(sha256: str) -> str:
+            return self._files.ensure_file(sha256, references[sha256])
+
+        orders = tuple(packages.unpack_request(each, find, caches, str(self._out)) for each in told.work.orders)
+        assert self._worker is not None
+        done = self._worker.run_batch(WorkBatch(orders, told.work.together)).done
+        for each in done:
+            if each.outcome.code == "disk":
+                raise StoreError(each.outcome.reason)
+        private = {}
+        for order, each in zip(orders, done, strict=True):
+            if (left := each.outcome.private) is not None:
+                payload = Path(f"{order.out}/{order.prefix}{PRIVATE}").read_bytes()
+                private[left.sha256] = payload
+                self._files.store_file(left.sha256, payload)
+        self._files.evict_files(told.contents)
+        shutil.rmtree(self._out, ignore_errors=True)
+        return msgspec.msgpack.encode(packages.WorkResults(done, private))
+
+    def leave(self) -> bytes:
+        """Delete the files of this worker, and those of the node with its last worker. Return empty bytes."""
+        for each in (self._own, self._out):
+            shutil.rmtree(each, ignore_errors=True)
+        self._common.release()
+        return b""
+
+    def _fetch_examples(self, path: Path, sha256: str, pieces: Sequence[Any]) -> None:
+        digest, part = hashlib.sha256(), path.with_suffix(".part")
+        with part.open("wb") as file:
+            for each in pieces:
+                payload = self._fetch(each)
+                digest.update(payload)
+                file.write(payload)
+        if digest.hexdigest() != sha256:
+            raise StoreError("the examples came damaged from the object store")
+        os.replace(part, path)
