@@ -31,7 +31,7 @@ from fedquilt.coordinator.rounds.next_event import restart_event, to_process_clo
 from fedquilt.coordinator.rounds.round_bitmap import NEVER
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.updates import aggregator, blob_recovery, checks, model_states, tasks
-from fedquilt.coordinator.updates.aggregator import Aggregator
+from fedquilt.coordinator.updates.aggregator import Aggregator, BaseTensors
 from fedquilt.coordinator.updates.job_validation import require_matching_bundle, required_packages
 from fedquilt.coordinator.updates.metrics import (
     aggregate_evaluations,
@@ -347,7 +347,7 @@ class RunningJob:
     def aggregator(self) -> Aggregator:
         return self._summing
 
-    def _build_base_finder(self, update: Update, profile: Profile | None) -> aggregator.Base:
+    def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
         order = self._device_order(update.device, profile) if update.bases else None
         asked = (
             {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()

@@ -42,7 +42,7 @@ from fedquilt.host import process_memory
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
 
-Base = Callable[[str], Tensors | None]
+BaseTensors = Callable[[str], Tensors | None]
 """`base` for the bundles of one update."""
 
 
@@ -71,7 +71,9 @@ class Aggregator:
 
     # -- small updates, in the loop --
 
-    def read_update(self, update: Update, rounds: JobState, base: Base, bounds: claim_bounds.ClaimBounds) -> Update:
+    def read_update(
+        self, update: Update, rounds: JobState, base: BaseTensors, bounds: claim_bounds.ClaimBounds
+    ) -> Update:
         """Decode, check and store an update, fold the update if due in order, and return it as stored.
 
         Raises:
@@ -158,7 +160,7 @@ class Aggregator:
 
     # -- large updates, by a worker: one call at a time --
 
-    def read_large_update(self, update: Update, base: Base, bounds: claim_bounds.ClaimBounds) -> Update:
+    def read_large_update(self, update: Update, base: BaseTensors, bounds: claim_bounds.ClaimBounds) -> Update:
         with checks.name_device_in_errors(update.device):
             given = self._open_update(update)
             for bundle in given.bundles.values():
@@ -310,7 +312,7 @@ class Aggregator:
             return blob_recovery.load_update(self._depot, update)
         return blob_recovery.open_update(self._depot, update)
 
-    def _decode_update(self, given: DeviceUpdate, base: Base) -> DeviceUpdate:
+    def _decode_update(self, given: DeviceUpdate, base: BaseTensors) -> DeviceUpdate:
         if has_site_bundles(
             given.bundles
         ):  # the site has decoded them, and types and shapes of its bundles are not kept
