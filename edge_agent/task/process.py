@@ -55,7 +55,12 @@ class ChildProcess:
         count_kills: Callable[[], int | None] = memory_budget.count_oom_kills,
         count_own: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`count_kills` and `count_own`: the kernel's kills for want of memory, in all and within the task's limit."""
+        """Start the process.
+
+        Args:
+            count_kills: Function that counts the kernel's out-of-memory kills on the machine.
+            count_own: Function that counts the out-of-memory kills within the task's memory limit.
+        """
         self.engine = engine
         self.garbled = False
         self._invalid_lines = 0

@@ -60,10 +60,14 @@ class Transfers:
         carriers: TransferBackend | None = None,
         apart_bytes: float = math.inf,
     ) -> None:
-        """`direction` is the way this side publishes; `allowed(device, sha256)`: may be sent to (or by) this device.
+        """Create the transfers of one side of a link.
 
-        `max_pulls` are active at once, or more of small blobs; the others wait, as do those of a silent peer.
-        `carriers` move blobs beside the link. One that is whole is hashed in a thread if it has `apart_bytes` or more.
+        Args:
+            direction: Direction in which this side publishes chunks.
+            allowed: Predicate on device and sha256, whether a blob may be sent to or by a device.
+            max_pulls: Number of large downloads at the same time. Further downloads wait.
+            carriers: Transfer backends besides the link.
+            apart_bytes: Smallest size, in bytes, of a complete blob that is hashed in a thread.
         """
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
