@@ -52,15 +52,9 @@ class ChildProcess:
         self,
         command: Sequence[str],
         engine: str,
-        count_kills: Callable[[], int | None] = memory_budget.count_oom_kills,
-        count_own: Callable[[], int | None] = lambda: None,
+        count_kills: Callable[[], int | None] = memory_budget.count_oom_kills,  # on the machine
+        count_own: Callable[[], int | None] = lambda: None,  # within the task's memory limit
     ) -> None:
-        """Start the process.
-
-        Args:
-            count_kills: Function that counts the kernel's out-of-memory kills on the machine.
-            count_own: Function that counts the out-of-memory kills within the task's memory limit.
-        """
         self.engine = engine
         self.garbled = False
         self._invalid_lines = 0

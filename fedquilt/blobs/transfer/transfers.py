@@ -60,15 +60,6 @@ class Transfers:
         carriers: TransferBackend | None = None,
         apart_bytes: float = math.inf,
     ) -> None:
-        """Create the transfers of one side of a link.
-
-        Args:
-            direction: Direction in which this side publishes chunks.
-            allowed: Predicate on device and sha256, whether a blob may be sent to or by a device.
-            max_pulls: Number of large downloads at the same time. Further downloads wait.
-            carriers: Transfer backends besides the link.
-            apart_bytes: Smallest size, in bytes, of a complete blob that is hashed in a thread.
-        """
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
         # a coordinator alone reads what it fetches; of what a device fetches, files have to lie side by side
