@@ -127,7 +127,7 @@ def fold(state: fedavg.State, so_far: fedavg.FedAvgSums | None, update: DeviceUp
 
 def step(state: fedavg.State, total: fedavg.FedAvgSums | None) -> fedavg.State:
     """Move the global model by beta towards the mean of the devices' w."""
-    if total is None:
+    if total is None or total.weight == 0:
         return state
     model, beta = fedavg.weighted_mean(total), state.params["beta"]
     for name in fedavg.trained_names(state):
