@@ -165,7 +165,7 @@ def _measure_files(place: Path) -> tuple[int, int]:
     """Return the number of files at a path, and their bytes. Files that are removed meanwhile do not count."""
     sizes = []
     inside = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
-    for path in inside or [place]:
+    for path in inside or [str(place)]:
         with contextlib.suppress(FileNotFoundError):
             found = os.lstat(path)
             if stat.S_ISREG(found.st_mode):
