@@ -354,7 +354,7 @@ class CoordinatorProcess(SimulatedProcess):
         for job in self.inner.jobs():
             if job.rounds.phase == "open":
                 for device in job.rounds.asked - self.inner.elsewhere(job.id):
-                    known = self.inner.registry.profile_of(device) is not None
+                    known = self.inner.registry.latest_profile(device) is not None
                     if known and (job.id, job.rounds.round, device) not in self._sent:
                         raise InvariantError(
                             f"{device} is asked for round {job.rounds.round} of {job.id}, and has no task"
