@@ -224,7 +224,8 @@ def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
             return replace(state, status="running", serial=serial, without=without)
         case ReleaseOffered(step, devices):
             offered = {**state.offered, **dict.fromkeys(devices, step)}
-            return replace(state, offered=offered, silent_s=0.0, present_s=0.0, restarts=0)
+            step = max(state.step, step)
+            return replace(state, step=step, offered=offered, silent_s=0.0, present_s=0.0, restarts=0)
         case StatusReported(device):
             return replace(state, heard={**state.heard, device: fact}, silent=state.silent - {device})
         case RolloutResumed(silent_s, present_s):
@@ -232,7 +233,7 @@ def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
         case PhasePassed(step, silent):
             return replace(state, step=step + 1, silent=state.silent.union(silent))
         case RolloutCompleted():
-            return replace(state, status="done")
+            return replace(state, status="done", step=len(state.plan.cumulative_shares))
         case RolloutAborted(reason, serial):
             return replace(state, status="aborted", reason=reason, back=serial)
         case RolloutRolledBack(serial):
@@ -396,9 +397,11 @@ def decide_rollout_event(
     if len(failed) > most * max(len(answered), canary):
         return RolloutAborted(_abort_reason(state, failed, len(answered)), serial)
     if not state.is_step_open:
-        if devices := select_step_devices(state, fleet):
-            return ReleaseOffered(state.step, devices)
-        return PhasePassed(state.step) if state.step and fleet else None  # all that are there have it already
+        # the canary waits for a device, and phases that would reach no further device are left out
+        for step in range(state.step, len(state.plan.cumulative_shares)) if state.step else (0,):
+            if devices := select_step_devices(replace(state, step=step), fleet):
+                return ReleaseOffered(step, devices)
+        return RolloutCompleted() if state.step and fleet else None
     if find_blocking_devices(state, fleet, now_s):
         return None
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
