@@ -135,7 +135,7 @@ def _load_held_out(order: CheckRequest, about: ExportedModel, load: Any) -> Exam
 
 
 def _load_model(engine: Any, path: Path) -> LoadedModel:
-    return LoadedModel(engine, path, exported_model.read_metadata(engine.facts(path)), engine.input_shape(path))
+    return LoadedModel(engine, path, exported_model.read_metadata(engine.read_metadata(path)), engine.input_shape(path))
 
 
 def _require_classes(model: LoadedModel, held: Examples, order: CheckRequest) -> None:

@@ -353,7 +353,7 @@ class CoordinatorProcess(SimulatedProcess):
         """Raise BrokenError if a device was asked and sent no task, though its profile is known and it is free."""
         for job in self.inner.jobs():
             if job.rounds.phase == "open":
-                for device in job.rounds.asked - self.inner.elsewhere(job.id):
+                for device in job.rounds.asked - self.inner.devices_of_other_jobs(job.id):
                     known = self.inner.registry.latest_profile(device) is not None
                     if known and (job.id, job.rounds.round, device) not in self._sent:
                         raise InvariantError(
