@@ -351,7 +351,7 @@ class CoordinatorProcess(SimulatedProcess):
 
     def _require_tasks_sent(self) -> None:
         """Raise BrokenError if a device was asked and sent no task, though its profile is known and it is free."""
-        for job in self.inner.jobs():
+        for job in self.inner.active_jobs():
             if job.rounds.phase == "open":
                 for device in job.rounds.asked - self.inner.devices_of_other_jobs(job.id):
                     known = self.inner.registry.latest_profile(device) is not None
