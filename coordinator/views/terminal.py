@@ -362,7 +362,7 @@ def print_log(
 
     Raises:
         JobError: If the run is deleted meanwhile.
-        UnservedError: If `follow` is set and no coordinator has run for AWAY_S.
+        InactiveRunError: If `follow` is set and no coordinator has run for AWAY_S.
     """
     row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
     seen, state, waiting, teller = (

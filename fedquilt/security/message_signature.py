@@ -59,8 +59,8 @@ def verify_message(session: Session | None, route: wire.Route, message: Message)
     """Return a signed message with its bare payload, after verification.
 
     Raises:
-        UnsignedError: If the message is not signed.
-        StrangeSessionError: If the message was signed in another session.
+        UnsignedMessageError: If the message is not signed.
+        UnknownSessionError: If the message was signed in another session.
         WireError: If the message is forged or replayed.
     """
     found = _FORM.match(message.payload)

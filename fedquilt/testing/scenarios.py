@@ -66,7 +66,7 @@ def make_torch_engine() -> Any:
     """Return a torch engine with an unlimited memory budget.
 
     Raises:
-        Skipped: If torch is not installed.
+        CheckSkipped: If torch is not installed.
     """
     try:
         from fedquilt.edge_agent.engines.torch.engine import TorchEngine
@@ -122,7 +122,7 @@ def make_scene(name: str) -> Scenario:
 
     Raises:
         JobError: If there is no such method.
-        Skipped: If the method requires torch and torch is not installed.
+        CheckSkipped: If the method requires torch and torch is not installed.
     """
     plain = name.removesuffix(MIXED)
     method = methods.load(plain)

@@ -141,7 +141,7 @@ class BlobServer:
         self._transfer_blob(exchange, grant)
 
     def _require_grant(self, request: HttpExchange) -> AccessGrant:
-        """Return the grant of the request's token. Raise RefusedError if it does not allow this request."""
+        """Return the grant of the request's token. Raise RequestRefusedError if it does not allow this request."""
         found = _PATH.match(request.path)
         if found is None or request.method not in ("GET", "HEAD", "PUT"):
             raise RequestRefusedError(404, "there is nothing at this address")
