@@ -198,7 +198,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     Raises:
         JobError: If a key is wrong. The error names the key and the expected value.
     """
-    job = _unify_model_and_data(toml.convert_table(table, JobSettings, "a job"))
+    job = _unify_task_and_classes(toml.convert_table(table, JobSettings, "a job"))
     given = parse_params(job)
     if job.wire.codec not in CODECS:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
@@ -273,7 +273,7 @@ def require_supported_task(name: str, method: Method, network: Mapping[str, Any]
         )
 
 
-def _unify_model_and_data(job: JobSettings) -> JobSettings:
+def _unify_task_and_classes(job: JobSettings) -> JobSettings:
     model, data = job.model, job.data
     if "outputs" in model:
         if "classes" in model:

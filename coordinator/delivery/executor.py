@@ -113,8 +113,11 @@ class Executor(Protocol):
         ...
 
     @property
-    def blobs_in_use(self) -> set[str]:
-        """Blobs of updates that the devices themselves have written to the store."""
+    def unacknowledged_update_blobs(self) -> set[str]:
+        """Blobs of unacknowledged updates that simulated devices have written to the store.
+
+        The garbage collector keeps these blobs.
+        """
         ...
 
     @property
@@ -253,7 +256,7 @@ class LinkExecutor:
         self._transfers.step(now_s)
         while done := self._transfers.take_finished():
             for device, sha256, error in done:
-                yield from self._finish_fetch(device, sha256, error)
+                yield from self._handle_fetched_blob(device, sha256, error)
         for device, seconds in self._transfers.take_charges().items():
             self._gate.charge_time(device, seconds)
         for device in self._issues.take_due_devices(now_s):
@@ -307,7 +310,7 @@ class LinkExecutor:
         self._transfers.yield_turn(device, now_s)
 
     @property
-    def blobs_in_use(self) -> set[str]:
+    def unacknowledged_update_blobs(self) -> set[str]:
         # devices do not write to the store themselves
         return set()
 
@@ -412,7 +415,7 @@ class LinkExecutor:
         # not reliable, so that the broker does not queue the request for an offline device
         self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
 
-    def _finish_fetch(self, device: str, sha256: str, error: str | None) -> Iterator[UpdateReceived]:
+    def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[UpdateReceived]:
         missing = self._fetching.get(device)
         if missing is None or sha256 not in missing:
             return

@@ -132,7 +132,7 @@ class RateLimitedLink(LinkWrapper):
 
     def receive(self) -> list[Message]:
         self._update_subscriptions()
-        return [message for message in self._link.receive() if self._is_admitted(message)]
+        return [message for message in self._link.receive() if self._admit_received(message)]
 
     # -- of devices --
 
@@ -159,12 +159,12 @@ class RateLimitedLink(LinkWrapper):
 
     # -- within --
 
-    def _is_admitted(self, message: Message) -> bool:
+    def _admit_received(self, message: Message) -> bool:
         device = wire.device_from_topic(message.topic)
         if not device:
             return True
         if device not in self._known:
-            self._add_known_device(device)
+            self._subscribe_to_new_device(device)
         if device in self._aside:
             return False
         try:
@@ -175,7 +175,7 @@ class RateLimitedLink(LinkWrapper):
             return True
         return self.admit_message(device, len(message.payload), HELLO_S if route.leaf == "hello" else MESSAGE_S)
 
-    def _add_known_device(self, device: str) -> None:
+    def _subscribe_to_new_device(self, device: str) -> None:
         if len(self._known) <= KNOWN_MOST:
             self._known[device] = None
             if self._narrow and len(self._known) <= KNOWN_MOST:

@@ -110,9 +110,9 @@ def apply_message(board: DeviceStatus, message: WireMessage, at: float) -> Devic
             step = board.doing.step if board.doing.step == "waiting" else "sending"  # it offers the same again
             return replace(board, doing=replace(board.doing, step=step, fraction=None))
         case wire.ReleaseStatus():
-            return replace(board, runs=_apply_installed(board.runs, message, at))
+            return replace(board, runs=_apply_release_status(board.runs, message, at))
         case Telemetry():
-            return _apply_clock(replace(board, mode=message.mode), message.clock_s, at)
+            return _apply_clock_skew(replace(board, mode=message.mode), message.clock_s, at)
     return board
 
 
@@ -168,7 +168,7 @@ def _combine(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
     return b if a is None else a if b is None else choose(a, b)
 
 
-def _apply_installed(
+def _apply_release_status(
     known: tuple[InstalledRelease, ...], message: wire.ReleaseStatus, at: float
 ) -> tuple[InstalledRelease, ...]:
     new = InstalledRelease(
@@ -211,7 +211,7 @@ def _apply_claim(board: DeviceStatus, message: wire.Claim, at: float) -> DeviceS
     return replace(idle, refusal=LatestDecline(at, message.code, message.reason, message.job, message.round))
 
 
-def _apply_clock(board: DeviceStatus, clock_s: float | None, at: float) -> DeviceStatus:
+def _apply_clock_skew(board: DeviceStatus, clock_s: float | None, at: float) -> DeviceStatus:
     if clock_s is None:
         return board
     skew_s = clock_s - at

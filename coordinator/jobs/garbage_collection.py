@@ -8,8 +8,9 @@ holds a blob, the blob is not deleted.
   blobs
 sent
   with tasks, updates accepted and in no stored partial aggregate, updates in transfer.
-- Updates that simulated devices have stored here and that are not answered yet (`Executor.blobs_in_use`).
-- Blobs that a work item has stored or found, until its result is recorded (`BlobStore.pin_during`).
+- Updates that simulated devices have stored here and that are not answered yet
+(`Executor.unacknowledged_update_blobs`). - Blobs that a work item has stored or found, until its result is recorded
+(`BlobStore.pin_during`).
 
 The roots are read, and garbage is deleted, in one write transaction of the database, at the end of a step, when every
 event of the step is written. A process that adds a root from outside checks the blob in the transaction that adds it.

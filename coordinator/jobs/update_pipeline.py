@@ -206,7 +206,7 @@ class UpdatePipeline:
         before = self._served.job.rounds
         if self._is_job_gone:
             return
-        fact = self._result_or_failure(result, now_s)
+        fact = self._result_or_lost_event(result, now_s)
         if fact is not None:
             self._served.record_event(fact, now_s)
         if isinstance(fact, events.UpdatesAggregated):
@@ -233,13 +233,14 @@ class UpdatePipeline:
         self._summing = False
         if self._is_job_gone:
             return
-        done = self._result_or_failure(result, now_s)
+        done = self._result_or_lost_event(result, now_s)
         if isinstance(done, CommitResult):
             self._served.record_event(done.fact, now_s, done)
         elif done is not None:
             self._served.record_event(done, now_s)
 
-    def _result_or_failure(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
+    def _result_or_lost_event(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
+        # Returns None after an error that failed the job.
         try:
             return result()
         except blob_recovery.LostUpdateError as lost:

@@ -432,10 +432,10 @@ def find_blocking_devices(state: Rollout, fleet: Mapping[str, RolloutDevice], no
         return ()
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
     nobody = len(pending) == len(state.offered)
-    return tuple(sorted(each for each in pending if nobody or _is_blocking(state, each, fleet.get(each), now_s)))
+    return tuple(sorted(each for each in pending if nobody or _delays_next_step(state, each, fleet.get(each), now_s)))
 
 
-def _is_blocking(state: Rollout, device: str, seen: RolloutDevice | None, now_s: float) -> bool:
+def _delays_next_step(state: Rollout, device: str, seen: RolloutDevice | None, now_s: float) -> bool:
     # nobody has heard of it since the start of the coordinator, or it has other labels now, or a step passed without it
     if seen is None or device in state.silent:
         return False

@@ -406,19 +406,19 @@ def print_log(
         wait = (
             wait_reasons.WaitReason(str(hold), hold, "lost")
             if hold
-            else wait_reasons.describe_round_wait(row, state, wait_reasons.load_device_statuses(store.home))
+            else wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home))
         )
         if waiting.line_due(wait, time.monotonic()) is not None and wait is not None and not json:
             busy = {} if hold else wait_reasons.devices_of_other_runs(store, id)
             if not hold:
                 wait = (
-                    wait_reasons.describe_round_wait(
-                        row, state, wait_reasons.load_device_statuses(store.home), busy.keys()
-                    )
+                    wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy.keys())
                     or wait
                 )
             taken = (
-                None if hold else wait_reasons.describe_busy_devices(state, wait_reasons.surveyed_devices(state), busy)
+                None
+                if hold
+                else wait_reasons.describe_busy_devices(state, wait_reasons.eligible_online_devices(state), busy)
             )
             mend = taken or (MORE if wait.kind == "boards" else None)
             _print_lines(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))

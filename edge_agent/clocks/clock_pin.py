@@ -112,7 +112,7 @@ class ClockPin:
         try:
             self._require_cool()
             self._require_power_within(point)
-            return self._pin_checked(point)
+            return self._check_and_pin(point)
         except ClockError as error:
             left = self.restore()
             end = f"; NOT as before: {'; '.join(left)}" if left else "; the board's own settings hold"
@@ -177,7 +177,7 @@ class ClockPin:
 
     # -- how ----------------------------------------------------------------------------------
 
-    def _pin_checked(self, point: OperatingPoint) -> OperatingPoint:
+    def _check_and_pin(self, point: OperatingPoint) -> OperatingPoint:
         self._adopt_owner_mode()
         found = controls.discover_controls(self.root)
         owner = self.owner_mode() if found.modes else None

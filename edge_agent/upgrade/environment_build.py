@@ -190,7 +190,7 @@ def build_environment(order: BuildRequest, disk: Disk = REAL) -> Path:
             try:
                 disk.remove(new)
                 _require_space(folder, bundle.manifest.unpacked_bytes, disk)
-                _unpack_bundle(bundle, new, home, places)
+                _install_bundle(bundle, new, home, places)
                 os.sync()  # thousands of files: one wait for all of them
                 disk.replace(new, home)
                 disk.sync(folder)
@@ -235,7 +235,7 @@ def _require_space(folder: Path, needed: int, disk: Disk) -> None:
         )
 
 
-def _unpack_bundle(bundle: UpgradeBundle, new: Path, home: Path, places: Iterable[str]) -> None:
+def _install_bundle(bundle: UpgradeBundle, new: Path, home: Path, places: Iterable[str]) -> None:
     manifest = bundle.manifest
     packages = virtual_environment.packages_folder(new, manifest.python)
     virtual_environment.unpack_wheels(

@@ -79,7 +79,7 @@ class Stepper:
         self._moves.zero_grad()
         losses = []
         for x, y in parts:
-            passed = partial(self._compute_loss, x, y, count)
+            passed = partial(self._training_and_task_loss, x, y, count)
             if piece_bytes is None:
                 loss, told = passed()
             else:
@@ -97,7 +97,11 @@ class Stepper:
         self._scaler.update()
         return losses
 
-    def _compute_loss(self, x: torch.Tensor, y: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _training_and_task_loss(
+        self, x: torch.Tensor, y: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The loss with penalty is for the gradient, the loss without penalty for the report. Both are divided by
+        # `divisor`.
         with self._autocast:
             scores = self._model(x)
             loss = objectives.total_loss(self._task, scores, y) / count

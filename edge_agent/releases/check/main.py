@@ -246,6 +246,7 @@ def _measure_latency(model: LoadedModel, one: np.ndarray, timed_s: float) -> tup
 
 
 def _build_tensorrt(order: CheckRequest, model: LoadedModel, one: np.ndarray) -> list[str]:
+    # Returns notes on a build without an engine.
     assert order.trtexec is not None
     part = Path(order.out) / f"{TENSORRT}.part"
     command = [

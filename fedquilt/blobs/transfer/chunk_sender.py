@@ -93,6 +93,7 @@ class ChunkSender:
         return None
 
     def _find_or_build_manifest(self, device: str, sha256: str, asked: int) -> wire.BlobManifest | None:
+        # Returns None while the manifest is built.
         if not self._allowed(device, sha256):
             raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
         ref = self._depot.ref(sha256)

@@ -311,6 +311,7 @@ class Transfers:
                 self._pulls[key] = self._open[key] = pull
 
     def _send_requests(self, now_s: float) -> bool:
+        # Returns whether a transfer has ended or was parked.
         outstanding_bytes, left = self._outstanding_bytes, False
         for key, pull in list(self._open.items()):
             if key not in self._open:

@@ -319,14 +319,14 @@ def _draw_kill(roll: random.Random, base: FaultSchedule) -> AnyFault:
     return ProcessKill(who, _draw_time_s(roll, base), roll.random() < 0.5, roll.choice([0.5, 8.0, 40.0]))
 
 
-def _draw_refuse(roll: random.Random, base: FaultSchedule) -> AnyFault:
+def _draw_disk_fault(roll: random.Random, base: FaultSchedule) -> AnyFault:
     who = _draw_participant(roll, base)
     return DiskFault(
         who, _draw_call(roll, base, who), roll.choice([1, 1, 5, 30]), roll.choice(["full", "readonly", "io"])
     )
 
 
-def _draw_noise(roll: random.Random, base: FaultSchedule) -> AnyFault:
+def _draw_network_noise(roll: random.Random, base: FaultSchedule) -> AnyFault:
     return NetworkNoise(
         _draw_time_s(roll, base) * roll.choice([0, 1]),
         roll.choice([1.0, 5.0, 20.0]),
@@ -396,8 +396,8 @@ _OFTEN: Final = ("cut", "broker", "jump", "slow", "worker", "stop", "second", "n
 _DRAW: Final[dict[str, Callable[[random.Random, FaultSchedule], AnyFault]]] = {
     "crash": _draw_crash,
     "kill": _draw_kill,
-    "refuse": _draw_refuse,
-    "noise": _draw_noise,
+    "refuse": _draw_disk_fault,
+    "noise": _draw_network_noise,
     "cut": _draw_cut,
     "broker": _draw_broker,
     "jump": _draw_jump,

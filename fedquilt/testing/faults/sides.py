@@ -105,7 +105,7 @@ class SimulatedProcess(ABC):
             if self.inner is None:
                 self._start_process()
             self.due_s = max(self.inner.step(now_s + self._offset_s) - self._offset_s, now_s)
-            self._require_idle(now_s)
+            self._require_no_busy_loop(now_s)
             if self._link.inbox:
                 self.due_s = now_s
         except SimulatedCrash:
@@ -142,7 +142,7 @@ class SimulatedProcess(ABC):
 
     # -- within --
 
-    def _require_idle(self, now_s: float) -> None:
+    def _require_no_busy_loop(self, now_s: float) -> None:
         if self.due_s > now_s + MOMENT_S or now_s > self._began_s + MOMENT_S:
             self._began_s, self._at_once = now_s, 0
         self._at_once += self.due_s <= now_s + MOMENT_S
@@ -486,7 +486,7 @@ class AgentProcess(SimulatedProcess):
             disk.write(f"{order.out}/{name}", payload)
         return done.outcome
 
-    def next_failure(self) -> str | None:
+    def next_start_failure(self) -> str | None:
         self._starts += 1
         how = self._work.get(self._starts)
         if how is not None:
@@ -510,7 +510,7 @@ class SimWorker:
         self._events: list[tuple[float, Event]] = []
 
     def start(self, order: WorkRequest, now_s: float) -> None:
-        how = self._side.next_failure()
+        how = self._side.next_start_failure()
         if how == "killed":
             outcome = WorkResult(code="failed", reason="the task's process was killed", killed=True)
         elif how is not None:

@@ -340,8 +340,8 @@ class SimulatedFederation:
             case schedule.ClockJump(who, at_s, sleep_s, wall_s):
                 self._schedule(at_s, "jump", lambda: self._shift_clocks(who, sleep_s, wall_s))
             case schedule.JobStop(at_s, length_s):
-                self._schedule(at_s, "", lambda: self._request_status("stopping", ("running",)))
-                self._schedule(at_s + length_s, "", lambda: self._request_status("running", ("stopped",)))
+                self._schedule(at_s, "", lambda: self._set_job_status("stopping", ("running",)))
+                self._schedule(at_s + length_s, "", lambda: self._set_job_status("running", ("stopped",)))
             case schedule.NewerCoordinator(start_s, length_s):
                 self._schedule(start_s, "ahead", lambda: setattr(self.coordinator, "ahead", True))
                 self._schedule(start_s + length_s, "", lambda: setattr(self.coordinator, "ahead", False))
@@ -396,7 +396,7 @@ class SimulatedFederation:
     def _open_operator_store(self) -> Store:
         return Store(Path(f"/{COORDINATOR}"), disk=SimDisk(self.coordinator.platter))
 
-    def _request_status(self, status: str, when: tuple[str, ...]) -> None:
+    def _set_job_status(self, status: str, when: tuple[str, ...]) -> None:
         id = _job_id(0)
         with self._open_operator_store() as store:
             if store.stored_status(id) in when:
@@ -405,7 +405,7 @@ class SimulatedFederation:
             elif (
                 status == "running" and store.stored_status(id) == "stopping"
             ):  # the coordinator has not got round to it
-                self._schedule(self.broker.now_s + 10.0, "", lambda: self._request_status(status, when))
+                self._schedule(self.broker.now_s + 10.0, "", lambda: self._set_job_status(status, when))
 
     def _start_second(self) -> None:
         if self.coordinator.inner is not None and self.coordinator.can_start_second():
