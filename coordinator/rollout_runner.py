@@ -1,7 +1,7 @@
 """Execution of a home's rollouts: device reports become events, and events become releases.
 
-All decisions are made by `rollouts`. Events are written before any message that depends on them is sent, so that a
-killed coordinator continues where it was.
+All decisions are made by `rounds.rollout`. Events are written before any message that depends on them is sent, so that
+a killed coordinator continues where it was.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class RolloutRunner:
         found = {}
         for device in {*self._registry.devices, *state.offered}:
             known = self._registry.devices.get(device)
-            online = known is not None and known.is_online  # one that has just gone is no canary
+            online = known is not None and known.is_online  # a device that has just disconnected is no canary
             gone_s = known.gone_s if known is not None and not online else -math.inf
             opened_s = self._opened_s - rollout.earlier_wait_s(state, device, online)
             since_s = max(opened_s, self._told_s.get(device, -math.inf), gone_s)
@@ -209,7 +209,7 @@ class RolloutRunner:
                     self._send_releases(state, state.offered, now_s)
                 case StatusReported(device):
                     self._told_s[device] = now_s
-                    if state.is_reverted:  # what it says may change what it is to be sent
+                    if state.is_reverted:  # the device may need another release after its report
                         self._send_releases(state, [device], now_s)
                 case rollout.RolloutCompleted():
                     self._arrived = True

@@ -201,7 +201,7 @@ class Server:
                 else:
                     self._answer_inactive_job(message_handler.ClaimReceived(device, message), now_s)
             case Update():
-                own = message.layouts or message.boards  # what is not kept, and what its device does not say
+                own = message.layouts or message.boards  # not stored, and not from a device
                 told = msgspec.structs.replace(message, layouts={}, boards=()) if own else message
                 if (serving := self._jobs.get(message.job)) is not None:
                     serving.handle_update_offer(device, message, told, now_s)

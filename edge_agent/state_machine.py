@@ -312,7 +312,6 @@ def _handle_failure(state: DeviceState, open: OpenTask, event: TaskFailed) -> St
 
 
 def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
-    """Remove an answered update from the outbox, note a counted round, and end a task that it made useless."""
     job, round = event.key
     offer = state.outbox.get(event.key)
     if offer is not None and event.epoch < offer.update.epoch:

@@ -35,7 +35,7 @@ from fedquilt.coordinator.rounds.message_handler import (
 )
 from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, WireError, WireMessage, shorten_error
 from fedquilt.host.logs import log_ids
-from fedquilt.security.authenticated_link import FleetLink
+from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed_messages import MalformedMessages
@@ -45,7 +45,7 @@ log = logging.getLogger("fedquilt.coordinator")
 Said: TypeAlias = tuple[str, WireMessage]  # a device, and its presence, profile, telemetry, claim or update
 Heard: TypeAlias = (
     Said | DeviceOnline | UpdateReceived | RateLimitExceeded | DeviceSilent | DeviceReturned | DeviceRemoved | None
-)  # None: earlier messages may be lost, send everything again
+)  # None for a new session: messages sent before may be lost
 
 
 class Executor(Protocol):
@@ -73,7 +73,8 @@ class Executor(Protocol):
         """Send a device its task, for the first time or again. The task replaces any earlier task.
 
         Raises:
-            JobError, WireError: If the task contains a value that cannot be sent.
+            JobError: If the task contains a value that cannot be sent.
+            WireError: If the encoded task is invalid.
             LinkError: If the task is larger than the broker accepts.
         """
         ...
@@ -129,7 +130,8 @@ class Executor(Protocol):
         """Send a device a release and let the device fetch its blob. None clears the device's release.
 
         Raises:
-            JobError, WireError: If the release cannot be sent, or devices of this kind install no releases.
+            JobError: If devices of this kind install no releases.
+            WireError: If the release cannot be encoded.
             LinkError: If the release is larger than the broker accepts.
         """
         ...
@@ -217,7 +219,7 @@ class LinkExecutor:
         self._returned: list[str] = []  # silent devices heard by the latest message
         self._topics = wire.Topics(fleet)
         self._gate = RateLimitedLink(link, self._topics)
-        self._signed = None if identity is None else FleetLink(self._gate, identity, fleet)
+        self._signed = None if identity is None else AuthenticatedFleetLink(self._gate, identity, fleet)
         self._link: Link = self._signed or self._gate
         self._epoch, self._session = epoch, 0
         self._issues = TaskDispatcher(self._link, self._topics)
@@ -357,7 +359,7 @@ class LinkExecutor:
         self._link.close()
 
     def _decode_message(self, message: Message, now_s: float) -> Said | None:
-        # None: the message is invalid, or handled already
+        # Returns None for messages that are invalid or already handled.
         try:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":

@@ -1,7 +1,7 @@
 """Status of each device, derived from its messages, for monitoring.
 
-Rounds do not depend on the status. `boards_link` follows the messages, and `boards_store` stores the status. Times are
-wall-clock seconds of the coordinator. Pure: no I/O and no clock.
+Rounds do not depend on the status. `delivery.monitoring_executor` follows the messages, and
+`telemetry_store` stores the status. Times are wall-clock seconds of the coordinator. Pure: no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LatestDecline(msgspec.Struct, frozen=True):
 class InstalledRelease(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: wire.Kind
     phase: str
-    name: str = ""  # of what it runs now, as people call it; "": what it was flashed with
-    current: str = ""  # blob (sha256) that it runs now
+    name: str = ""  # name of the running release, or empty for the flashed one
+    current: str = ""  # sha256 of the running blob
     rollout: str = ""  # the latest release's
     reason: str = ""
     at: float = 0.0  # when it said so first

@@ -227,9 +227,7 @@ class JobController:
             self, desk.worker, desk.start_work, desk.executor, lambda: desk.jobs.get(job.id) is not self
         )
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
-        self.unreadable: blob_recovery.UnreadableError | None = (
-            None  # what the disk has not given back: it goes on later
-        )
+        self.unreadable: blob_recovery.UnreadableError | None = None  # unreadable blob, for which the job waits
 
     @property
     def has_ended(self) -> bool:

@@ -108,7 +108,7 @@ class RunningJob:
         self._predicts = metrics.task_from_network(network), network.get("classes")
         self._held = tasks.held_out_share(row.job.data)
         self._alike: tasks.TaskSpecCache  # of the running round, as are the next five
-        self._common: Mapping[str, Tensors | BlobRef]  # tensors of its own: bundles that all of them have
+        self._common: Mapping[str, Tensors | BlobRef]  # bundles of all its tasks
         self._seeded: Callable[[object], int] | None  # a device's seed
         self._manifests: checks.ManifestValidator | None  # what its updates may hold
         self._summing: Aggregator

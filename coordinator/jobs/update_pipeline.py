@@ -52,7 +52,7 @@ class UpdatePipeline:
     Args:
         served: Job of the updates.
         worker: Worker for large updates.
-        start: Starts a work item, as `Desk.start_work` does.
+        start: Starts a work item, as `CoordinatorContext.start_work` does.
         executor: Executor that receives the updates.
         left: Returns whether the coordinator no longer runs the job.
     """
@@ -67,8 +67,8 @@ class UpdatePipeline:
     ) -> None:
         self._served, self._worker, self._start, self._executor, self._left = served, worker, start, executor, left
         self._summing = False  # whether the worker folds or commits
-        self._examining: dict[str, Update] = {}  # by device: what the worker reads for it
-        self._in_time: set[str] = set()  # those of them whose update was here before the round's deadline
+        self._examining: dict[str, Update] = {}  # device -> update that the worker validates
+        self._in_time: set[str] = set()  # devices among these whose update arrived before the deadline
         self._offered: dict[str, Update] = {}  # device -> update that is fetched in turn, offered before the deadline
         self._lost = (-math.inf, 0.0)  # when the running attempt began; `BrokerOutage.lost_s` at that time
 

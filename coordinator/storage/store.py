@@ -261,7 +261,7 @@ class Store:
 
     def record_authentication(self, signed: bool) -> None:
         with self._write_transaction():
-            self._rows.set_counter("signed", 1 + signed)  # 0: a counter that has not begun
+            self._rows.set_counter("signed", 1 + signed)  # 0 is a missing counter
 
     def was_authenticated(self) -> bool | None:
         """Return whether the latest coordinator authenticated senders, or None before the first."""

@@ -161,6 +161,7 @@ class Aggregator:
     # -- large updates, by a worker: one call at a time --
 
     def validate_large_update(self, update: Update, base: BaseTensors, bounds: claim_bounds.ClaimBounds) -> Update:
+        """Validate an update and return it with stored, decoded tensors."""
         with checks.name_device_in_errors(update.device):
             given = self._open_update(update)
             for bundle in given.bundles.values():
@@ -301,7 +302,7 @@ class Aggregator:
         try:
             with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
                 return self._fold(self._state, self._folding.total, given)
-        except UpdateError:  # as of a site's: all that is in it is checked before anything of it is added
+        except UpdateError:  # checked before anything was added, also of a site
             raise
         except Exception:
             self._folding.reset()

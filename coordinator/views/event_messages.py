@@ -68,9 +68,7 @@ class EventFormatter:
     def format_event(self, fact: AnyEvent, after: JobState) -> list[str]:
         last, before = is_of_final_evaluation(after, fact), self._before
         self._before = after
-        if not isinstance(
-            fact, RoundCommitted
-        ):  # of the state, which also has what was before the first fact told here
+        if not isinstance(fact, RoundCommitted):  # from the state, which knows earlier events as well
             if not self._selected:
                 self._selected = {*after.asked, *after.answered}
             if isinstance(fact, CohortSelected):

@@ -42,7 +42,7 @@ class ProgressPoint:
     down_bytes: int
     up_bytes: int
     energy_j: float | None  # gross, of all boards
-    personal: PersonalScores | None = None  # None: no check
+    personal: PersonalScores | None = None  # None without an evaluation
 
 
 @dataclass(frozen=True)

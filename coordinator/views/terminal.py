@@ -92,7 +92,7 @@ class InactiveRunError(JobError):
 
 class ConnectionReporter:
     def __init__(self) -> None:
-        self._connected: bool | None = None  # None: not tested yet
+        self._connected: bool | None = None  # None before the first test
         self._session = 0
 
     @property

@@ -94,7 +94,7 @@ class CostEstimate(NamedTuple):
 
     seconds: float
     seconds_spread: float
-    watts: float | None  # None: the profile has no power for the point
+    watts: float | None  # None without a power in the profile
     watts_spread: float
 
 

@@ -98,16 +98,15 @@ class Stepper:
         return losses
 
     def _training_and_task_loss(
-        self, x: torch.Tensor, y: torch.Tensor, count: int
+        self, x: torch.Tensor, y: torch.Tensor, divisor: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The loss with penalty is for the gradient, the loss without penalty for the report. Both are divided by
-        # `divisor`.
+        # The first loss has the penalty and gives the gradient. The second loss is reported.
         with self._autocast:
             scores = self._model(x)
-            loss = objectives.total_loss(self._task, scores, y) / count
+            loss = objectives.total_loss(self._task, scores, y) / divisor
             if not self._step.penalty:
                 return loss, loss.detach()
-            extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
+            extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / divisor)
             return loss + extra, loss.detach() + 0.0 * extra.detach()
 
     def _enable_gradients(self) -> None:

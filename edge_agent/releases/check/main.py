@@ -65,7 +65,9 @@ class LoadedModel(NamedTuple):
         """Return the outputs (n, outputs) for stored examples (n, ...).
 
         Raises:
-            DataError, ModelError, MemoryBudgetError: If the model cannot take the examples or its outputs are unusable.
+            DataError: If the model cannot take the examples.
+            ModelError: If the graph cannot be run or its outputs are unusable.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         made = self.about.prepare_inputs(x)
         exported_model.require_shape(made, self.shape)

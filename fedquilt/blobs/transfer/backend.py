@@ -33,7 +33,7 @@ Key = tuple[str, str]  # device, sha256
 
 class TransferResult(NamedTuple):
     key: Key
-    intake: BlobWriter | None  # None: the job sent the blob
+    intake: BlobWriter | None  # None for uploads
     error: str | None
     later: bool = False  # whether the same places may work after a while
     disk: bool = False  # whether this side's disk has refused

@@ -150,10 +150,10 @@ def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) 
 
 
 def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
-    """Return samples (samples,) from -1 to 1, averaged over channels, as many as the spectrogram needs.
+    """Return samples (samples,) from -1 to 1, averaged over channels, at most as many as needed.
 
     Raises:
-        DataError: it is no WAV file of integer samples, or cut short.
+        DataError: If the file is no WAV file of integer samples, has another sample rate or is cut short.
     """
     wanted, file = spectrogram.frame_layout(audio)[0], _name_of(source)
     with _open_wav(source) as sound:

@@ -42,7 +42,7 @@ class SimLink:
         self.filters: list[str] = []
         self.inbox: list[Message] = []
         self.gate: Callable[[str, str], object] = lambda what, where: None
-        self.rewrite: Callable[[str, bytes], bytes] | None = None  # what it makes of what it sends
+        self.rewrite: Callable[[str, bytes], bytes] | None = None  # modifies published payloads
 
     def subscribe(self, filters: Sequence[str]) -> None:
         self.filters += [pattern for pattern in filters if pattern not in self.filters]

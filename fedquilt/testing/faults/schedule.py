@@ -20,7 +20,7 @@ ROUND_S: Final = 1.5  # about how long a calm round takes
 AGENT_CALLS: Final = 60  # about how many calls an agent makes in a calm round: to its disk, and to publish
 COORDINATOR_CALLS: Final = 45  # likewise a coordinator, for each device
 PUBLISHED: Final = 0.13  # about the share of these calls that publish a message
-SYNCED: Final = 0.2  # likewise of those that sync something
+SYNCED: Final = 0.2  # about the share of these calls that sync a file or folder
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True): ...
@@ -207,7 +207,7 @@ def parse_schedule(text: str) -> FaultSchedule:
     """Return the schedule of a text.
 
     Raises:
-        JobError: it has a word that is none.
+        JobError: If the text has an unknown word or value.
     """
     given: dict[str, Any] = {}
     faults: list[Any] = []

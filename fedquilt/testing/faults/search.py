@@ -61,8 +61,6 @@ def supported_methods() -> tuple[str, ...]:
 
     Excluded are methods with donors, which take minutes, and methods with evaluation rounds, which select other
     devices.
-
-    Those that run blocks of donors take minutes; those with settling rounds ask other devices than the log's rounds.
     """
     able = methods.builtin_names()
     found = [(name, methods.load(name)) for name in able]

@@ -457,7 +457,7 @@ class SimulatedFederation:
     def _require_no_tasks(self) -> None:
         """Raise InvariantError if the broker still retains a task, now that all jobs have ended."""
         for side in self.agents:
-            if side.newer or side.dead:  # what it sends is refused, or it sends nothing: nobody clears its task
+            if side.newer or side.dead:  # its messages are refused or missing, so its task stays
                 continue
             if task := self.broker.retained_message(wire.Topics(FLEET).device_topic(side.name, "dn", "task")):
                 of = wire.decode(task, Task)
@@ -472,7 +472,7 @@ class SimulatedFederation:
         """Return the cohorts of a job's rounds. Raise InvariantError if its log or a state is wrong."""
         last = facts[-1] if facts else None
         if isinstance(last, JobEnded) and last.status == "failed" and self._may_fail(facts):
-            return ()  # what is destroyed is named; nothing wrong was made of it
+            return ()  # the failure names the destroyed blob
         if not isinstance(last, JobEnded) or last.status != "done":
             raise InvariantError(f"{id} has not been done: {last}")
         committed = [fact for fact in facts if isinstance(fact, RoundCommitted)]
