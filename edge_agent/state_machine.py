@@ -301,10 +301,8 @@ def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -
 
 
 def _handle_failure(state: DeviceState, open: OpenTask, event: TaskFailed) -> Step:
-    """Refuse the task, or begin it again if its process was killed without own fault.
-
-    With the same plan, so that the result has the same bits; only a refusal makes the next attempt more cautious.
-    """
+    # A task whose process was killed through no fault of the task is restarted with the same plan, so that its result is
+    # bit-identical. Other failures decline the task.
     if event.killed and open.working and open.killed < KILLED_MOST:
         return _start_if_ready(replace(state, open=replace(open, killed=open.killed + 1, working=False)))
     times = f" ({open.killed + 1} times)" if event.killed else ""

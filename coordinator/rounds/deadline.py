@@ -140,9 +140,9 @@ Policy: TypeAlias = Callable[[CohortSettings, Known, Asks], DeadlineDecision]
 
 
 def work_amount(work: WorkEstimate) -> float:
-    """Return the operations of a task with as many examples as the task may use, or with one.
+    """Return the operations of a task with the number of examples that the task may use, or with one example.
 
-    Only the device knows how many it has; its measured pace makes up for that.
+    Only the device knows its number of examples. The ratio of its measured times contains this number.
     """
     return work.total_for_examples(work.examples or 1).flops
 

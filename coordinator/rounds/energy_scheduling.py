@@ -191,7 +191,7 @@ class _EnergyProblem:
 
 
 class _EpochOption(NamedTuple):
-    """What a board may do within a time: examples gone through, joules above idle, epochs."""
+    """Option of a device within a time limit: examples times epochs, joules above idle, and epochs."""
 
     work: int
     joules: float

@@ -291,22 +291,22 @@ class JobState(msgspec.Struct, frozen=True):
     lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
     history: Mapping[str, RoundBitmap] = field(default_factory=dict)  # device -> rounds it contributed to
     finished: bool = False  # the method is done
-    checked: bool = False  # the closing evaluation has been made
-    settles: bool = False  # the method has settling rounds, before an evaluation and at the end
+    checked: bool = False  # the final evaluation is complete
+    settles: bool = False  # the method has evaluation rounds, before an evaluation and at the end
     settling: bool = False  # the running round is one
     ordered: JobStarted | None = None  # of a site: what the coordinator above has ordered of the running round
     through: Mapping[str, str] = field(default_factory=dict)  # a site's board -> the site, whose update of now has it
-    extra: int = 0  # number of settling rounds so far
+    extra: int = 0  # number of evaluation rounds so far
     reason: str = ""
 
     @property
     def completed_rounds(self) -> int:
-        """Number of committed rounds, without settling rounds."""
+        """Number of committed rounds, without evaluation rounds."""
         return self.round - self.extra
 
     @property
     def is_work_done(self) -> bool:
-        """Whether only settling and the closing evaluation may be left."""
+        """Whether only an evaluation round and the final evaluation may be left."""
         return self.finished or self.round - self.extra >= self.plan.rounds
 
     @property

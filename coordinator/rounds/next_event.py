@@ -218,7 +218,7 @@ def updates_to_close(state: JobState, online: Collection[str], gone: AbstractSet
 
 
 def _cohort_size(state: JobState) -> int:
-    """Return the number of wanted updates, or 0 for all devices, as in every settling round."""
+    """Return the number of wanted updates, or 0 for all devices, as in every evaluation round."""
     return 0 if state.settling else state.plan.cohort.size
 
 

@@ -42,7 +42,7 @@ UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_re
 def is_of_final_evaluation(state: JobState, fact: AnyEvent) -> bool:
     """Return whether an event belongs to the evaluation after the last round.
 
-    `state` is the job state after the event. A settling round before that evaluation does not belong to it.
+    `state` is the job state after the event. An evaluation round before that evaluation does not belong to it.
     """
     if isinstance(fact, RoundCommitted):
         return state.checked

@@ -86,7 +86,7 @@ def progress_points(facts: Sequence[Dated], rounds: int) -> list[ProgressPoint]:
 
     Args:
         facts: All events of the run, with their times.
-        rounds: The greatest number of rounds of the job, without the closing evaluation.
+        rounds: The greatest number of rounds of the job, without the final evaluation.
     """
     answers = _updates_by_round(facts)
     found: list[ProgressPoint] = []

@@ -139,11 +139,11 @@ class Console:
         """Print to standard output.
 
         Args:
-            wordy: print every fact; else a line for each round.
-            named: print the run of each fact, where there may be several.
-            clock: seconds, for the times printed.
-            mend: how to start devices that a round waits for.
-            real_clock: seconds, for how often progress is shown.
+            wordy: Whether to print every event, instead of a line for each round.
+            named: Whether to print the run of each event, for several runs.
+            clock: The clock in seconds for printed times.
+            mend: The hint on how to start missing devices.
+            real_clock: The clock in seconds for the interval of progress lines.
         """
         self._line, self._named, self._wordy = progress.ProgressLine(sys.stdout, clock=real_clock), named, wordy
         self._clock, self._began_s = clock, clock()
@@ -436,7 +436,7 @@ class StopSignal:
         self.asked = False
 
     def __call__(self) -> bool:
-        """Whether a signal has asked for the end."""
+        """Return whether a signal has requested the end."""
         return self.asked
 
 

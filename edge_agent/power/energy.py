@@ -164,10 +164,7 @@ def _finite_or_none(value: float | None) -> float | None:
 
 
 def _interval_energy(before: Reading, after: Reading, dt_s: float) -> tuple[float, float, float, float, bool] | None:
-    """Return energy, error bound, both powers and whether counted, or None for unlike readings.
-
-    None: the readings are of two meters, or have no value in common.
-    """
+    """Return energy, error bound, both powers and whether counted, or None without a value of one meter in both."""
     if None not in (before.energy_source, after.energy_source) and before.energy_source != after.energy_source:
         return None
     counters = _finite_or_none(before.energy_j), _finite_or_none(after.energy_j)

@@ -80,7 +80,7 @@ class BlobWriter:
         """Verify the part and turn it into the blob.
 
         Raises:
-            ContentError: If the bytes do not match the manifest. `had` then tells which chunks do.
+            ContentError: If the bytes do not match the manifest. `had` then has the valid chunks.
             WriterClosedError: If the writer was closed or replaced.
             StoreError: If the disk refuses, or the manifest does not describe this blob.
         """

@@ -376,7 +376,7 @@ def _draw_newer(roll: random.Random, base: FaultSchedule) -> AnyFault:
 
 
 def _draw_death(roll: random.Random, base: FaultSchedule) -> AnyFault:
-    """Return a final loss of the last device, as the others are as many as a cohort needs."""
+    """Return a permanent loss of the last device, which no cohort requires."""
     return DeviceLoss(f"dev-{base.devices - 1}", roll.choice([1, 1, 2, 3]))
 
 

@@ -92,10 +92,10 @@ def play_seeds(
     """Play the schedules of some seeds, and shrink those that fail.
 
     Args:
-        theatre: where.
-        seeds: which.
-        kinds: further kinds of faults to draw.
-        among: methods to draw from; (): all `supported_methods`.
+        theatre: The environment of the schedules.
+        seeds: The seeds of the schedules.
+        kinds: Further kinds of faults to draw.
+        among: The methods to draw from, or () for all `supported_methods`.
     """
     before, count = theatre.rounds, 0
     happened, covered = Counter[str](), Counter[str]()

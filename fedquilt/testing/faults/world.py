@@ -440,7 +440,7 @@ class SimulatedFederation:
         return bool(self.happened["rot"] or self.happened["restore"])
 
     def _require_update_or_ack(self, side: AgentProcess) -> None:
-        """Raise InvariantError if an ended device has neither a counted update of its own nor the answer to it."""
+        """Raise InvariantError if an ended device has no counted update and no acknowledgement."""
         if self._is_altered or side.dead:
             return
         root, disk = side.platter.root, SimDisk(side.platter)
