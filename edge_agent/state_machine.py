@@ -301,8 +301,7 @@ def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -
 
 
 def _handle_failure(state: DeviceState, open: OpenTask, event: TaskFailed) -> Step:
-    # A task whose process was killed through no fault of the task is restarted with the same plan, so that its result is
-    # bit-identical. Other failures decline the task.
+    # A task whose process was killed by another cause is restarted with the same plan, for a bit-identical result.
     if event.killed and open.working and open.killed < KILLED_MOST:
         return _start_if_ready(replace(state, open=replace(open, killed=open.killed + 1, working=False)))
     times = f" ({open.killed + 1} times)" if event.killed else ""

@@ -241,7 +241,6 @@ class SimBroker:
             self._schedule_delivery(name, Message(topic, payload))
 
     def _current_noise(self) -> DeliveryNoise | None:
-        """Return the noise of this moment, or None."""
         return next((each for each in self.noise if each.start_s <= self.now_s < each.end_s), None)
 
     def _disturb_payload(self, payload: bytes) -> list[bytes]:

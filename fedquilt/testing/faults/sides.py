@@ -223,7 +223,6 @@ class WatchedStore(Store):
         super().append_event(id, fact)
 
     def _write_events(self, rows: Sequence[tuple[str, float, str]]) -> None:
-        """Write rows, then report their events."""
         self.written, self._unreported = getattr(self, "_unreported", []), []
         super()._write_events(rows)
         written, self.written = self.written, []

@@ -326,7 +326,6 @@ class SimulatedFederation:
         return replace(method, fold=fold)
 
     def _schedule_fault(self, fault: schedule.AnyFault) -> None:
-        """Put a fault of the schedule on the agenda."""
         kept: list[Any] = []
         match fault:
             case schedule.ProcessKill(who, at_s, power, down_s):
