@@ -350,7 +350,7 @@ class CoordinatorProcess(SimulatedProcess):
 
     def _require_tasks_sent(self) -> None:
         """Raise InvariantError if a device was asked and sent no task, though its profile is known and it is free."""
-        for job in self.inner.jobs():
+        for job in self.inner.active_jobs():
             if job.rounds.phase == "open":
                 for device in job.rounds.asked - self.inner.elsewhere(job.id):
                     known = self.inner.registry.profile_of(device) is not None

@@ -283,7 +283,7 @@ class SimulatedFederation:
 
     def _all_jobs_ended(self) -> bool:
         inner = self.coordinator.inner
-        if inner is None or inner.jobs() or self._agenda:
+        if inner is None or inner.active_jobs() or self._agenda:
             return False
         with self._open_operator_store() as store:
             return all(store.stored_status(id) in ("done", "failed") for id in self.truths)
