@@ -352,8 +352,8 @@ class CoordinatorProcess(SimulatedProcess):
         """Raise InvariantError if a device was asked and sent no task, though its profile is known and it is free."""
         for job in self.inner.active_jobs():
             if job.rounds.phase == "open":
-                for device in job.rounds.asked - self.inner.elsewhere(job.id):
-                    known = self.inner.registry.profile_of(device) is not None
+                for device in job.rounds.asked - self.inner.devices_of_other_jobs(job.id):
+                    known = self.inner.registry.latest_profile(device) is not None
                     if known and (job.id, job.rounds.round, device) not in self._sent:
                         raise InvariantError(
                             f"{device} is asked for round {job.rounds.round} of {job.id}, and has no task"
