@@ -27,9 +27,9 @@ PLUGIN_FOLDERS: Final = ("fedquilt/methods", "fedquilt/cli")  # found by file na
 MOST_LINES: Final = 600  # of a file
 
 
-def source_files(package: str) -> list[Path]:
+def source_files(package: str, root: Path = ROOT) -> list[Path]:
     """Return the Python files of a top-level package, without those that are linked into the package."""
-    folder = ROOT / package
+    folder = root / package
     files = sorted(folder.rglob("*.py"))
     return [path for path in files if not any(up.is_symlink() for up in path.parents if up.is_relative_to(folder))]
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 JOB: Final = """
@@ -22,52 +22,28 @@ name = "job"
 method = "fedavg"
 rounds = 2
 engine = "numpy"
-[check]
-every = 0
-[model]
-name = "mlp"
-inputs = 64
-hidden = [32]
-classes = 10
-[data]
-path = "{root}/tools/lab/demo/digits.npz"
-partition = "dirichlet"
-alpha = 0.5
-[fleet]
-devices = 1
-boards = ["jetson-nano"]
-budgets = ["256MB"]
+check = {{ every = 0 }}
+model = {{ name = "mlp", inputs = 64, hidden = [32], classes = 10 }}
+data = {{ path = "{root}/tools/lab/demo/digits.npz", partition = "dirichlet", alpha = 0.5 }}
+fleet = {{ devices = 1, boards = ["jetson-nano"], budgets = ["256MB"] }}
 """
 
 
-class Call(NamedTuple):
-    module: str
-    function: str
-
-
-class Segment(NamedTuple):
-    name: str
-    first: Call
-    last: Call
-
-
-SEGMENTS: Final = (
-    Segment(
-        "one task passes, from the coordinator to the worker's start",
-        Call("coordinator/jobs/controller.py", "send_task"),
-        Call("edge_agent/task/worker.py", "start"),
+Call = tuple[str, str]  # module and function
+SEGMENTS: Final[dict[str, tuple[Call, Call]]] = {
+    "one task passes, from the coordinator to the worker's start": (
+        ("coordinator/jobs/controller.py", "send_task"),
+        ("edge_agent/task/worker.py", "start"),
     ),
-    Segment(
-        "one update passes, from the worker's end to the commit",
-        Call("edge_agent/task_runner.py", "_finish_task"),
-        Call("coordinator/jobs/job.py", "start_next_round"),
+    "one update passes, from the worker's end to the commit": (
+        ("edge_agent/task_runner.py", "_finish_task"),
+        ("coordinator/jobs/job.py", "start_next_round"),
     ),
-    Segment(
-        "one update passes, from its announcement to its acceptance",
-        Call("edge_agent/agent.py", "submit_update"),
-        Call("coordinator/rounds/events.py", "acceptance_event"),
+    "one update passes, from its announcement to its acceptance": (
+        ("edge_agent/agent.py", "submit_update"),
+        ("coordinator/rounds/events.py", "acceptance_event"),
     ),
-)
+}
 RUN: Final = "run in the whole job"
 
 
@@ -89,7 +65,7 @@ def record_calls(job: Path) -> list[Call]:
         for name, path in files.items()
         if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / ".venv") and path != Path(__file__)
     }
-    return [Call(modules[code.co_filename], code.co_name) for code in codes if code.co_filename in modules]
+    return [(modules[code.co_filename], code.co_name) for code in codes if code.co_filename in modules]
 
 
 def trace_job() -> list[Call]:
@@ -99,23 +75,23 @@ def trace_job() -> list[Call]:
         job.write_text(JOB.format(root=ROOT), encoding="utf-8")
         for words in (("fedquilt.cli", "prepare", str(job)), ("tests.measures.passed_modules", str(job))):
             subprocess.run([sys.executable, "-m", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        return [Call(*each) for each in json.loads(job.with_name("calls.json").read_text(encoding="utf-8"))]
+        return [tuple(each) for each in json.loads(job.with_name("calls.json").read_text(encoding="utf-8"))]
 
 
-def select_path(calls: list[Call], segment: Segment) -> list[str]:
-    """Return the modules between the second call of the segment's first function and the next one of its last."""
-    starts = [index for index, call in enumerate(calls) if call == segment.first]
-    ends = [index for index, call in enumerate(calls) if call == segment.last and starts[1:2] < [index]]
+def select_path(calls: list[Call], first: Call, last: Call) -> list[str]:
+    """Return the modules from the second call of `first` to the next call of `last`."""
+    starts = [index for index, call in enumerate(calls) if call == first]
+    ends = [index for index, call in enumerate(calls) if call == last and starts[1:2] < [index]]
     if len(starts) != 2 or not ends:
-        raise LookupError(f"{segment} is not called once a round: correct SEGMENTS in {__file__}")
-    return list(dict.fromkeys(call.module for call in calls[starts[1] : ends[0] + 1]))
+        raise LookupError(f"a round does not call {first} once and then {last}: correct SEGMENTS in {__file__}")
+    return list(dict.fromkeys(module for module, _ in calls[starts[1] : ends[0] + 1]))
 
 
 def find_paths() -> dict[str, list[str]]:
-    """Return the modules of each segment and of the whole job, by the segment's name."""
+    """Return the modules of each segment and of the whole job, by name."""
     calls = trace_job()
-    paths = {segment.name: select_path(calls, segment) for segment in SEGMENTS}
-    return {**paths, RUN: list(dict.fromkeys(call.module for call in calls))}
+    paths = {name: select_path(calls, *segment) for name, segment in SEGMENTS.items()}
+    return {**paths, RUN: sorted({module for module, _ in calls})}
 
 
 def main() -> None:
@@ -126,7 +102,7 @@ def main() -> None:
         return
     paths = find_paths()
     for name, modules in paths.items():
-        print(f"\n{name}:\n  " + "\n  ".join(sorted(modules) if name == RUN else modules))
+        print(f"\n{name}:\n  " + "\n  ".join(modules))
     print()
     for name, modules in paths.items():
         inside = sum(module.startswith("coordinator/") for module in modules)
