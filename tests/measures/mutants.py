@@ -116,6 +116,8 @@ def statement_changes(statement: ast.stmt) -> list[tuple[str, ast.AST, ast.AST]]
     """Return all changes of one statement, without those of statements inside."""
     found: list[tuple[str, ast.AST, ast.AST]] = []
     match statement:
+        case ast.ClassDef():  # its own expressions are bases and options such as frozen=True
+            return found
         case ast.Expr(ast.Call(function)) if ast.unparse(function).startswith("log."):
             return found
         case ast.Expr(ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Assign([ast.Attribute() | ast.Subscript()]):

@@ -18,6 +18,7 @@ from tests.measures import mutants
         ("send(device, task)", {"pass", "(send(task, device))"}),
         ("x: Limit[3] = f'{2:>9}'", set()),
         ("log.warning('round %d', 3)", set()),
+        ("class Seen(Struct, frozen=True): pass", set()),
     ],
 )
 def test_each_change_keeps_the_rest_of_the_source(source: str, changed: set[str]) -> None:
