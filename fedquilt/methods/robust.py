@@ -184,6 +184,6 @@ METHOD = replace(
     fold=fold,
     step=step,
     explain=lambda state: state.told,
-    least=lambda params: params.least(),
+    least=lambda params: params.minimum_updates(),
     keeps="whole models, `most` of them, which the rules compare",
 )

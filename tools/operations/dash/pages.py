@@ -74,7 +74,7 @@ async def load_fleet_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
         "found": len(found),
         "page": page,
         "pages": pages,
-        "boards": [_make_grid_cell(each) if grid else each.row() for each in shown],
+        "boards": [_make_grid_cell(each) if grid else each.to_dict() for each in shown],
     }
 
 
