@@ -48,8 +48,8 @@ VECTOR_MOST: Final = 4096  # largest size that is tried for the only axis of an 
 GUESS_MOST: Final = 1 << 22  # most numbers of a guessed example
 TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
 TIED: Final = (  # becomes a program that ends with this process
-    "import os, sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
-    "os.execv(sys.argv[2], sys.argv[2:])"
+    "import os, sys; from fedquilt.edge_agent.task.process import exit_with_parent; "
+    "exit_with_parent(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
 )
 
 Say = Callable[[Event], None]
