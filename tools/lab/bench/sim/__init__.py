@@ -234,7 +234,7 @@ def _draw_weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
         "import json, sys\n"
         "from fedquilt.arrays import tensors\n"
         "from fedquilt.models.networks import registry\n"
-        f"model = registry.load(json.loads(sys.argv[1]), seed={SEED})\n"
+        f"model = registry.load_network(json.loads(sys.argv[1]), seed={SEED})\n"
         "held = {name: value.numpy() for name, value in model.state_dict().items()}\n"
         "sys.stdout.buffer.write(tensors.encode_tensors(held))"
     )
