@@ -72,7 +72,7 @@ def pids(place: Place) -> list[int]:
                 words = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if mark in words and b"releases.start" in words:
+            if mark in words and b"releases.check.start" in words:
                 found.append(int(entry.name))
     return found
 

@@ -70,7 +70,7 @@ def refusal(settings: Broker, stage: Stage, name: str = "agent") -> str:
     """What `connect` says, which must be what `problem` says."""
     link = stage.join(settings, name)
     with pytest.raises(LinkError) as caught:
-        link.connect(timeout_s=LIMIT_S)
+        link.wait_until_connected(timeout_s=LIMIT_S)
     assert str(caught.value) == link.problem
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -48,11 +48,11 @@ def test_only_the_right_password_gets_in(tmp_path: Path, stage: Stage) -> None:
     wrong.write_text("open barley\n")
     with EmbeddedBroker(password_file=file) as broker:
         url = broker.url.replace("//", "//me@")
-        stage.join(Broker.from_url(url, password_file=right), "right").connect(LIMIT_S)
+        stage.join(Broker.from_url(url, password_file=right), "right").wait_until_connected(LIMIT_S)
         with pytest.raises(LinkError, match=f"check the user and the password in {wrong}"):
-            stage.join(Broker.from_url(url, password_file=wrong), "wrong").connect(timeout_s=10.0)
+            stage.join(Broker.from_url(url, password_file=wrong), "wrong").wait_until_connected(timeout_s=10.0)
         with pytest.raises(LinkError, match="a client without a user"):
-            stage.join(broker.url, "nobody").connect(timeout_s=10.0)
+            stage.join(broker.url, "nobody").wait_until_connected(timeout_s=10.0)
 
 
 @pytest.mark.parametrize(("user", "password"), [("", "x"), ("a b", "x"), ("a:b", "x"), ("me", "")])

@@ -55,7 +55,7 @@ def refusal(broker: Broker, stage: Any) -> str:
     for _ in range(20):
         link = stage.join(broker, "client")
         with pytest.raises(LinkError) as caught:
-            link.connect(timeout_s=5.0)
+            link.wait_until_connected(timeout_s=5.0)
         if "hung up" not in str(caught.value):
             break
         assert f"if {broker.cert} has expired or was revoked" in str(caught.value)
@@ -153,15 +153,15 @@ def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
     site.mosquitto.kill()
     site.mosquitto.restart()
     assert "certificate revoked" in refusal(lost, stage)
-    stage.join(kept, "kept").connect(LIMIT_S)
+    stage.join(kept, "kept").wait_until_connected(LIMIT_S)
 
 
 def test_a_device_cannot_take_over_anothers_session_by_its_client_id(site: Site, stage: Any) -> None:
     """The broker knows clients by their certificates' names, whatever id they give."""
     mine = stage.join(site.broker("dev-a"), "fedquilt-fleet-dev-a")
-    mine.connect(LIMIT_S)
+    mine.wait_until_connected(LIMIT_S)
     thief = stage.join(site.broker("dev-b"), "fedquilt-fleet-dev-a")
-    thief.connect(LIMIT_S)
+    thief.wait_until_connected(LIMIT_S)
     before = mine.session
     mine.publish("fq/1/fleet/dev/dev-a/up/claim", b"still here")
     stage.until(lambda: mine.backlog == 0)
@@ -171,7 +171,7 @@ def test_a_device_cannot_take_over_anothers_session_by_its_client_id(site: Site,
 def test_the_broker_announces_its_packet_limit(site: Site, stage: Any) -> None:
     """So blobs are cut to fit; a chunk of 256 KiB does."""
     link = stage.join(site.broker("dev-a"), "one")
-    link.connect(LIMIT_S)
+    link.wait_until_connected(LIMIT_S)
     assert 256 * 1024 < link.max_payload < broker_config.MAX_PACKET
 
 
