@@ -205,9 +205,9 @@ def _build_cached(settings: str) -> DualCopy:
 
 
 class NetworkPart(nn.Module):  # type: ignore[misc]
-    """Operations of a network on its own modules, under their own names.
+    """Part of a network's operations as a module that uses the network's own modules.
 
-    torch keeps the source of every new GraphModule, so that a long-lived process would grow.
+    Used instead of new GraphModules, whose source torch keeps until the process ends.
     """
 
     def __init__(self, operations: fx.GraphModule, model: nn.Module) -> None:

@@ -240,8 +240,8 @@ def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], 
     """Encode and decode a method's result as an export does, and evaluate it.
 
     Raises:
-        UpdateError: a tensor of the result is not finite.
-        ModelError: the result is not what its network takes.
+        UpdateError: If a tensor of the result is not finite.
+        ModelError: If the result does not fit its network.
     """
     found = method.result(state)
     given = tensors.decode_tensors(tensors.encode_tensors(found.tensors))

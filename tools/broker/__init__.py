@@ -3,11 +3,6 @@
 The broker supports MQTT 3.1.1 only, stores everything in memory and does not limit its queues. Use Mosquitto for a
 site. An address other than loopback requires a password file: `python -m fedquilt.tools.broker USER` prints a line of
 it.
-
-It speaks MQTT 3.1.1 only, keeps everything in memory and lets clients queue without bound: right for
-one machine or a small network, wrong for a site, where Mosquitto belongs.
-It listens on loopback, and anywhere else only with a password file; `python -m fedquilt.tools.broker
-USER` asks for a password and prints the line to put in it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Emulation of a flashed board's architecture on this machine (`fedquilt emulate`).
 
-A Debian for arm64 in a folder, its programs run by qemu's user emulation; `fedquilt flash` puts an agent into
-it, and the commands of its units are started there: the agent enrols and stitches in a job's rounds, over TLS, with a
-broker on loopback. Not emulated: a kernel, systemd's limits and sandbox, a GPU, clocks and meters. Times are the
-emulator's, many times a board's.
+The board is a Debian for arm64 in a folder, whose programs run in qemu's user emulation. `fedquilt flash` installs an
+agent, and the commands of the agent's units are started: the agent enrols and takes part in the rounds of a stitching
+job, over TLS, with a broker on loopback. A kernel, systemd's limits and sandbox, a GPU, clocks and meters are not
+emulated. Times are the emulator's, many times a board's.
 """
 
 from __future__ import annotations

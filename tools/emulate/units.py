@@ -1,7 +1,7 @@
 """Services of a flashed root file system, started from their units without systemd.
 
-What is taken from the unit: its conditions on paths, command, user, folders, environment, umask and
-credentials (systemd.service(5), systemd.exec(5)). Not its limits and its sandbox, which only systemd sets up.
+Used entries of a unit are its path conditions, command, user, folders, environment, umask and credentials
+(systemd.service(5), systemd.exec(5)). Limits and sandbox are ignored, because only systemd can apply them.
 """
 
 from __future__ import annotations

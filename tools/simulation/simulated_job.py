@@ -1,7 +1,7 @@
 """Simulated job with the coordinator's own rounds and store and devices on virtual time.
 
 `coordinator.server` opens and commits the rounds with an event log, so deadlines, quorums, budgets, governors, codecs
-and limits are those of a real run, and an interrupted run resumes. `carriers` runs the work of the devices, and `run`
+and limits are those of a real run, and an interrupted run resumes. `workers` runs the work of the devices, and `run`
 drives both.
 """
 

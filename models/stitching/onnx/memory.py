@@ -3,7 +3,7 @@
 The rules are those of the runtime's allocation planner on a CPU, without its pattern of one large block
 (`fedquilt.edge_agent.engines.onnx.engine`):
 
-- Some operations are fused first (`onnx_joined`).
+- Some operations are fused first (`fusion`).
 - The buffer of a value is allocated when the value is computed, and is free after the last use. A later value of the
   same shape reuses the latest free buffer. Until then the runtime holds the buffer. Unused buffers are returned, and so
   are those of values whose shapes the runtime learns only while running.

@@ -2,9 +2,6 @@
 
 Groups of checks run in parallel threads, because they wait for sensors, names and brokers. A group that exceeds the
 time limit is a finding as well. The examination changes no settings.
-
-Groups of checks run beside each other, each in a thread of its own, as they wait for sensors, names and brokers;
-what has not answered in time is a finding as well. It sets and mends nothing.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Installation of fedquilt on boards from the operator's machine (`fedquilt flash`).
 
 `bundle` builds one bundle and `install` installs it: into a mounted root file system, into a disk image (`image`), onto
-a running board through ssh (`remote`), or from an archive on the board. `fleet` does this for every board of a table.
-
-One bundle is built (`bundle`), and installed by what travels in it (`install`): into a mounted root file
-system from here, into the root file system of a disk image (`image`), onto a running board through ssh (`remote`), or
-by whoever unpacks the archive there. `fleet` does so for every board of a table.
+a running board through ssh (`ssh_host`), or from an archive on the board. `fleet` does this for every board of a table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Wheels for a board, resolved on the operator's machine and locked by their hashes.
 
-pip finds versions; but it reads the markers of a foreign target ("tomli; python_version < '3.11'") as this
-machine's Python, so what is needed is worked out here from the wheels' own metadata.
+pip finds versions, but evaluates markers of a foreign target ("tomli; python_version < '3.11'") with this machine's
+Python. Therefore the required packages are determined here from the metadata of the wheels.
 """
 
 from __future__ import annotations

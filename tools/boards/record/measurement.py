@@ -1,15 +1,8 @@
 """Measurement of a board at a few operating points, in bounded time (for `fedquilt record`).
 
-Idle power is measured first. At each point (`profiles.fit.design`) units of arithmetic and of memory traffic are timed,
-then the probes of each workload. Points that do not fit the time limit are skipped. The clocks are released at the end.
-
-Idle power first, where there is a meter. Then at each of a few operating points
-(`profiles.fit.select_points_to_measure`: the fastest, the middle, then mostly corners) two units of work are repeated:
-arithmetic and memory traffic. The median time of each and the mean power go into the profile, and the model of
-`profiles.clock_model` is fitted to them. Probes of each workload (`probes`) follow: an engine's own small trainings and
-runs, whose least times tell what a launch and a task cost. Sensors are read between units. What the time does not
-suffice for is left out, and that is said. The clocks are given back however this ends; the clock helper sees to it even
-if this process is killed.
+Idle power is measured first. At each point (`profiles.fit.select_points_to_measure`) units of arithmetic and of
+memory traffic are timed, then the probes of each workload. Points that do not fit the time limit are skipped. The
+clocks are released at the end.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def measure(
 
 
 def _contestants(carrier: str, counts: list[int], here: list[int]) -> list[sim.Contestant]:
-    ours, bare = ((sys.executable, str(sim.HERE / script)) for script in ("ours.py", "bare.py"))
+    ours, bare = ((sys.executable, str(sim.HERE / script)) for script in ("fedquilt_app.py", "torch_loop.py"))
     found = []
     for name, count in zip(("half", "whole"), counts, strict=True):
         pinned = frozenset(here[:count])

@@ -1,9 +1,8 @@
 """Benchmark of predicted against measured time of tasks on this machine.
 
-The rates of `fedquilt.costs.cost_model` are measured first, as `fedquilt record` measures them; then rounds of whole
-tasks of other networks are timed, and compared with what the method's own order predicts. Probes and tasks take turns.
-One thread, and the least time of each: processor time of this process, so that others on the machine count little, and
-beside it wall time, which they lengthen.
+The rates of `fedquilt.costs.cost_model` are measured as by `fedquilt record`. Then rounds of whole tasks of other
+networks are timed and compared with the predicted times. Probes and tasks alternate. All run on one thread, and the
+least time of each counts: processor time of this process, which other programs affect little, and wall time.
 """
 
 from __future__ import annotations

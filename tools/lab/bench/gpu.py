@@ -1,9 +1,9 @@
-"""Benchmark of training on this machine's GPU: rate against a plain loop, and memory.
+"""Benchmark of training on this machine's GPU: rate compared with a plain loop, and memory.
 
-Each network is trained by the agent's own task process under method fedavg, in a short and a long task, so that what a
-task costs by itself cancels out in the rate. The bare loop takes as many mini-batches in this process with plain
-torch. Memory is that of another short task in a fresh process: what it held resident and on the GPU together,
-above the process with its engine.
+Each network is trained by the agent's own task process with method fedavg, in a short and a long task. The difference
+gives the rate without the fixed cost of a task. The baseline trains the same number of mini-batches in this process
+with plain torch. Memory is the peak of another short task in a fresh process, resident and on the GPU together, above
+that of the process with its engine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ RATE, LOWEST, HIGHEST = 0.95, 0.9, 1.3
 
 
 def measure(networks: Sequence[str] = NETWORKS, *, device: str = "cuda", turns: int = TURNS) -> dict[str, Any]:
-    """Measure images a second of both, and predicted and true peaks in MB.
+    """Measure the training rates of task and bare loop, and predicted and measured peaks in MB.
 
     Args:
-        networks: names among `footprint.NETWORKS`.
-        device: where the bare loop computes; the task's engine takes the GPU wherever torch finds one.
-        turns: how often each is timed; the median counts.
+        networks: Names in `footprint.NETWORKS`.
+        device: Torch device of the bare loop. The task's engine uses the GPU if torch finds one.
+        turns: Number of timings, of which the median counts.
 
     Raises:
-        JobError: torch finds no GPU.
+        JobError: If torch finds no GPU.
     """
     import torch
 

@@ -1,10 +1,9 @@
 """Benchmark of a round of large updates: memory, disk and pauses of a coordinator.
 
-A real Mosquitto, a `fedquilt serve` with a home on disk, and light boards (`protocol_boards`) in processes of their
-own, whose updates have the size of a ResNet-50. A board that takes no part asks for something all the time, from before
-the job is submitted: how long it waits for the answer is how long the coordinator's loop pauses, with the broker's
-part. Beside it stands the bare
-fold in the same run: the same bytes are hashed, decoded and folded, in a loop.
+A real Mosquitto and a `fedquilt serve` run with light devices (`protocol_devices`), whose updates have the size of a
+ResNet-50. A device outside of the round sends requests continuously, from before the job is submitted. The time to the
+response is the length of a pause of the coordinator, including the broker's part. The baseline is a loop in the same
+run that hashes, decodes and folds the same bytes.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ MOST_MB, MOST_PAUSE_S, MOST_OVER_FEDAVG = 500.0, 1.0, 1.5
 
 
 def measure(updates: int = UPDATES) -> dict[str, Any]:
-    """Run a round of FedAvg and one of SCAFFOLD with so many boards.
+    """Run a round of FedAvg and a round of SCAFFOLD with `updates` devices.
 
     Raises:
-        JobError: Mosquitto is not installed.
-        LinkError: a process did not start, or a round took too long.
+        JobError: If Mosquitto is not installed.
+        LinkError: If a process did not start, or a round took too long.
     """
     mosquitto = processes.find_mosquitto()
     model = tensors.encode_tensors(resnet50())

@@ -2,10 +2,6 @@
 
 Every step is a fedquilt command in a process, and every number is read from the coordinator's home and the answers of
 the model runners. Only the boards are simulated: times and joules follow their profiles.
-
-Every step is a command of this program in a process of its own, and every number is read from what these leave behind:
-the coordinator's home, and the answers of the boards' runners. Only the boards are simulated: their times and joules
-follow their profiles.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class ModelService:
         """Record the true label of a classification, a name or a number. Return whether they agree.
 
         Raises:
-            UnknownAnswerError: If the classification is unknown, or already has a label.
+            UnknownClassificationError: If the classification is unknown, or already has a label.
             DataError: If the label does not exist.
         """
         with self._work:

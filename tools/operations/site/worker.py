@@ -253,7 +253,7 @@ class SiteWorker:
         """Start the ordered round, or return its outcome if it has ended already.
 
         Raises:
-            FedquiltError: the order is none that a site can carry out.
+            FedquiltError: If a site cannot run the task.
         """
         task, store, id = order.task, self._store, order.task.job
         if sites.STATE not in order.bundles or "job" not in task.params:

@@ -74,7 +74,7 @@ class ReplayEngine:
         """Return the stored result of this call, or train alone if the call cannot be batched.
 
         Raises:
-            Wait: If the call can be trained in a batch.
+            BatchWait: If the call can be trained in a batch.
         """
         if self._at == len(self._given):
             call = self._engine.batchable_call(network, start, examples, fit, rng, **options)

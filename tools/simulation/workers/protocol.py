@@ -1,6 +1,6 @@
 """Protocol between a pool and its workers.
 
-`processes` starts workers on this machine, `ray_workers` on the nodes of a Ray cluster. Both run
+`processes` starts workers on this machine, `ray.workers` on the nodes of a Ray cluster. Both run
 `worker.PoolWorker`.
 """
 

@@ -1,4 +1,4 @@
-"""Worker processes of a pool: `... pool_worker PARENT ENGINE SOCKET:BLOBS...`.
+"""Worker processes of a pool: `... worker PARENT ENGINE SOCKET:BLOBS...`.
 
 The first process imports the engine and forks one more for each further pair of descriptors.
 """

@@ -4,13 +4,6 @@ Two FedAvg workloads on 28x28 images, SGD 0.05, batches of 32: `compute` (100 cl
 rounds, a CNN) and `overhead` (1,000 clients with 60 images, 50 per round, 20 rounds, logistic regression). All
 contestants start with the same weights and take turns on the same cores, with one process per core except for the
 single-process loop. A rate is client-rounds per second over all rounds except the first.
-
-Two workloads, FedAvg with SGD 0.05 and batches of 32 on 28x28 images: `compute` (100 clients with 600 images, 10 a
-round, 30 rounds, a CNN 16-32-128-10), where arithmetic is all, and `overhead` (1,000 clients with 60 images, 50 a
-round, 20 rounds, logistic regression), where everything else is. Our devices train the first with torch and the second
-with numpy, as torch is not needed for it; `ours_torch` is that with torch. All contestants begin with the same weights,
-take turns on the same cores, are given as many processes as there are cores (but for the bare loop on one), and
-each says how good its model got. A rate is client-rounds a second over all rounds but the first.
 """
 
 from __future__ import annotations
@@ -188,7 +181,7 @@ def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> 
     """Write the data, cohorts and first weights that contestants are given, and our bundle and job.
 
     Raises:
-        DataError: no such images, or too few.
+        DataError: If there are too few images, or images of another size.
     """
     table = {"path": str(path), "held": 0.0, "seed": SEED}
     train, test = (
