@@ -188,7 +188,7 @@ def merge_accumulators(one: Any, other: Any) -> Any:
 
     Args:
         one: Dataclass or mapping of exact sums, integers and further such values (`core.adds_up`). A value with a
-            method `merged` is merged by this method.
+            method `merge_with` is merged by this method.
         other: Accumulator of the same type.
 
     Raises:
@@ -196,8 +196,8 @@ def merge_accumulators(one: Any, other: Any) -> Any:
     """
     if isinstance(one, ExactSum):
         return merge_sums(one, other)
-    if hasattr(one, "merged"):
-        return one.merged(other)
+    if hasattr(one, "merge_with"):
+        return one.merge_with(other)
     if isinstance(one, int):
         return one + other
     if isinstance(one, Mapping):
@@ -255,5 +255,5 @@ class ExactScalar:
             parts = [*kept, rest]
         return ExactScalar(tuple(parts))
 
-    def merged(self, other: ExactScalar) -> ExactScalar:
+    def merge_with(self, other: ExactScalar) -> ExactScalar:
         return self.add_numbers(*other.parts)

@@ -41,7 +41,7 @@ def build(network: Mapping[str, Any]) -> nn.Module:
     """Return a network with random weights, in training mode. Seed torch to repeat the weights.
 
     Raises:
-        ModelError: If the name is unknown or not allowed on this device (see `restrict_plugins`), or a setting is wrong.
+        ModelError: If the name is unknown or not allowed on this device (`restrict_plugins`), or a setting is wrong.
     """
     table = dict(network)
     name = str(table.pop("name", ""))
@@ -58,11 +58,11 @@ def build(network: Mapping[str, Any]) -> nn.Module:
         raise ModelError(f"network {name!r} cannot be built from {dict(network)}: {error}") from None
     if not hasattr(model, "state_dict"):
         raise ModelError(f"network {name!r}: the function returned a {type(model).__name__}, not a torch.nn.Module")
-    _materialise(model, network)
+    _initialise_lazy_tensors(model, network)
     return model
 
 
-def _materialise(model: nn.Module, network: Mapping[str, Any]) -> None:
+def _initialise_lazy_tensors(model: nn.Module, network: Mapping[str, Any]) -> None:
     import torch
     from torch.nn.parameter import is_lazy
 

@@ -129,7 +129,7 @@ def test_numbers_add_up_exactly_in_any_order() -> None:
     assert float(tenth) == math.fsum([0.1] * 10) == 1.0
     assert float(exact_sums.ExactScalar().add_numbers(1e100, 1.0, -1e100)) == 1.0
     assert (
-        float(exact_sums.ExactScalar().add_numbers(1e100, 1.0).merged(exact_sums.ExactScalar().add_numbers(-1e100)))
+        float(exact_sums.ExactScalar().add_numbers(1e100, 1.0).merge_with(exact_sums.ExactScalar().add_numbers(-1e100)))
         == 1.0
     )
     assert float(exact_sums.ExactScalar()) == 0.0

@@ -50,13 +50,13 @@ TRACED = {  # refusals of methods that follow single units
     "shared": "'2.0'",
     "moving_average": "'1'",
     "tokens": "'len' is not supported",
-    "typed": "'first'",
-    "normalised": "'first'",
+    "typed_buffers": "'first'",
+    "weight_normalisation": "'first'",
 }
 ADAPTED = {
     "tokens": "'attention'",
     "maps": "'head'",
-    "normalised": "'second.parametrizations.weight.original1'",
+    "weight_normalisation": "'second.parametrizations.weight.original1'",
 }
 REFUSED: dict[str, Mapping[str, str]] = {
     **dict.fromkeys(("heterofl", "fjord", "fedlps", "fedpews", "fedpews_fixed"), TRACED),
@@ -67,7 +67,7 @@ REFUSED: dict[str, Mapping[str, str]] = {
         "shared": "'2.0.weight'",
         "moving_average": "'2.mean_ema'",
         "tokens": "'len' is not supported",
-        "typed": "'level'",
+        "typed_buffers": "'level'",
     },
 }
 """Method -> network that it refuses by default -> what the refusal says: a tensor, a module, or what torch.fx says."""

@@ -45,7 +45,7 @@ class EmbeddedBroker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         if self.password_file is not None:
-            _check_password_file(self.password_file)
+            _require_valid_password_file(self.password_file)
         elif not _is_loopback(host):
             raise JobError(
                 f"a broker on {host} is open to the network, so it needs --password-file "
@@ -138,7 +138,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_password_file(path: Path) -> None:
+def _require_valid_password_file(path: Path) -> None:
     try:
         lines = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:

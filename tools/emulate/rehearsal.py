@@ -24,7 +24,7 @@ from fedquilt.tools.boards.flash import portable_python
 from fedquilt.tools.emulate import enclosure, host, layouts
 from fedquilt.tools.emulate.checks import CheckLog
 from fedquilt.tools.emulate.layouts import Layout
-from fedquilt.tools.emulate.rehearsed import FIRST, MADE, Rehearsal, base_folder
+from fedquilt.tools.emulate.rehearsal_checks import FIRST, MADE, Rehearsal, base_folder
 
 
 def select_layouts(named: Sequence[str]) -> list[Layout]:

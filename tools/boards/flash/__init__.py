@@ -74,7 +74,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
                 f"without --token {board.device} enrols only if it was enrolled before: "
                 f"`fedquilt enrol token {board.device} --out FILE` makes one"
             )
-    brings = _includes_python(what, target)
+    brings = _require_fitting_python(what, target)
     asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
     try:
         with ExitStack() as stack:
@@ -110,7 +110,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
         raise JobError(str(error)) from None
 
 
-def _includes_python(what: FlashContent, target: targets.BundleTarget) -> bool:
+def _require_fitting_python(what: FlashContent, target: targets.BundleTarget) -> bool:
     if what.own_python is None:
         if target.brings:
             raise JobError(f"--target {target.name} has no Python that fedquilt runs on: {targets.OWN_PYTHON}")

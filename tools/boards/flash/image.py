@@ -26,7 +26,7 @@ from fedquilt.tools.boards.flash.install import InstallRefusedError
 PIECE: Final = 4 << 20
 ZEROS: Final = bytes(PIECE)
 PATHS: Final = ("/usr/sbin", "/sbin", "/opt/homebrew/opt/e2fsprogs/sbin")  # often not on an ordinary user's PATH
-LOOKED_AT: Final = ("usr/bin/env", "bin/sh", "sbin/init")  # beside Python, what tells a board's machine
+LOOKED_AT: Final = ("usr/bin/env", "bin/sh", "sbin/init")  # files that show a board's architecture, as Python does
 TAKEN: Final = ("opt/fedquilt", "etc/fedquilt")
 BLOCK, INODE = 4096, 256  # bytes of a file system's block, and of what it notes of a file
 SPARE: Final = 0.05  # share of the file system that stays free

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from fedquilt.host import virtual_environment
 else:
-    import environment as virtual_environment  # on a board it lies beside this file
+    import environment as virtual_environment  # on a board the module is in the folder of this file
 
 OPT, ETC, UNITS, STATE = (
     "opt/fedquilt",
@@ -248,7 +248,7 @@ def _install_all(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]
 def _install_packages(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
     home = f"{OPT}/{manifest['id']}"
     if not (root.path_for(home) / "bundle.json").is_file():
-        _check_free_space(root, manifest["unpacked_bytes"])
+        _require_free_space(root, manifest["unpacked_bytes"])
         if root.record_change(f"unpack {len(manifest['wheels'])} wheels into /{home}"):
             _unpack_environment(bundle, root.path_for(home), manifest)
     root.create_symlink(f"{OPT}/current", manifest["id"])
@@ -288,7 +288,7 @@ def _unpack_environment(bundle: Path, home: Path, manifest: Mapping[str, Any]) -
     new.replace(home)
 
 
-def _check_free_space(root: RootFileSystem, needed: int) -> None:
+def _require_free_space(root: RootFileSystem, needed: int) -> None:
     folder = root.resolve(OPT)
     while not folder.exists():
         folder = folder.parent

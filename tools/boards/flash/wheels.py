@@ -238,7 +238,7 @@ def _pin_gpu_builds(
     _, missing = dependency_closure(root, {"fedquilt": Wheel.from_file(mine)}, target)
     alone = ["--no-deps", "--index-url", index]
     for wanted in missing:
-        if Requirement(wanted).name in FOR_A_GPU:  # what the index does not have is looked for like all others
+        if Requirement(wanted).name in FOR_A_GPU:  # packages that this index lacks are resolved like all others
             _run_pip_download([wanted], folder, target, constraint, alone, local=True)
     pinned = []
     for wheel in map(Wheel.from_file, sorted(folder.glob("*.whl"))):

@@ -81,7 +81,7 @@ def _measure_turns(turns: int, folder: Path) -> dict[str, Any]:
                 least.time(probe.run)
         for name, case in tried.items():
             took[name].time(case.run)
-    points = {clock: _point(clock, known, told) for clock in CLOCKS}
+    points = {clock: _make_point(clock, known, told) for clock in CLOCKS}
     found = {
         name: {
             clock: {"predicted_s": _predicted_s(case.work, point), "measured_s": took[name].seconds[clock]}
@@ -126,7 +126,7 @@ def _off(each: Mapping[str, float]) -> float:
     return max(ratio, 1 / ratio)
 
 
-def _point(
+def _make_point(
     clock: str, known: Mapping[str, Sequence[probes.TaskProbe]], told: Mapping[str, Sequence[LeastSeconds]]
 ) -> OperatingPoint:
     rates = {
@@ -154,7 +154,7 @@ def cases(folder: Path) -> dict[str, CostCase]:
         "FedSQ, not cached": _second_round_case(
             fedsq.METHOD, replace(halves, cache="off"), resnet, 64, "torch", folder / "not cached"
         ),
-        "MobileNet scoring": _scoring(folder),
+        "MobileNet scoring": _make_scoring_case(folder),
     }
 
 
@@ -190,7 +190,7 @@ def _second_round_case(
     )
 
 
-def _scoring(folder: Path) -> CostCase:
+def _make_scoring_case(folder: Path) -> CostCase:
     from fedquilt.tools.lab.bench import stitch
 
     job = {

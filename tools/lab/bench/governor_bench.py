@@ -32,7 +32,7 @@ ALLOWED: Final = (1.15, 3.0)  # deadlines over that time
 STEP_S: Final = 0.5  # of virtual time
 TOLD: Final = 0.025  # share of a task after which its process tells how far it is
 TRAINING: Final = 10  # tasks before what is judged
-FIRST: Final = 2  # tasks that may be late in any case: nobody knows yet what they are
+FIRST: Final = 2  # first tasks, which may be late because their duration is unknown
 POLICIES: Final[tuple[governor.Policy, ...]] = ("max", "paper", "board", "energy")
 SEEDS, TASKS = tuple(range(20)), 20
 

@@ -46,7 +46,7 @@ def measure(networks: Sequence[str] = NETWORKS, *, device: str = "cuda", turns: 
     for name in networks:
         with tempfile.TemporaryDirectory() as folder:
             subject = footprint.build_subject(name, Path(folder))
-            times = [(_task_s(subject), _bare_s(subject, device)) for _ in range(turns)]
+            times = [(_measure_task_s(subject), _measure_bare_s(subject, device)) for _ in range(turns)]
             peak, base = footprint.train(subject, BATCH, footprint.PLENTY_BYTES)
         images = (LONG - SHORT) * footprint.COUNT
         ours, bare = (images / statistics.median(column) for column in zip(*times, strict=True))
@@ -71,7 +71,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     return [*told, *format_figures(result)]
 
 
-def _task_s(subject: footprint.MemorySubject) -> float:
+def _measure_task_s(subject: footprint.MemorySubject) -> float:
     with footprint.task_process(subject, footprint.COUNT, footprint.PLENTY_BYTES) as process:
         took = [
             process.run_task(footprint.training(subject, BATCH, epochs), number)[0].wall_s
@@ -80,7 +80,7 @@ def _task_s(subject: footprint.MemorySubject) -> float:
     return took[2] - took[1]
 
 
-def _bare_s(subject: footprint.MemorySubject, device: str) -> float:
+def _measure_bare_s(subject: footprint.MemorySubject, device: str) -> float:
     import torch
     from torch import nn
 

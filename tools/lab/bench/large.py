@@ -60,7 +60,7 @@ def measure(updates: int = UPDATES) -> dict[str, Any]:
     """
     mosquitto = processes.find_mosquitto()
     model = tensors.encode_tensors(resnet50())
-    rounds = {name: _round(mosquitto, name, updates, model) for name in METHODS}
+    rounds = {name: _measure_round(mosquitto, name, updates, model) for name in METHODS}
     fedavg, scaffold = (rounds[name] for name in METHODS)
     figures = {
         "peak_with_fedavg": compare_at_most(fedavg["peak_mb"], MOST_MB, "MB"),
@@ -127,7 +127,7 @@ def resnet50(classes: int = CLASSES) -> dict[str, np.ndarray]:
 # -- one round ------------------------------------------------------------------------------------
 
 
-def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, Any]:
+def _measure_round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, processes.managed_processes() as start:
         home = Path(folder)
         bare_s, most_disk_mb = _measure_bare_fold(home, method, model)
@@ -148,10 +148,10 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
                 raise LinkError(f"the coordinator has answered nobody within {LIMIT_S:g} s")
             run, queued_s = _queue_job(home, method, count, model), time.monotonic()
             watch.subscribe([wire.Topics(FLEET).round_topic(run)])
-            _until(watch, lambda told: bool(told.asked))
+            _wait_until(watch, lambda told: bool(told.asked))
             start_mb, start_pause_s = _peak_mb(serving.pid), watched.longest_s
             begun_s, used_s = time.monotonic(), processes.processor_time_s([serving])
-            _until(watch, lambda told: told.round > 0 and bool(told.asked))
+            _wait_until(watch, lambda told: told.round > 0 and bool(told.asked))
             round_s, used_s = time.monotonic() - begun_s, processes.processor_time_s([serving]) - used_s
             peak_mb = _peak_mb(serving.pid)
         watch.close()
@@ -188,7 +188,7 @@ def _queue_job(home: Path, method: str, count: int, model: bytes) -> str:
         return store.add_job(settings.parse_job(table), home / "bundle")
 
 
-def _until(watch: MqttLink, done: Callable[[wire.RoundState], bool]) -> None:
+def _wait_until(watch: MqttLink, done: Callable[[wire.RoundState], bool]) -> None:
     until_s = time.monotonic() + LIMIT_S
     while time.monotonic() < until_s:
         watch.wait(1.0)
@@ -208,7 +208,7 @@ def _peak_mb(process: int) -> float:
     raise JobError("this system does not tell how much memory a process has had at the most")
 
 
-# -- what goes on beside it -----------------------------------------------------------------------
+# -- observers ------------------------------------------------------------------------------------
 
 
 class _CoordinatorSamples:
@@ -234,7 +234,7 @@ class _CoordinatorSamples:
 def _observe_coordinator(url: str, home: Path, process: int) -> Iterator[_CoordinatorSamples]:
     seen, stop = _CoordinatorSamples(), threading.Event()
     threads = [
-        threading.Thread(target=_ask, args=(url, seen, stop)),
+        threading.Thread(target=_probe_coordinator, args=(url, seen, stop)),
         threading.Thread(target=_sample_disk, args=(home, Path(f"/proc/{process}/fd"), seen, stop)),
     ]
     for thread in threads:
@@ -247,7 +247,7 @@ def _observe_coordinator(url: str, home: Path, process: int) -> Iterator[_Coordi
             thread.join()
 
 
-def _ask(url: str, seen: _CoordinatorSamples, stop: threading.Event) -> None:
+def _probe_coordinator(url: str, seen: _CoordinatorSamples, stop: threading.Event) -> None:
     topics, link = wire.Topics(FLEET), MqttLink(Broker.from_url(url), "bench-asks")
     names = [f"asks-{number:02d}" for number in range(ASKERS)]
     link.wait_until_connected(timeout_s=10.0)
@@ -276,10 +276,12 @@ def _ask(url: str, seen: _CoordinatorSamples, stop: threading.Event) -> None:
 
 def _sample_disk(home: Path, opened: Path, seen: _CoordinatorSamples, stop: threading.Event) -> None:
     while not stop.wait(LOOK_S):
-        seen.disk_bytes = max(seen.disk_bytes, sum(_sizes(home)) + sum(_sizes(opened, nameless=True)))
+        seen.disk_bytes = max(
+            seen.disk_bytes, sum(_yield_disk_bytes(home)) + sum(_yield_disk_bytes(opened, nameless=True))
+        )
 
 
-def _sizes(folder: Path, *, nameless: bool = False) -> Iterator[int]:
+def _yield_disk_bytes(folder: Path, *, nameless: bool = False) -> Iterator[int]:
     for path in folder.rglob("*"):
         try:
             found = os.stat(path)

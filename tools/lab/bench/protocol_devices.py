@@ -127,7 +127,7 @@ class DeviceGroup:
         self.broker, self.topics, self.clock = Broker.from_url(url), wire.Topics(FLEET), time.monotonic
         self.blobs: dict[str, bytes] = {}  # sha256 -> content that the boards have fetched, once for all of them
         self.boards = [LightDevice(self, number) for number in range(first, first + count)]
-        self.parts: dict[str, bytearray] = {}  # sha256 -> what has come of a blob that a board fetches for all
+        self.parts: dict[str, bytearray] = {}  # sha256 -> received part of a blob that one device fetches for all
         self._layouts: dict[str, dict[str, str]] = {}  # sha256 -> types and shapes of its tensors
         self.refused = 0  # updates that the coordinator did not take
         self._ready = selectors.DefaultSelector()

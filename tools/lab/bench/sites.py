@@ -321,7 +321,7 @@ def _compare_states(
         there = [fact.update.boards for fact in facts if isinstance(fact, UpdateAccepted) and fact.round == round]
         answers.append(len(there))
         total = None
-        for given in _flat(
+        for given in _yield_flat_updates(
             plain, method, state, round, [(board, numbers[board]) for board in sorted({*itertools.chain(*there)})]
         ):
             total = plain.fold(state, total, given)
@@ -331,7 +331,7 @@ def _compare_states(
     return equal, len(states), answers
 
 
-def _flat(
+def _yield_flat_updates(
     plain: Method, method: str, state: Any, round: int, boards: Sequence[tuple[str, int]]
 ) -> Iterator[DeviceUpdate]:
     payload = b""

@@ -24,9 +24,7 @@ from fedquilt.coordinator.views import event_messages, progress, round_outcomes,
 from fedquilt.tools.report import columns, matrix
 
 LINES: Final = 1000  # of the log
-CELLS: Final = (
-    40_000  # devices times rounds whose parts are held; earlier rounds are read anew where they are asked for
-)
+CELLS: Final = 40_000  # limit on devices times rounds in memory; earlier rounds are read again on request
 LEAST: Final = 2  # rounds that are held in any case
 DRAWN: Final = 300  # points of a run's plots
 
@@ -52,7 +50,7 @@ class UpdateTiming(NamedTuple):
 @dataclass
 class RoundTimes:
     began: float  # wall-clock seconds
-    took_s: float | None = None  # None: it runs
+    took_s: float | None = None  # None while running
     asked: dict[str, float] = field(default_factory=dict)  # device -> wall-clock seconds of the last time
     timed: dict[str, UpdateTiming] = field(default_factory=dict)
 

@@ -323,7 +323,7 @@ class CertificateAuthority:
             .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
             .add_extension(certificate_parts.authority_key_id(self.cert), critical=False)
         )
-        if self.crl_url is not None:  # EMQX heeds only a list that says where it belongs
+        if self.crl_url is not None:  # EMQX uses only a revocation list whose address is in the certificate
             point = x509.IssuingDistributionPoint(
                 full_name=[x509.UniformResourceIdentifier(self.crl_url)],
                 relative_name=None,

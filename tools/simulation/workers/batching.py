@@ -52,7 +52,7 @@ class ReplayEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._given: list[Given | None] = []  # of each call of `train` so far; None: it cannot be done with others'
+        self._given: list[Given | None] = []  # calls of `train` so far, None for a call that must run alone
         self._at = 0  # which call comes next
 
     @property

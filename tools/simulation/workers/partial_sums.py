@@ -33,7 +33,7 @@ class OutcomeSums:
             outcomes: Results of these requests, with the bytes of their bundles.
         """
         self._waiting = None
-        with contextlib.suppress(Exception):  # whatever it is, the coordinator comes upon it and says what it is
+        with contextlib.suppress(Exception):  # the coordinator folds the same updates and reports the error
             if not file:
                 return False
             method = methods.load(orders[0].task.method)

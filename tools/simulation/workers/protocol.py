@@ -42,7 +42,7 @@ class PoolSetup(msgspec.Struct, frozen=True):
 class WorkBatch(msgspec.Struct, frozen=True):
     orders: tuple[WorkRequest, ...] = ()
     together: bool = False
-    state: str = ""  # file of the round's state: fold what the orders come to; "": do not
+    state: str = ""  # file of the round's state if the worker folds the updates, or ""
 
 
 class WorkOutcome(msgspec.Struct, frozen=True, array_like=True):

@@ -121,7 +121,7 @@ def measure(
     for name in beside:
         environments.find_simulator(name)
     processes = processes or len(os.sched_getaffinity(0))
-    contestants, absent = _find_contestants(beside, processes)
+    contestants, absent = _prepare_contestants(beside, processes)
     found: dict[str, Any] = {
         "processes": processes,
         "load": os.getloadavg()[0],
@@ -156,7 +156,7 @@ OURS = ("ours", "ours_torch")
 BARE = ("bare_1", "bare_n")
 
 
-def _find_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
+def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
     bare = (sys.executable, str(HERE / "torch_loop.py"))
     ours = (sys.executable, str(HERE / "fedquilt_app.py"))
     found = [
@@ -208,7 +208,7 @@ def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> 
         "engine": work.engine,
         "rounds": work.rounds,
         "seed": SEED,
-        "cohort": {"size": work.asked, "turns": 1e9},  # drawn as the others are told
+        "cohort": {"size": work.asked, "turns": 1e9},  # selected uniformly, as by the other simulators
         "params": {"lr": 0.05, "batch": 32},
     }
     table = {"clients": work.clients, "each": work.each, "network": work.network, "lr": 0.05, "batch": 32, "seed": SEED}
