@@ -154,7 +154,7 @@ def test_a_device_that_comes_later_is_among_those_of_fedsdg_s_trajectory() -> No
 
 def test_ft_part_trains_a_batch_norm_without_parameters_with_the_layer_before_it() -> None:
     method = methods.load("ft_part")
-    state = method.init(bundle_of("normalised"), method.params(layers=4), 0)
+    state = method.init(bundle_of("weight_normalisation"), method.params(layers=4), 0)
     assert {"norm.running_mean", "norm.running_var"} <= state.model.keys()
 
 

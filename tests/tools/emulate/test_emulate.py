@@ -109,7 +109,7 @@ def test_an_agent_is_online_before_a_coordinator_is_there(tmp_path: Path, monkey
     monkeypatch.setattr(emulate.units, "read", lambda board, name: None)
     monkeypatch.setattr(emulate.units, "start", lambda *given: subprocess.Popen(["true"], start_new_session=True))
     heard = ReceivedMessages(Presence(online=False, boot="b1"))
-    site = mock.Mock(listener=lambda device: mock.Mock(listen=lambda limit_s: heard))
+    site = mock.Mock(create_listener=lambda device: mock.Mock(receive=lambda limit_s: heard))
     with contextlib.ExitStack() as stack, pytest.raises(LinkError, match="not online after 300 s: no coordinator"):
         emulate._start_agent(site, mock.Mock(), tmp_path / "log", stack)
     heard = ReceivedMessages(Presence(online=True, boot="b1"))
