@@ -60,6 +60,7 @@ class DeviceLeases:
             self._ended_s[job] = self._ended_s.get(job, 0.0) + lacking_s
 
     def forget_job(self, job: str, now_s: float) -> None:
+        """Release the devices of a job and delete its recorded usage."""
         for device in tuple(self.leased_devices(job)):
             self.release_device(device, job, now_s)
         for kept in (self._lent, self._begun_s, self._ended_s):

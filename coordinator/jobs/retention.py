@@ -124,6 +124,7 @@ def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
 
 
 def _remove_unneeded_files(store: Store, alone: bool) -> RemovedFiles:
+    # Blobs are collected only if no coordinator uses the home (`alone`).
     files, total = _remove_files_of_deleted_runs(store)
     if not alone:
         return RemovedFiles(files, total, blobs_left=True)

@@ -189,7 +189,7 @@ class RowStore:
     def __init__(
         self, db: sqlite3.Connection, home: Path, kept: Callable[[str], IndexedLog | None] = lambda job: None
     ) -> None:
-        db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # damaged text is no error of its own
+        db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # checksums report damaged text
         self._db, self._home = db, home
         self._made: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
         self._whole: dict[str, tuple[JobRow, bytes]] = {}  # job -> its row as it was found whole last, and its checksum

@@ -109,7 +109,7 @@ class LinuxDevice:
         meter, the widest that responds: batteries if they alone feed the board, a meter of the whole board, else RAPL.
         """
         self._send_keepalive(now_s)
-        self._detect_mode_change(now_s)
+        self._update_points_after_mode_change(now_s)
         power = self._meter.read(now_s)
         return Reading(
             energy_j=power.energy_j,
@@ -163,7 +163,7 @@ class LinuxDevice:
                 most[axis] = min(clock.ceiling_hz, most.get(axis, clock.ceiling_hz))
         return owner_limits.permitted_points(self._all, found, mode, most)
 
-    def _detect_mode_change(self, now_s: float) -> None:
+    def _update_points_after_mode_change(self, now_s: float) -> None:
         if not self._all:
             return
         mark = power_modes.status_fingerprint(self._root)

@@ -94,7 +94,7 @@ class CostEstimate(NamedTuple):
 
     seconds: float
     seconds_spread: float
-    watts: float | None  # None: the profile has no power for the point
+    watts: float | None  # None without a power in the profile
     watts_spread: float
 
 
@@ -178,7 +178,7 @@ def _power_columns(law: CostLaw, point: OperatingPoint, here_s: float | None, th
 
 
 def clocks_by_axis(point: OperatingPoint) -> dict[str, float]:
-    """Return the clocks of a point in hertz, by axis, without those left to the board."""
+    """Return the clocks of a point in hertz, by axis, without unpinned clocks."""
     return {axis: hz for axis in AXES if (hz := getattr(point, axis))}
 
 

@@ -36,7 +36,7 @@ Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z
 
 
 class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Content of upgrade.json. Unknown fields are ignored, and incompatible ones change `format`."""
+    """Content of upgrade.json. Unknown fields are ignored. An incompatible change needs a new `format`."""
 
     format: int
     version: Label  # of fedquilt

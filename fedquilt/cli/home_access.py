@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fedquilt.coordinator.jobs.retention import RemovedFiles
     from fedquilt.coordinator.settings import JobSettings
     from fedquilt.coordinator.storage.store import Store
+    from fedquilt.security.handshake import LinkIdentity
+    from fedquilt.transport.mqtt.link import MqttLink
 
 ENDED: Final = {"done": 0, "failed": 8, "stopped": 9}
 
@@ -64,7 +66,7 @@ def bundle_folder(job: Path, given: Path | None) -> Path:
     return given or job.with_name(job.stem + ".bundle")
 
 
-def make_link(broker: BrokerOptions, say: Callable[[str], None]) -> tuple[Any, Any]:
+def make_link(broker: BrokerOptions, say: Callable[[str], None]) -> tuple[MqttLink, LinkIdentity | None]:
     """Return the coordinator's unconnected link and its identity, or None if messages are unsigned.
 
     Unsigned messages are reported through `say`.
@@ -100,7 +102,7 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
     if here:
         console = terminal.Console(wordy=verbosity() > 0)
         link, identity = make_link(broker, console.report)
-        link.connect(timeout_s=5.0)
+        link.wait_until_connected(timeout_s=5.0)
         terminal.run_coordinator(
             store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where
         )

@@ -285,7 +285,7 @@ class Method:
     state: type  # S
     engines: Sequence[str]  # which engines can run the client half, preferred first
     init: Callable[[Bundle, Any, int], Any]  # (bundle, params, seed) -> S
-    send: Callable[[Any, DeviceView], TaskSpec | None]  # None: nothing for this device now
+    send: Callable[[Any, DeviceView], TaskSpec | None]  # returns None without a task for the device
     work: Callable[[Task, ClientContext], ClientResult]
     check: Callable[[Task, ClientContext], EvaluationSums] | None  # evaluation on the held-out examples
     fold: Callable[[Any, Any, DeviceUpdate], Any]  # (S, A | None, contribution) -> A, in place; UpdateError refuses it
@@ -294,10 +294,10 @@ class Method:
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
     explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the last step, for the log
     least: Callable[[Any], int] = lambda params: 1  # (params) -> fewest updates of which a round can be made
-    settle: EvaluationRound | None = None  # None: a state can be evaluated as it is
+    settle: EvaluationRound | None = None  # round before each evaluation, if the state needs one
     exact: bool = False  # updates may not be rounded: no lossy codec
     tasks: Sequence[str] = ("classes", "regression", "labels")  # predictions supported (`fedquilt.metrics`)
-    anew: bool = False  # a device whose private state is lost may begin it anew; else it declines, by name
+    anew: bool = False  # whether a device may restart lost private state instead of declining
     refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it refuses -> a sentence why
     uneven: bool = False  # devices of a round may train for unequal numbers of `epochs`, one of its params
     personal: Callable[[Task, ClientContext], Tensors] | None = None
@@ -306,5 +306,5 @@ class Method:
     The task is one for a device that has not taken part; the site has the private state, and no examples. Raises
     ModelError where a device has to take part before it has a network.
     """
-    keeps: str = ""  # what a round holds of each device's update beside its sums; "": nothing, whatever the fleet
-    frozen: str = ""  # what of the first weights it never trains, in words; `prepare` says where these are random
+    keeps: str = ""  # data of each update that a round holds besides its sums, in words, or empty
+    frozen: str = ""  # initial weights that are never trained, in words: `prepare` warns if these are random

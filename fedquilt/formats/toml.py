@@ -91,7 +91,7 @@ def _drop_none(value: Any) -> Any:
 
 @contextmanager
 def prefix_errors(where: str) -> Iterator[None]:
-    """Prefix each JobError of the body with `where`, a file or a table, unless it begins so."""
+    """Prefix each JobError of the body with `where`, unless the error already has the prefix."""
     try:
         yield
     except JobError as error:

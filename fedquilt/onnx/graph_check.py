@@ -378,7 +378,7 @@ class _GraphCheck:
 class ExternalDataLocation(NamedTuple):
     file: str  # as the graph names it
     offset: int
-    length: int | None  # None: all bytes from `offset` on
+    length: int | None  # None for all bytes from `offset`
 
 
 def read_external_location(reader: ProtobufReader, tensor: Fields, name: str) -> ExternalDataLocation:

@@ -247,7 +247,7 @@ def accumulators_merge_in_any_order(name: str) -> None:
     """Assert that updates in any order and merged accumulators give bit-identical states.
 
     Raises:
-        Skipped: If the accumulators of the method depend on the order of devices.
+        CheckSkipped: If the accumulators of the method depend on the order of devices.
     """
     here, _, folded, _ = record_run(name)
     fold, added = here.method.fold, 0
@@ -300,7 +300,7 @@ def accumulator_does_not_grow(name: str, each_bytes: int = 0) -> None:
         each_bytes: The bytes that the method must keep for each device.
 
     Raises:
-        Skipped: If the method declares data for each device (`Method.keeps`) and `each_bytes` is 0.
+        CheckSkipped: If the method declares data for each device (`Method.keeps`) and `each_bytes` is 0.
     """
     here = make_scene(name)
     if here.method.keeps and not each_bytes:

@@ -373,13 +373,13 @@ def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store
 class Store:
     """An object store that nothing is asked of."""
 
-    def accepts(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+    def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         return (BlobLocation(url="http://store/"),)
 
-    def over(self, key: tuple[str, str]) -> None:
+    def delete_upload(self, key: tuple[str, str]) -> None:
         pass
 
-    brought = accepts
+    uploaded_locations = upload_locations
 
 
 def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:

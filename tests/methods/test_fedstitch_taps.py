@@ -91,9 +91,9 @@ def test_the_orders_memory_counts_the_moments() -> None:
 def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
     """For a head that takes 30 no more than 30, with 20 those 20; for the counts the held-out ones."""
     _, task, _ = gathering(head_samples=30)
-    each = task.work.on(1).flops
+    each = task.work.total_for_examples(1).flops
     assert each > 0
-    assert [task.work.on(own).flops for own in (20, 30, 45, 1000)] == [20 * each, 30 * each, 30 * each, 30 * each]
+    assert [task.work.total_for_examples(own).flops for own in (20, 30, 45, 1000)] == [20 * each, 30 * each, 30 * each, 30 * each]
     state = next(state for state in FULL if state.phase == "validate")
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
@@ -151,7 +151,7 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, he
     answer = METHOD.work(*deliver_task(METHOD, order, DeviceData("dev-0", *shares), build_donors()[1], seed=3))
     assert (answer.weight, answer.bundles["counts"]["examples"].tolist()) == (counted, [counted])
     update = DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
-    assert METHOD.fold(state, None, update).sums["examples"].value().tolist() == [counted]
+    assert METHOD.fold(state, None, update).sums["examples"].rounded_value().tolist() == [counted]
     with pytest.raises(UpdateError, match=f"counts: of {counted} examples, in an update that weighs {counted + 1}"):
         METHOD.fold(state, None, replace(update, weight=counted + 1.0))
 

@@ -113,7 +113,7 @@ def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> Non
     _, worked = play(rounds=3, smooth=0.0, elastic=0.0)
     first, second = trained(worked, "dev-0")
     task, site, answer = second
-    model, _ = ENGINE.train(DEEP, first[2].local, site.train, genefl.fedavg.fit_of(task), tensors.seeded_rng(task.seed))
+    model, _ = ENGINE.train(DEEP, first[2].local, site.train, genefl.fedavg.fit_from_task(task), tensors.seeded_rng(task.seed))
     for name, array in model.items():
         np.testing.assert_array_equal(answer.local[name], array)
 

@@ -155,7 +155,8 @@ class OnnxEngine:
             example_bytes: Further memory for each example.
 
         Raises:
-            ModelError, MemoryBudgetError: As in `run`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         plan = self._load_graph(graph).plan
         size = self._batch_size(plan, around_bytes, example_bytes)
@@ -205,7 +206,7 @@ class OnnxEngine:
         """Return the shape of one example as declared by the graph.
 
         Raises:
-            ModelError: As in `read_metadata`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
         """
         return onnx_session.check_graph(graph).input_shape
 
@@ -213,7 +214,8 @@ class OnnxEngine:
         """Return the type of the graph's input.
 
         Raises:
-            ModelError, MemoryBudgetError: As in `run`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         return _input_type(self._load_graph(graph).session)
 
@@ -221,7 +223,8 @@ class OnnxEngine:
         """Return the name of the graph's input.
 
         Raises:
-            ModelError, MemoryBudgetError: As in `run`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         return str(self._load_graph(graph).session.get_inputs()[0].name)
 
@@ -229,7 +232,8 @@ class OnnxEngine:
         """Return the mode and memory of a graph's session.
 
         Raises:
-            ModelError, MemoryBudgetError: As in `run`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         return self._plan_memory(graph, onnx_session.check_graph(graph))
 

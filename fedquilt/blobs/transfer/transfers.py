@@ -62,7 +62,7 @@ class Transfers:
     ) -> None:
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
-        # a coordinator alone reads what it fetches; of what a device fetches, files have to lie side by side
+        # graphs on a device read their weights from files in the same folder, so a device needs one file for each blob
         self._store = depot.store_small if direction == "dn" else depot.store_bytes
         self._allowed = allowed
         self._budget_bytes = budget_bytes
@@ -311,6 +311,7 @@ class Transfers:
                 self._pulls[key] = self._open[key] = pull
 
     def _send_requests(self, now_s: float) -> bool:
+        # Returns whether a transfer has ended or was parked.
         outstanding_bytes, left = self._outstanding_bytes, False
         for key, pull in list(self._open.items()):
             if key not in self._open:

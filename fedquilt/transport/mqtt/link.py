@@ -1,4 +1,4 @@
-"""Link over an MQTT broker. Only this module and `mqtt_client` import paho.
+"""Link over an MQTT broker. Only this package imports paho.
 
 One thread at a time: paho is driven through its external-loop calls inside `wait`, in the caller's thread, and only
 the resolver blocks. A caller that computes for long uses `keep_alive`, which drives the link in another thread. MQTT 5

@@ -101,7 +101,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
         connected, session = False, 0
 
     class Registry:
-        def able(self, engines: Sequence[str], now_s: float) -> dict[str, float]:
+        def usable_engines(self, engines: Sequence[str], now_s: float) -> dict[str, float]:
             return {}
 
     class Job:

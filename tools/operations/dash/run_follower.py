@@ -180,7 +180,7 @@ class RunFollower:
             "selected": len(state.asked) + len(state.answered) + len(state.declined),
             "counts": count_outcomes(parts, running=True),
             "waits": hold
-            or (wait.text if (wait := wait_reasons.describe_round_wait(self.row, state, boards)) is not None else None),
+            or (wait.text if (wait := wait_reasons.find_round_wait(self.row, state, boards)) is not None else None),
         }
 
     def list_device_rounds(self, device: str) -> list[dict[str, Any]]:
