@@ -69,8 +69,8 @@ class PoolWorker(WorkExecutor):
 
 
 def import_engine(engine: str) -> None:
-    name = f"{engine}_batched" if engine in ("torch", "numpy") else f"{engine}_engine"
-    importlib.import_module(f"fedquilt.edge_agent.engines.{name}")
+    module = "batch_engine" if engine in ("torch", "numpy") else "engine"
+    importlib.import_module(f"fedquilt.edge_agent.engines.{engine}.{module}")
     gc.freeze()  # imported objects stay, so collections need not visit them
 
 
