@@ -27,6 +27,7 @@ from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import event_messages
 from fedquilt.coordinator.views.devices import load_devices
+from fedquilt.coordinator.views.run_summary import is_of_final_evaluation
 from fedquilt.core import JobError
 
 
@@ -156,7 +157,7 @@ class RoundOutcomes:
             case _:
                 pass
         self.state = state = apply_event(state, fact, at)
-        if event_messages.is_of_final_evaluation(state, fact):
+        if is_of_final_evaluation(state, fact):
             self.final = getattr(fact, "round", None)
         if isinstance(fact, EligibilityRecorded) and state.phase == "selecting":  # in case that nobody can be asked
             barred = {
