@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants
 from fedquilt.coordinator.storage.store import Store, StoredJob
-from fedquilt.coordinator.views import round_outcomes, run_summary, scores
-from fedquilt.coordinator.views.run_summary import ProgressPoint, RunSummary
+from fedquilt.coordinator.views import round_outcomes, scores
+from fedquilt.coordinator.views.run_summary import ProgressPoint, RunSummary, progress_points
 from fedquilt.core import FedquiltError
 from fedquilt.tools.report import candidate_costs
 
@@ -40,15 +40,17 @@ def load_run_data(store: Store, run: str) -> RunData:
         StoreError: If the run does not exist or cannot be read.
     """
     row = store.find_job(run)
-    events = list(store.read_events(row.id))
-    facts, summary = tuple((at, fact) for _, at, fact in events), run_summary.summarise_events(row.job, events)
-    parts = round_outcomes.outcomes_by_round((fact for _, fact in facts), JobConstants.from_job(row.job))
+    facts = tuple((at, fact) for _, at, fact in store.read_events(row.id))
+    told = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
+    for at, fact in facts:
+        told.apply_event(fact, at)
+    parts, summary = told.found, told.summary
     return RunData(
         store.home,
         row,
         facts,
         summary,
-        tuple(run_summary.progress_points(summary)),
+        tuple(progress_points(summary)),
         parts,
         scores.read_scores(store.home, row).scores,
         _draw_partition(row, {device for devices in parts.values() for device in devices}),

@@ -69,14 +69,17 @@ class RunFollower:
         self.lines: deque[LogLine] = deque(maxlen=LINES)
         self.turns: dict[int, RoundTimes] = {}
         self._parts = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
-        self.summary = RunSummary.from_job(row.job)
         self.at: float | None = None  # wall-clock seconds of the last fact
         self.first: int | None = None  # earliest round in which devices were looked at
         self.last: int | None = None  # latest one
 
     @property
     def state(self) -> JobState:
-        return self._parts.state
+        return self._parts.summary.state
+
+    @property
+    def summary(self) -> RunSummary:
+        return self._parts.summary
 
     @property
     def parts(self) -> Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]:
@@ -89,8 +92,8 @@ class RunFollower:
         Raises:
             JobError: If the event cannot follow the earlier ones.
         """
+        before = self.summary
         self._parts.apply_event(fact, at)
-        before, self.summary = self.summary, self.summary.after(fact, at, self._parts.state)
         text, *more = event_messages.format_event(before, fact, self.summary)
         round: int | None = getattr(fact, "round", None)
         device = fact.update.device if isinstance(fact, UpdateAccepted) else getattr(fact, "device", None)
@@ -227,8 +230,8 @@ def find_round_outcomes(
     told = round_outcomes.RoundOutcomes(plan)
     for fact in facts:
         told.apply_event(fact)
-        for number in [number for number in told.found if number < min(round, told.state.round)]:
+        for number in [number for number in told.found if number < min(round, told.summary.state.round)]:
             del told.found[number]
-        if told.state.round > round:
+        if told.summary.state.round > round:
             break
     return told.found.get(round)
