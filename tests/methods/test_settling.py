@@ -17,7 +17,7 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import progress
+from fedquilt.coordinator.views import run_summary
 from fedquilt.core import Bundle, DeviceUpdate, DeviceView, Examples, Hooks, UpdateError
 from fedquilt.methods import _subnetworks
 from fedquilt.models.partial import width
@@ -188,6 +188,7 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
     run, ended = agents.run_fleet_virtually(plan)
     assert ended == "done"
     with Store(plan.home) as store:
+        summary = run_summary.summarise_events(plan.job, store.read_events(run))
         facts = [fact for _, _, fact in store.read_events(run)]
         committed = [fact for fact in facts if isinstance(fact, RoundCommitted)]
         path = store.depot.blob_path(committed[-1].state.sha256)
@@ -197,7 +198,7 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
     assert [fact.round for fact in committed if fact.evaluation is not None] == [0, 3, 5]
     asked = [sum(isinstance(fact, UpdateAccepted) and fact.round == each.round for fact in facts) for each in committed]
     assert asked == [2, 2, 6, 2, 6, 2]
-    assert progress.count_completed_rounds(facts, 3) == 3
+    assert summary.completed_rounds == 3
     from fedquilt.data import examples as shares
     from fedquilt.data.spec import DataSpec
 
