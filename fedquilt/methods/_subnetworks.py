@@ -16,6 +16,7 @@ import numpy as np
 
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
+    Aggregation,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -29,8 +30,6 @@ from fedquilt.core import (
     UpdateError,
     UpdateSchema,
     WorkEstimate,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.costs import layer_costs, tiers
 from fedquilt.formats import tensor_register
@@ -120,8 +119,6 @@ def statistics_round(
             )
         return UpdateSchema(found, whole=False)
 
-    @with_mergeable_accumulators(BatchNormSums)
-    @with_update_schema(update_schema)
     def fold(state: State, so_far: BatchNormSums | None, update: DeviceUpdate) -> BatchNormSums:
         so_far = so_far or BatchNormSums()
         total, weight = dict(so_far.total), dict(so_far.weight)
@@ -158,7 +155,8 @@ def statistics_round(
                 after = replace(after, model={**after.model, **found})
         return after
 
-    return EvaluationRound(lambda state: bool(statistic_names(state)), send, fold, step)
+    sums = Aggregation(fold, accumulator=lambda state: BatchNormSums, schema=update_schema)
+    return EvaluationRound(lambda state: bool(statistic_names(state)), send, sums, step)
 
 
 def _fits_device(device: DeviceView, work: WorkEstimate) -> bool:

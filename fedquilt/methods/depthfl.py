@@ -29,6 +29,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -40,8 +41,6 @@ from fedquilt.core import (
     Step,
     Task,
     TaskSpec,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.formats import tensor_register
 from fedquilt.methods import fedavg, heterofl
@@ -184,8 +183,6 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
-@with_mergeable_accumulators(WeightedEntrySums)
-@with_update_schema(fedavg.partial_model_schema)
 def fold(state: fedavg.State, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The tensors present identify the depth."""
     sent = heterofl.sent_model(update)
@@ -217,12 +214,13 @@ METHOD = replace(
     paper="ICLR 2023 (DepthFL)",
     params=Params,
     engines=("torch",),
-    tasks=("classes",),  # exits teach each other their distributions over classes
+    traits=replace(fedavg.METHOD.traits, prediction_tasks=("classes",)),  # exits share distributions over classes
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold, accumulator=lambda state: WeightedEntrySums, schema=fedavg.partial_model_schema),
     step=step,
     result=result,
 )

@@ -32,7 +32,6 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
 )
 from fedquilt.methods import fedavg, fedlora
 
@@ -53,7 +52,6 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedlora.State:
     return fedlora.State(**vars(fedavg.init(bundle, params, seed)), backbone={})
 
 
-@with_common_task
 def send(state: fedlora.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train two models, with twice FedAvg's cost."""
     if not state.backbone:

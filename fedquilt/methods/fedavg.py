@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -35,13 +36,10 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
+    Traits,
     UpdateError,
     UpdateSchema,
     WorkEstimate,
-    with_common_task,
-    with_mergeable_accumulators,
-    with_update_check,
-    with_update_schema,
 )
 from fedquilt.costs import layer_costs, peak_memory
 from fedquilt.formats import tensor_register
@@ -124,7 +122,6 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(table, network, model, flops, example_bytes, layers=found)
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the whole model."""
     return training_task_spec(state, {"model": state.model})
@@ -258,9 +255,6 @@ def validate_update(state: State, update: DeviceUpdate) -> None:
     tensors.require_addable(update.bundles.get("model", {}), state.model)
 
 
-@with_mergeable_accumulators(FedAvgSums, validate_site_sums)
-@with_update_schema(full_model_schema)
-@with_update_check(validate_update)
 def fold(state: State, so_far: FedAvgSums | None, update: DeviceUpdate) -> FedAvgSums:
     """Add an update to the sums in place, weighted by its examples.
 
@@ -352,10 +346,17 @@ METHOD = Method(
     engines=("torch", "numpy"),
     init=init,
     send=send,
+    common_task=True,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(
+        fold,
+        accumulator=lambda state: FedAvgSums,
+        schema=full_model_schema,
+        check_update=validate_update,
+        check_sums=validate_site_sums,
+    ),
     step=step,
     result=result,
-    anew=True,
+    traits=Traits(replaces_private_state=True),
 )

@@ -28,7 +28,6 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
 )
 from fedquilt.methods import fedavg
 
@@ -58,7 +57,6 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(replace(begun, model=shared)), norm=norm)
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the network. The first batch norm tensors are sent once."""
     return fedavg.training_task_spec(state, {"model": state.model, "norm": state.norm})

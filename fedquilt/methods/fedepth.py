@@ -29,6 +29,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -41,8 +42,6 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     WorkEstimate,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.costs import layer_costs
 from fedquilt.methods import depthfl, fedavg, heterofl
@@ -198,8 +197,6 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
-@with_mergeable_accumulators(WeightedEntrySums)
-@with_update_schema(fedavg.partial_model_schema)
 def fold(state: fedavg.State, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The links present identify the number of groups."""
     sent = heterofl.sent_model(update)
@@ -222,9 +219,10 @@ METHOD = replace(
     engines=("torch",),
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold, accumulator=lambda state: WeightedEntrySums, schema=fedavg.partial_model_schema),
     step=depthfl.step,
     result=result,
 )

@@ -25,6 +25,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -34,8 +35,6 @@ from fedquilt.core import (
     TaskSpec,
     UpdateError,
     UpdateSchema,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg, fedrep, parfed
 
@@ -99,8 +98,6 @@ def update_schema(state: State) -> UpdateSchema:
     return UpdateSchema({"sizes": {name: np.zeros(1) for name in state.candidates}})
 
 
-@with_mergeable_accumulators(fedavg.FedAvgSums)
-@with_update_schema(update_schema)
 def fold(state: State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
     """Add an update to the sums: the learnGene or, while probing, the gradient sizes."""
     if state.shared:
@@ -141,7 +138,7 @@ METHOD = replace(
     init=init,
     send=send,
     work=work,
-    fold=fold,
+    aggregation=Aggregation(fold, accumulator=lambda state: fedavg.FedAvgSums, schema=update_schema),
     step=step,
     explain=explain,
 )

@@ -32,7 +32,6 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
 )
 from fedquilt.costs import layer_costs
 from fedquilt.formats import tensor_register
@@ -92,7 +91,6 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
     return register.parameters_by_layer()[last]
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train adapters and head. The frozen backbone is sent once."""
     anchors = 1 if state.params.get("mu", 1.0) else 0
@@ -174,5 +172,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    frozen="all but the head",
+    traits=replace(fedavg.METHOD.traits, frozen_weights="all but the head"),
 )

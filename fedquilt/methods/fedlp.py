@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import exact_sums
 from fedquilt.core import (
+    Aggregation,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -28,9 +29,6 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     UpdateError,
-    with_common_task,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
 
@@ -57,7 +55,6 @@ def layer_units(state: fedavg.State) -> list[tuple[str, ...]]:
     return [tuple(sorted(names)) for names in found.values()]
 
 
-@with_common_task
 def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
     """Return FedAvg's task spec, with the layers that a device sends or drops."""
     order = fedavg.send(state, device)
@@ -72,8 +69,6 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
 
 
-@with_mergeable_accumulators(FedLPSums)
-@with_update_schema(fedavg.partial_model_schema)
 def fold(state: fedavg.State, so_far: FedLPSums | None, update: DeviceUpdate) -> FedLPSums:
     """Add the layers in an update to their sums."""
     if "model" not in update.bundles:
@@ -100,4 +95,12 @@ def step(state: fedavg.State, total: FedLPSums | None) -> fedavg.State:
     return replace(state, model={**state.model, **fedavg.cast_like(mean, state.model)})
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 2303.06360", params=Params, send=send, work=work, fold=fold, step=step)
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2303.06360",
+    params=Params,
+    send=send,
+    work=work,
+    aggregation=Aggregation(fold, accumulator=lambda state: FedLPSums, schema=fedavg.partial_model_schema),
+    step=step,
+)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt.arrays import exact_sums, tensors
-from fedquilt.core import DeviceUpdate, UpdateError, with_mergeable_accumulators, with_update_schema
+from fedquilt.core import Aggregation, DeviceUpdate, UpdateError
 from fedquilt.methods import fedavg
 
 
@@ -64,8 +64,6 @@ def validate_site_sums(state: fedavg.State, total: FedNovaSums, weight: float) -
         raise UpdateError("the sums of 1 / a_i and of a_i are none of devices that took a step or more each")
 
 
-@with_mergeable_accumulators(FedNovaSums, validate_site_sums)
-@with_update_schema(fedavg.full_model_schema)
 def fold(state: fedavg.State, so_far: FedNovaSums | None, update: DeviceUpdate) -> FedNovaSums:
     """Add an update to the sums, with trained tensors divided by a_i."""
     weight, a = update.weight, effective_steps(fedavg.reported_steps(update), state.params)
@@ -92,4 +90,13 @@ def step(state: fedavg.State, total: FedNovaSums | None) -> fedavg.State:
     return replace(state, model=fedavg.cast_like(model, state.model))
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 2007.07481", params=Params, fold=fold, step=step, uneven=True)
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2007.07481",
+    params=Params,
+    aggregation=Aggregation(
+        fold, accumulator=lambda state: FedNovaSums, schema=fedavg.full_model_schema, check_sums=validate_site_sums
+    ),
+    step=step,
+    traits=replace(fedavg.METHOD.traits, unequal_epochs=True),
+)

@@ -31,6 +31,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -42,7 +43,6 @@ from fedquilt.core import (
     TaskSpec,
     UpdateError,
     UpdateSchema,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import masks
@@ -207,7 +207,6 @@ def update_schema(state: State) -> UpdateSchema:
     return UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, whole=False)
 
 
-@with_update_schema(update_schema)
 def fold(
     state: State, so_far: MaskedSums | fedavg.FedAvgSums | None, update: DeviceUpdate
 ) -> MaskedSums | fedavg.FedAvgSums:
@@ -312,9 +311,10 @@ METHOD = replace(
     engines=("torch",),
     init=init,
     send=send,
+    common_task=False,
     work=work,
-    fold=fold,
+    aggregation=Aggregation(fold, schema=update_schema),
     step=step,
     explain=explain,
-    keeps="what every device has published of its mask",
+    traits=replace(fedavg.METHOD.traits, per_device_data="what every device has published of its mask"),
 )

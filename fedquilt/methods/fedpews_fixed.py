@@ -23,6 +23,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.core import (
+    Aggregation,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -32,7 +33,6 @@ from fedquilt.core import (
     TaskSpec,
     Tensors,
     derive_seed,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg, fedpews
 from fedquilt.models.partial import masks
@@ -89,7 +89,6 @@ def _load_part(task: Task, site: ClientContext) -> tuple[Tensors, Mapping[str, n
     return masks.restore_covered(site.load("model"), marks), marks
 
 
-@with_update_schema(fedpews.update_schema)
 def fold(
     state: fedpews.State, so_far: fedpews.MaskedSums | fedavg.FedAvgSums | None, update: DeviceUpdate
 ) -> fedpews.MaskedSums | fedavg.FedAvgSums:
@@ -108,6 +107,6 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    fold=fold,
-    keeps="",  # it publishes no mask
+    aggregation=Aggregation(fold, schema=fedpews.update_schema),
+    traits=fedavg.METHOD.traits,  # devices publish no masks
 )

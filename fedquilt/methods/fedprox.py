@@ -31,4 +31,10 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return fedavg.work(task, site, pull)
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 1812.06127", params=Params, work=work, uneven=True)
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 1812.06127",
+    params=Params,
+    work=work,
+    traits=replace(fedavg.METHOD.traits, unequal_epochs=True),
+)

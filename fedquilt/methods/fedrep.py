@@ -38,7 +38,6 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
 )
 from fedquilt.methods import fedavg, fedlora
 
@@ -71,7 +70,6 @@ def split_state(begun: fedavg.State, own: Collection[str]) -> State:
     return State(**vars(replace(begun, model=shared)), own=rest, backbone={})
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the whole network. Only the shared part is sent in every round."""
     trained = {**state.own, **state.model}

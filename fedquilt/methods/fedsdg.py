@@ -34,6 +34,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -49,8 +50,6 @@ from fedquilt.core import (
     Tensors,
     UpdateSchema,
     derive_seed,
-    with_common_task,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.methods.robust import CollectedUpdates, collect_update
@@ -145,14 +144,12 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**begun_with, backbone=begun.model, seed=seed)
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return FedLoRA's task spec with the names of the head's tensors."""
     sent = fedlora.send(state, device)
     return replace(sent, params={**sent.params, "head_names": fedlora.head_names(state.network)})
 
 
-@with_update_schema(lambda state: UpdateSchema({"delta": state.model}))
 def fold(state: State, so_far: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
     """Collect an update's change of the shared part, for up to `most` devices in a round."""
     return collect_update(so_far, update, "delta", state.model, state.params["most"], state.seed)
@@ -335,10 +332,12 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold, schema=lambda state: UpdateSchema({"delta": state.model})),
     step=step,
     result=result,
     explain=lambda state: state.told,
     personal=personal,
-    keeps="changes of adapters and head, `most` of them, which are compared",
+    traits=replace(
+        fedlora.METHOD.traits, per_device_data="changes of adapters and head, `most` of them, which are compared"
+    ),
 )

@@ -256,8 +256,9 @@ METHOD = replace(
     engines=("torch",),
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
     result=result,
-    frozen="the choice of units that are on",
+    traits=replace(fedavg.METHOD.traits, frozen_weights="the choice of units that are on"),
 )

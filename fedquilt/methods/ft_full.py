@@ -55,4 +55,4 @@ def send(state: fedavg.State, device: DeviceView) -> TaskSpec | None:
     return limit_by_memory(fedavg.send(state, device), state, device, ("torch", "numpy"), fedavg.minimum_batch(state))
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 2409.07202, section V-A3", params=Params, send=send)
+METHOD = replace(fedavg.METHOD, paper="arXiv 2409.07202, section V-A3", params=Params, send=send, common_task=False)

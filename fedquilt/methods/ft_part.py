@@ -87,9 +87,10 @@ METHOD = replace(
     params=Params,
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
     result=result,
     personal=None,
-    frozen="all but the last layers",
+    traits=replace(fedrep.METHOD.traits, frozen_weights="all but the last layers"),
 )

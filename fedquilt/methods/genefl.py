@@ -41,6 +41,7 @@ from msgspec import Meta
 from fedquilt import metrics
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -53,6 +54,7 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
+    Traits,
     UpdateError,
 )
 from fedquilt.costs import layer_costs
@@ -409,15 +411,18 @@ METHOD = replace(
     state=State,
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold),
     step=step,
     result=result,
     explain=explain,
     personal=personal,
-    tasks=("classes",),  # L_t follows the devices' accuracy
-    exact=True,  # fingerprints are directions of length 1
-    anew=False,  # the own model is what a device trains for
-    keeps="every fingerprint of the first round, and the sums of each cluster",
+    traits=Traits(
+        prediction_tasks=("classes",),  # L_t follows the devices' accuracy
+        exact_updates=True,  # fingerprints are directions of length 1
+        per_device_data="every fingerprint of the first round, and the sums of each cluster",
+        replaces_private_state=False,  # the own model is what a device trains for
+    ),
 )

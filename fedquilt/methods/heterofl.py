@@ -37,6 +37,7 @@ from msgspec import Meta
 from fedquilt import metrics
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -50,8 +51,6 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     UpdateSchema,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
 from fedquilt.methods._subnetworks import State, gather_statistics, statistics_round, subnetwork_state
@@ -230,8 +229,6 @@ def update_schema(state: State) -> UpdateSchema:
     return UpdateSchema({"model": state.model, "classes": held}, whole=False)
 
 
-@with_mergeable_accumulators(HeteroFLSums)
-@with_update_schema(update_schema)
 def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> HeteroFLSums:
     """Add a device's part to the sums, without classifier rows of classes that the device lacks."""
     sent = sent_model(update)
@@ -313,9 +310,10 @@ METHOD = replace(
     engines=("torch",),
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=update_schema),
     step=step,
     settle=statistics_round(places_by_rate, device_rate, scaled=True),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -19,9 +20,9 @@ from fedquilt.core import (
     EvaluationSums,
     Task,
     Tensors,
+    Traits,
     UpdateError,
     UpdateSchema,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
 
@@ -57,7 +58,6 @@ def personal(task: Task, site: ClientContext) -> Tensors:
     return site.local or first
 
 
-@with_update_schema(lambda state: UpdateSchema({}))
 def fold(state: State, so_far: int | None, update: DeviceUpdate) -> int:
     """Count an update.
 
@@ -86,9 +86,9 @@ METHOD = replace(
     init=init,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold, schema=lambda state: UpdateSchema({})),
     step=step,
     result=result,
     personal=personal,
-    anew=False,  # the own model is what a device trains for
+    traits=Traits(replaces_private_state=False),  # the own model is what a device trains for
 )

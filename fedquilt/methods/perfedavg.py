@@ -29,7 +29,6 @@ from fedquilt.core import (
     Step,
     Task,
     TaskSpec,
-    with_common_task,
 )
 from fedquilt.methods import fedavg
 
@@ -75,7 +74,6 @@ class MetaStep:
         self._ahead = True
 
 
-@with_common_task
 def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train at twice FedAvg's cost, with one more copy of the model."""
     return fedavg.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)

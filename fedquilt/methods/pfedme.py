@@ -31,10 +31,6 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
-    with_mergeable_accumulators,
-    with_update_check,
-    with_update_schema,
 )
 from fedquilt.methods import ditto, fedavg
 
@@ -87,7 +83,6 @@ class MoreauEnvelope:
         }
 
 
-@with_common_task
 def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
     """Return the task spec for K steps on each mini-batch, with one more copy of the model."""
     return fedavg.training_task_spec(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
@@ -112,9 +107,6 @@ def validate_update(state: fedavg.State, update: DeviceUpdate) -> None:
     fedavg.validate_update(state, update)
 
 
-@with_mergeable_accumulators(fedavg.FedAvgSums, fedavg.validate_site_sums)
-@with_update_schema(fedavg.full_model_schema)
-@with_update_check(validate_update)
 def fold(state: fedavg.State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
     """Add an update to the sums, with the same weight for every device.
 
@@ -143,7 +135,7 @@ METHOD = replace(
     send=send,
     work=work,
     check=ditto.check,
-    fold=fold,
+    aggregation=replace(fedavg.METHOD.aggregation, fold=fold, check_update=validate_update),
     step=step,
     personal=ditto.personal,
 )

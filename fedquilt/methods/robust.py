@@ -33,7 +33,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.arrays import tensors
-from fedquilt.core import Bundle, DeviceUpdate, Tensors, derive_seed, with_update_schema
+from fedquilt.core import Aggregation, Bundle, DeviceUpdate, Tensors, derive_seed
 from fedquilt.methods import fedavg
 from fedquilt.models import robust_aggregates
 
@@ -122,7 +122,6 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
 
 
-@with_update_schema(fedavg.full_model_schema)
 def fold(state: State, so_far: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
     """Collect an update, for up to `most` devices in a round."""
     return collect_update(so_far, update, "model", state.model, state.params["most"], state.seed)
@@ -181,9 +180,9 @@ METHOD = replace(
     params=Params,
     state=State,
     init=init,
-    fold=fold,
+    aggregation=Aggregation(fold, schema=fedavg.full_model_schema),
     step=step,
     explain=lambda state: state.told,
-    least=lambda params: params.least(),
-    keeps="whole models, `most` of them, which the rules compare",
+    minimum_updates=lambda params: params.least(),
+    traits=replace(fedavg.METHOD.traits, per_device_data="whole models, `most` of them, which the rules compare"),
 )

@@ -28,6 +28,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -37,10 +38,6 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     UpdateError,
-    with_common_task,
-    with_mergeable_accumulators,
-    with_update_check,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
 
@@ -86,7 +83,6 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**vars(begun), control=control, known=0)
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train with the server's control variate and one more copy in memory."""
     return fedavg.training_task_spec(state, {"model": state.model, "control": state.control}, anchors=2)
@@ -131,9 +127,6 @@ def validate_update(state: State, update: DeviceUpdate) -> None:
     fedavg.validate_update(state, update)
 
 
-@with_mergeable_accumulators(ScaffoldSums, validate_site_sums)
-@with_update_schema(fedavg.full_model_schema)
-@with_update_check(validate_update)
 def fold(state: State, so_far: ScaffoldSums | None, update: DeviceUpdate) -> ScaffoldSums:
     """Add an update's model to the sums in place, with its mean gradient (x - y) / (K eta_l).
 
@@ -182,7 +175,13 @@ METHOD = replace(
     init=init,
     send=send,
     work=work,
-    fold=fold,
+    aggregation=Aggregation(
+        fold,
+        accumulator=lambda state: ScaffoldSums,
+        schema=fedavg.full_model_schema,
+        check_update=validate_update,
+        check_sums=validate_site_sums,
+    ),
     step=step,
-    refused={"topk": TOPK},
+    traits=replace(fedavg.METHOD.traits, refused_codecs={"topk": TOPK}),
 )
