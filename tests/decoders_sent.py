@@ -335,7 +335,7 @@ def _summed(state: fedavg.State) -> Decoder:
 
     def read(payload: bytes) -> object:
         bundles = {site_updates.SUM: tensors.decode_tensors(payload)}
-        return method.step(state, method.fold(state, None, DeviceUpdate("site", 0, 6.0, {}, bundles)))
+        return method.step(state, method.aggregation.fold(state, None, DeviceUpdate("site", 0, 6.0, {}, bundles)))
 
     arrays, skeleton = tensors.split_state(total)
     sent = tensors.encode_tensors(site_updates.bundle_from_aggregate(arrays, skeleton["state"], ["a", "b"]))
@@ -351,7 +351,7 @@ def _passed(state: fedavg.State) -> Decoder:
     def read(payload: bytes) -> object:
         update = DeviceUpdate("site", 0, 6.0, {}, {"site.0": tensors.decode_tensors(payload)})
         site_updates.parts_of_site(update)
-        return method.step(state, method.fold(state, None, update))
+        return method.step(state, method.aggregation.fold(state, None, update))
 
     return Decoder("coordinator/updates/site_updates.py", read, (UpdateError,), seeds, measured)
 

@@ -187,7 +187,7 @@ def merge_accumulators(one: Any, other: Any) -> Any:
     """Merge two accumulators of different devices, in place of the first.
 
     Args:
-        one: Dataclass or mapping of exact sums, integers and further such values (`core.adds_up`). A value with a
+        one: Dataclass or mapping of exact sums, integers and further such values. A value with a
             method `merged` is merged by this method.
         other: Accumulator of the same type.
 

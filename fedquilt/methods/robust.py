@@ -183,6 +183,6 @@ METHOD = replace(
     aggregation=Aggregation(fold, schema=fedavg.full_model_schema),
     step=step,
     explain=lambda state: state.told,
-    minimum_updates=lambda params: params.least(),
+    minimum_updates=Params.minimum_updates,
     traits=replace(fedavg.METHOD.traits, per_device_data="whole models, `most` of them, which the rules compare"),
 )

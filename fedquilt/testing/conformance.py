@@ -48,6 +48,7 @@ from fedquilt.testing.scenarios import (
     Folded,
     as_images,
     depends_on_memory,
+    device_profile,
     make_scene,
     make_torch_engine,
     packed_states,
@@ -100,6 +101,24 @@ def fold_and_step_keep_state(name: str) -> None:
     for state, update in folded[:4]:
         here.method.step(state, here.method.aggregation.fold(state, None, update))
     assert packed_states(run) == before
+
+
+def common_task_is_the_same_for_all_devices(name: str) -> None:
+    """Assert that `send` ignores the device if the method declares `common_task`.
+
+    Raises:
+        Skipped: If the method sends tasks made for each device.
+    """
+    here, run, _, _ = record_run(name)
+    if not here.method.common_task:
+        raise CheckSkipped("its tasks are made for each device")
+    small = DeviceView("b", device_profile(1), (0,))
+    for state in run:
+        first, other = here.method.send(state, DeviceView("a", None)), here.method.send(state, small)
+        assert first is not None
+        assert other is not None
+        assert (other.params, other.work, other.check) == (first.params, first.work, first.check)
+        require_identical(dict(other.bundles), dict(first.bundles), "bundles")
 
 
 # -- on other networks ----------------------------------------------------------------------------
@@ -359,6 +378,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
     run_resumes_from_any_round,
     state_survives_packing,
     fold_and_step_keep_state,
+    common_task_is_the_same_for_all_devices,
     updates_work_in_16_bits,
     invalid_updates_are_rejected,
     accumulators_merge_in_any_order,

@@ -22,7 +22,18 @@ from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted, Round
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import aggregator
 from fedquilt.coordinator.updates.blob_recovery import LostUpdateError
-from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Method, StoreError, TaskSpec, Update, Usage, WorkEstimate
+from fedquilt.core import (
+    Aggregation,
+    BlobRef,
+    DeviceUpdate,
+    DeviceView,
+    Method,
+    StoreError,
+    TaskSpec,
+    Update,
+    Usage,
+    WorkEstimate,
+)
 from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
 
@@ -91,7 +102,7 @@ def in_order(state: fedavg.State, so_far: fedavg.FedAvgSums | None, update: Devi
 @pytest.fixture
 def ordered(tmp_path: Path) -> Iterator[Round]:
     """A job whose updates are folded in order of devices."""
-    made = Round(tmp_path, method=replace(fedavg.METHOD, fold=in_order))
+    made = Round(tmp_path, method=replace(fedavg.METHOD, aggregation=Aggregation(in_order)))
     yield made
     made.store.close()
 

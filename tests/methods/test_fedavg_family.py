@@ -262,7 +262,9 @@ def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
         changes = {"server_lr": 0.25} if name != "fednova" else {}
         state = method.init(toy_bundle({"name": "x"}, start, kinds=kinds), method.params(**changes), 0)
         first, second = (update(given, 1.0, device, steps=s, new=1.0) for device, s in (("a", 2.0), ("b", 8.0)))
-        after = method.step(state, method.fold(state, method.fold(state, None, first), second)).model
+        after = method.step(
+            state, method.aggregation.fold(state, method.aggregation.fold(state, None, first), second)
+        ).model
         assert after["bn.running_var"] == pytest.approx([3.0])
         assert after["bn.running_mean"] == pytest.approx([2.0])
         assert int(after["bn.num_batches_tracked"]) == 2
@@ -299,10 +301,10 @@ def test_an_update_that_does_not_say_its_steps_is_refused(name: str) -> None:
     state = method.init(toy_bundle(), method.params(), 0)
     for metrics in ({}, {"steps": 0.0}, {"steps": float("nan")}):
         with pytest.raises(UpdateError, match="this method has to know"):
-            method.fold(state, None, update(state.model, new=1.0, **metrics))
+            method.aggregation.fold(state, None, update(state.model, new=1.0, **metrics))
     if name == "scaffold":
         with pytest.raises(UpdateError, match="takes part for the first time"):
-            method.fold(state, None, update(state.model, steps=1.0))
+            method.aggregation.fold(state, None, update(state.model, steps=1.0))
 
 
 def test_a_round_nobody_answered_changes_nothing() -> None:

@@ -254,7 +254,7 @@ def ask(
 def take(state: Any, member: DeviceData, number: int, answer: ClientResult) -> Any:
     """The state after a round of this device alone."""
     update = DeviceUpdate(member.device, number, answer.weight, answer.metrics, answer.bundles)
-    return genefl.METHOD.step(state, genefl.METHOD.fold(state, None, update))
+    return genefl.METHOD.step(state, genefl.METHOD.aggregation.fold(state, None, update))
 
 
 def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene() -> None:

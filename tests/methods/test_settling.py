@@ -85,7 +85,7 @@ def test_statistics_are_those_of_all_devices_examples_together() -> None:
     for device, weight, mean, var in (("a", 1.0, 0.0, 1.0), ("b", 3.0, 4.0, 2.0)):
         sent = {name: np.full_like(state.model[name], mean if name.endswith("mean") else var) for name in names}
         update = DeviceUpdate(device, 0, weight, {}, {"statistics.1": sent})
-        total = method.settle.fold(state, total, update)
+        total = method.settle.aggregation.fold(state, total, update)
     after = method.settle.step(state, total)
     for name in names:
         wanted = 3.0 if name.endswith("mean") else (1 + 3 * (2 + 16)) / 4 - 9
@@ -111,7 +111,7 @@ def test_what_is_no_statistics_of_a_width_is_refused(spoil: Any, said: str) -> N
     method, state = begun("heterofl")
     sent = {name: array for name, array in state.model.items() if name.endswith(("running_mean", "running_var"))}
     with pytest.raises(UpdateError, match=said):
-        method.settle.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
+        method.settle.aggregation.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
 
 
 def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batches(
