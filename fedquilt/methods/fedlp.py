@@ -19,7 +19,8 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.arrays import exact_sums
+from fedquilt.arrays import exact_sums, tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.core import (
     Aggregation,
     ClientContext,
@@ -31,6 +32,8 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,13 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class FedLPSums(fedavg.FedAvgSums):
+class FedLPSums(WeightedSums):
     """Sums of a round: sum_k n_k * w_k of the layers received, and sum_k n_k of each tensor."""
 
     senders: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
 
 
-def layer_units(state: fedavg.State) -> list[tuple[str, ...]]:
+def layer_units(state: NetworkState) -> list[tuple[str, ...]]:
     """Return the names of the tensors of each layer, including its normalisation's statistics."""
     found = {layer: set(names) for layer, names in state.register.parameters_by_layer().items()}
     for entry in state.register.tensors:
@@ -55,7 +58,7 @@ def layer_units(state: fedavg.State) -> list[tuple[str, ...]]:
     return [tuple(sorted(names)) for names in found.values()]
 
 
-def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return FedAvg's task spec, with the layers that a device sends or drops."""
     order = fedavg.send(state, device)
     return replace(order, params={**order.params, "units": layer_units(state)})
@@ -69,7 +72,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
 
 
-def fold(state: fedavg.State, so_far: FedLPSums | None, update: DeviceUpdate) -> FedLPSums:
+def fold(state: NetworkState, so_far: FedLPSums | None, update: DeviceUpdate) -> FedLPSums:
     """Add the layers in an update to their sums."""
     if "model" not in update.bundles:
         raise UpdateError(f"{update.device} sent no model, not even an empty one")
@@ -84,15 +87,15 @@ def fold(state: fedavg.State, so_far: FedLPSums | None, update: DeviceUpdate) ->
     return FedLPSums(one.total, one.weights, {**so_far.senders, **senders})
 
 
-def step(state: fedavg.State, total: FedLPSums | None) -> fedavg.State:
+def step(state: NetworkState, total: FedLPSums | None) -> NetworkState:
     """Average each layer over its senders. A layer without senders stays."""
     if total is None:
         return state
     mean: dict[str, np.ndarray] = {}
     for name, weight in total.senders.items():
         if float(weight):
-            mean[name] = fedavg.divide_sum(total.total[name], float(weight))
-    return replace(state, model={**state.model, **fedavg.cast_like(mean, state.model)})
+            mean[name] = total.total[name].mean(float(weight))
+    return replace(state, model={**state.model, **tensors.cast_like(mean, state.model)})
 
 
 METHOD = replace(
@@ -101,6 +104,6 @@ METHOD = replace(
     params=Params,
     send=send,
     work=work,
-    aggregation=Aggregation(fold, accumulator=lambda state: FedLPSums, schema=fedavg.partial_model_schema),
+    aggregation=Aggregation(fold, accumulator=lambda state: FedLPSums, schema=local_training.partial_model_schema),
     step=step,
 )

@@ -41,6 +41,7 @@ from fedquilt.core import (
 )
 from fedquilt.methods import _subnetworks, fedavg, heterofl
 from fedquilt.methods.heterofl import HeteroFLSums
+from fedquilt.models import local_training
 from fedquilt.models.partial import masks, width
 from fedquilt.models.partial.masks import TensorGroups
 from fedquilt.models.partial.width import Places
@@ -167,6 +168,6 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    aggregation=Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=fedavg.partial_model_schema),
+    aggregation=Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=local_training.partial_model_schema),
     settle=_subnetworks.statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
 )

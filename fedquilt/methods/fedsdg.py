@@ -53,6 +53,7 @@ from fedquilt.core import (
 )
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.methods.robust import CollectedUpdates, collect_update
+from fedquilt.models import local_training
 from fedquilt.models.partial import lora
 
 EPS = 1e-8
@@ -170,7 +171,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
         told.append("no change agreed with the mean change: the plain mean was taken")
     elif apart := [device for device, share in zip(devices, shares, strict=True) if share == 0]:
         told.append(f"against the mean change, and so left aside: {', '.join(apart)}")
-    return replace(state, model=fedavg.cast_like(model, state.model), told=tuple(told))
+    return replace(state, model=tensors.cast_like(model, state.model), told=tuple(told))
 
 
 def aggregation_weights(deltas: Sequence[Tensors], rule: str) -> tuple[np.ndarray, bool]:
@@ -209,7 +210,7 @@ def result(state: State) -> Artefact:
     private = {f"{layer}.weight" for spot in spots for layer in spot.layers}  # a device's own branch adds to these
     if state.params["head"] == "private":
         private.update(fedlora.head_names(state.network))
-    return fedavg.weights_artefact(state.network, fedlora.merged_model(state), private=sorted(private))
+    return local_training.weights_artefact(state.network, fedlora.merged_model(state), private=sorted(private))
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the shared part, the own branch and the gates (Eq. 5 to 8), and send the change (Eq. 9)."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = load_own_branch(task, site, backbone)
-    answer = fedavg.train_from(task, site, {**backbone, **received, **mine}, branch_hooks(task, received, mine))
+    answer = local_training.train_from(task, site, {**backbone, **received, **mine}, branch_hooks(task, received, mine))
     model = answer.bundles["model"]
     delta = {name: model[name] - received[name] for name in received}
     kept = {name: model[name] for name in mine}

@@ -25,10 +25,12 @@ from fedquilt.core import (
     UpdateSchema,
 )
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """First model of all devices as `model`, which never changes."""
 
     rounds: int = 0  # rounds that had training
@@ -41,7 +43,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the device's own model further. No tensors are sent."""
-    answer = fedavg.train_from(task, site, personal(task, site))
+    answer = local_training.train_from(task, site, personal(task, site))
     return replace(answer, bundles={}, local=answer.bundles["model"])
 
 
@@ -76,7 +78,7 @@ def step(state: State, total: int | None) -> State:
 
 def result(state: State) -> Artefact:
     """Return the job's first model. The devices' models never leave them."""
-    return fedavg.weights_artefact(state.network, state.model, private=sorted(state.model))
+    return local_training.weights_artefact(state.network, state.model, private=sorted(state.model))
 
 
 METHOD = replace(

@@ -31,6 +31,8 @@ from fedquilt.core import (
     TaskSpec,
 )
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -74,24 +76,24 @@ class MetaStep:
         self._ahead = True
 
 
-def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train at twice FedAvg's cost, with one more copy of the model."""
-    return fedavg.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Take both steps on every mini-batch, or train as in FedAvg if alpha is 0."""
     if not task.params["alpha"]:
         return fedavg.work(task, site)
-    received, ahead = site.load("model"), MetaStep(task.params["alpha"], fedavg.fit_from_task(task).lr)
-    return fedavg.train_from(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
+    received, ahead = site.load("model"), MetaStep(task.params["alpha"], local_training.fit_from_task(task).lr)
+    return local_training.train_from(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Adapt the received model to the device's examples and evaluate the adapted model."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):
-        fit = replace(fedavg.fit_from_task(task), lr=alpha, epochs=epochs)
+        fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs)
         model, _ = site.engine.train(task.params["network"], model, site.train, fit, site.rng, progress=site.progress)
     return site.engine.evaluate(task.params["network"], model, site.held)
 

@@ -35,7 +35,8 @@ from msgspec import Meta
 from fedquilt.arrays import tensors
 from fedquilt.core import Aggregation, Bundle, DeviceUpdate, Tensors, derive_seed
 from fedquilt.methods import fedavg
-from fedquilt.models import robust_aggregates
+from fedquilt.models import local_training, robust_aggregates
+from fedquilt.models.local_training import NetworkState
 
 ASSUMING = ("trimmed_mean", "krum", "multi_krum")  # rules that leave out as many updates as there may be attackers
 
@@ -75,7 +76,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Global model, and log sentences on the last round."""
 
     seed: int
@@ -145,7 +146,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
             len(devices), size, tensors.seeded_rng(state.seed, "buckets", total.round)
         )
     updates = [total.sent[device] for device in devices]
-    rows, learned = robust_aggregates.UpdateRows(updates, groups), fedavg.trained_names(state)
+    rows, learned = robust_aggregates.UpdateRows(updates, groups), state.trained_names()
     called = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
     merged, sentence = _apply_rule(state, rows, learned, f, called)
     others = [name for name in state.model if name not in merged]
@@ -180,7 +181,7 @@ METHOD = replace(
     params=Params,
     state=State,
     init=init,
-    aggregation=Aggregation(fold, schema=fedavg.full_model_schema),
+    aggregation=Aggregation(fold, schema=local_training.full_model_schema),
     step=step,
     explain=lambda state: state.told,
     minimum_updates=Params.minimum_updates,

@@ -28,6 +28,7 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.core import Aggregation, BlobRef, Usage
 from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_a_device_counts_as_no_more_examples_than_it_has(
     assert said in stage.told(UpdateRejected)[0].reason
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
     assert stored is not None
-    assert tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [2.0, 2.0]
+    assert tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist() == [2.0, 2.0]
 
 
 def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -> None:

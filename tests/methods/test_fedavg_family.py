@@ -13,8 +13,9 @@ from fedavg_runs import numpy_one, play, same_bits, torch_one
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, JobError, UpdateError
+from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, Fit, JobError, UpdateError
 from fedquilt.methods import fedavg, fednova, fedopt, scaffold
+from fedquilt.models import local_training
 from fedquilt.testing.toy_networks import MLP, point_members, toy_bundle
 from fedquilt.tools.simulation import DeviceData
 
@@ -96,7 +97,7 @@ def test_fednova_with_equal_steps_is_fedavg() -> None:
 
 def test_the_learning_rate_decays_by_round() -> None:
     """A decay of 1/2 makes 0.1, 0.05, 0.025."""
-    assert [fedavg.learning_rate({"lr": 0.1, "lr_decay": 0.5}, r) for r in range(3)] == [0.1, 0.05, 0.025]
+    assert [local_training.learning_rate({"lr": 0.1, "lr_decay": 0.5}, r) for r in range(3)] == [0.1, 0.05, 0.025]
 
 
 # -- SCAFFOLD -------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def test_the_engine_goes_as_far_as_fednova_reckons(nesterov: bool) -> None:
     one = Examples(np.ones((1, 6), np.float32), np.zeros(1, np.int64))
 
     def moved(epochs: int) -> float:
-        fit = fedavg.Fit(epochs=epochs, lr=1e-4, momentum=0.8, nesterov=nesterov)
+        fit = Fit(epochs=epochs, lr=1e-4, momentum=0.8, nesterov=nesterov)
         return float(numpy_one().train(network, start, one, fit, tensors.seeded_rng(0))[0]["1.bias"][0])
 
     reckoned = [fednova.effective_steps(tau, {"momentum": 0.8, "nesterov": nesterov}) for tau in (1, 5)]

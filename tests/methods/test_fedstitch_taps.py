@@ -153,7 +153,7 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, he
     answer = METHOD.work(*deliver_task(METHOD, order, DeviceData("dev-0", *shares), build_donors()[1], seed=3))
     assert (answer.weight, answer.bundles["counts"]["examples"].tolist()) == (counted, [counted])
     update = DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
-    assert METHOD.aggregation.fold(state, None, update).sums["examples"].value().tolist() == [counted]
+    assert METHOD.aggregation.fold(state, None, update).sums["examples"].rounded_value().tolist() == [counted]
     with pytest.raises(UpdateError, match=f"counts: of {counted} examples, in an update that weighs {counted + 1}"):
         METHOD.aggregation.fold(state, None, replace(update, weight=counted + 1.0))
 

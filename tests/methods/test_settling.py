@@ -20,6 +20,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import progress
 from fedquilt.core import Bundle, DeviceUpdate, DeviceView, Examples, Hooks, UpdateError
 from fedquilt.methods import _subnetworks
+from fedquilt.models import local_training
 from fedquilt.models.partial import width
 from fedquilt.testing.toy_networks import toy_bundle, write_images
 from fedquilt.tools.artefacts import prepare
@@ -158,11 +159,10 @@ def test_a_network_without_batch_normalisation_needs_no_such_round() -> None:
 
 def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count() -> None:
     """Round 5 after two such rounds has the rate of the third round of work."""
-    from fedquilt.methods import fedavg
 
     method = methods.load("heterofl")
     state = replace(method.init(bundle(), method.params(lr=0.1, lr_decay=0.5), 0), settled=2)
-    assert fedavg.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
+    assert local_training.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
 
 
 def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(tmp_path: Path) -> None:
