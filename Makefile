@@ -23,6 +23,7 @@ check: .venv/ready
 	.venv/bin/mypy
 	.venv/bin/mypy examples/quickstart.py examples/own_method.py
 	.venv/bin/lint-imports --no-cache
+	.venv/bin/python -m tests.measures
 
 # the pages of docs/ as a site in build/site, with a reference of the Python names
 docs: .venv-docs/ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -139,8 +140,8 @@ def roll_back_rollout(store: Store, rollout: str = "") -> str:
         mend = f"; `fedquilt deploy --abort {state.id}` ends it" if state.is_under_way else ""
         raise JobError(f"{state.id} is {state.status}{mend}")
     known = [each.state for each in store.rollouts.readable_rollouts()]
-    for later in known[known.index(state) + 1 :]:
-        if later.plan.kind != state.plan.kind or later.offered.keys().isdisjoint(state.offered):
+    for later in itertools.dropwhile(lambda each: each.id != state.id, known):
+        if later.id == state.id or later.plan.kind != state.plan.kind or later.offered.keys().isdisjoint(state.offered):
             continue
         raise JobError(
             f"boards {'were offered' if later.is_reverted else 'have'} {later.id} of {later.plan.name} since, "

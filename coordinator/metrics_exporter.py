@@ -75,7 +75,8 @@ class CoordinatorMetrics:
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in _COUNTED}  # by job
         self._declined: Counter[tuple[str, str]] = Counter()  # by job and code
         self._ended: Counter[str] = Counter()  # by status
-        self._round: dict[str, tuple[int, int, float]] = {}  # running job -> round, most rounds, when it was asked
+        # running run, as several may have the name of one job -> label, round, most rounds, when boards were asked
+        self._rounds: dict[str, tuple[str, int, int, float]] = {}
         self._jobs: set[str] = set()
 
     def record_event(self, job: JobView, fact: AnyEvent) -> None:
@@ -83,7 +84,7 @@ class CoordinatorMetrics:
         count = self._counts
         match fact:
             case CohortSelected():
-                self._round = {**self._round, name: (fact.round, job.job.rounds, self._clock())}
+                self._rounds = {**self._rounds, job.id: (name, fact.round, job.job.rounds, self._clock())}
             case UpdateAccepted():
                 usage = fact.update.usage
                 count["updates"][name] += 1
@@ -100,7 +101,7 @@ class CoordinatorMetrics:
                 count["rounds"][name] += 1
             case JobEnded():
                 self._ended[fact.status] += 1
-                self._round = {key: value for key, value in self._round.items() if key != name}
+                self._rounds = {run: values for run, values in self._rounds.items() if run != job.id}
 
     def metric_families(self) -> Iterator[MetricFamily]:
         now = self._clock()
@@ -115,7 +116,8 @@ class CoordinatorMetrics:
         yield MetricFamily("fedquilt_declined", "counter", about, ("job", "code"), declined)
         ended = [((status,), float(self._ended[status])) for status in ("done", "failed", "stopped")]
         yield MetricFamily("fedquilt_jobs_ended", "counter", "Jobs that ended, by how.", ("status",), ended)
-        running = self._round
+        # one sample for each label: that of the run whose boards were asked last
+        running = {label: values for label, *values in sorted(self._rounds.values(), key=lambda each: each[3])}
         for name, about, place in (
             ("round", "Number of the running round, from 0.", 0),
             ("round_most", "Rounds that the job may take.", 1),

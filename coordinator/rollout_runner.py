@@ -1,7 +1,7 @@
 """Execution of a home's rollouts: device reports become events, and events become releases.
 
-All decisions are made by `rollouts`. Events are written before any message that depends on them is sent, so that a
-killed coordinator continues where it was.
+All decisions are made by `rounds.rollout`. Events are written before any message that depends on them is sent, so that
+a killed coordinator continues where it was.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RolloutRunner:
             if (kind, device) in self._owners:
                 self._send_release(kind, device, now_s)
 
-    def resend_all_releases(self, now_s: float) -> None:
+    def resend_unsettled_releases(self, now_s: float) -> None:
         self._opened_s = now_s
         for kind, device in self._owners:
             if self._states[self._owners[kind, device]].device_phase(device) not in rollout.SETTLED:
@@ -105,7 +105,7 @@ class RolloutRunner:
         if polled or heard:
             self._decide_rollouts(now_s)
         if now_s >= self._resend_s:
-            self._repeat_releases(now_s)
+            self._resend_due_releases(now_s)
         return min(self._poll_s + self._every_s, self._resend_s)
 
     # -- within --
@@ -179,7 +179,7 @@ class RolloutRunner:
         found = {}
         for device in {*self._registry.devices, *state.offered}:
             known = self._registry.devices.get(device)
-            online = known is not None and known.is_online  # one that has just gone is no canary
+            online = known is not None and known.is_online  # a device that has just disconnected is no canary
             gone_s = known.gone_s if known is not None and not online else -math.inf
             opened_s = self._opened_s - rollout.earlier_wait_s(state, device, online)
             since_s = max(opened_s, self._told_s.get(device, -math.inf), gone_s)
@@ -209,7 +209,7 @@ class RolloutRunner:
                     self._send_releases(state, state.offered, now_s)
                 case StatusReported(device):
                     self._told_s[device] = now_s
-                    if state.is_reverted:  # what it says may change what it is to be sent
+                    if state.is_reverted:  # the device may need another release after its report
                         self._send_releases(state, [device], now_s)
                 case rollout.RolloutCompleted():
                     self._arrived = True
@@ -224,6 +224,7 @@ class RolloutRunner:
                 self._send_release(state.plan.kind, device, now_s)
 
     def _send_release(self, kind: wire.Kind, device: str, now_s: float) -> None:
+        # A release that cannot be sent aborts a running rollout.
         state = self._states[self._owners[kind, device]]
         try:
             self._executor.send_release(device, kind, rollout.release_for_device(state, device))
@@ -242,7 +243,7 @@ class RolloutRunner:
             self._sent[kind, device] = (now_s, ASK_S if phase else min(2 * before, RESEND_MOST_S))
             self._resend_s = min(self._resend_s, now_s + self._sent[kind, device][1])
 
-    def _repeat_releases(self, now_s: float) -> None:
+    def _resend_due_releases(self, now_s: float) -> None:
         views = self._registry.device_views(now_s)
         for (kind, device), (sent_s, patience_s) in list(self._sent.items()):
             state = self._states[self._owners[kind, device]]

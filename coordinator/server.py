@@ -134,12 +134,12 @@ class Server:
                 continues.
         """
         desk = self._desk
-        self._poll_store(now_s)  # first: messages arriving now belong to the jobs that were running
+        self._schedule_jobs(now_s)  # first: messages arriving now belong to the jobs that were running
         later = desk.later = []
         with self._store.batch_events():
             for heard in self._executor.receive_inputs(now_s):
                 if heard is None:
-                    self._publish_everything(now_s)
+                    self._resend_everything(now_s)
                 elif isinstance(heard, tuple):
                     self._handle_message(*heard, now_s)
                 else:
@@ -184,13 +184,13 @@ class Server:
 
     # -- messages --
 
-    def _publish_everything(self, now_s: float) -> None:
+    def _resend_everything(self, now_s: float) -> None:
         # after a new session, the broker may have lost retained messages
         for serving in self._jobs.values():
             serving.send_all_tasks(now_s)
             serving.schedule_publication()
         if self._rollouts is not None:
-            self._rollouts.resend_all_releases(now_s)
+            self._rollouts.resend_unsettled_releases(now_s)
 
     def _handle_message(self, device: str, message: WireMessage, now_s: float) -> None:
         self.registry.set_site_right(device, self._executor.site_right(device) or self._limits.sites.get(device))
@@ -201,7 +201,7 @@ class Server:
                 else:
                     self._answer_inactive_job(message_handler.ClaimReceived(device, message), now_s)
             case Update():
-                own = message.layouts or message.boards  # what is not kept, and what its device does not say
+                own = message.layouts or message.boards  # not stored, and not from a device
                 told = msgspec.structs.replace(message, layouts={}, boards=()) if own else message
                 if (serving := self._jobs.get(message.job)) is not None:
                     serving.handle_update_offer(device, message, told, now_s)
@@ -263,7 +263,7 @@ class Server:
 
     # -- jobs --
 
-    def _poll_store(self, now_s: float) -> None:
+    def _schedule_jobs(self, now_s: float) -> None:
         if now_s < self._poll_s + self._every_s:
             return
         self._poll_s = now_s

@@ -37,8 +37,8 @@ class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     joules_per_round: Annotated[float, Meta(gt=0)] | None = None  # with "energy": the shortest round within these
     most_work: Annotated[float, Meta(ge=1)] = 2.0  # with "energy": most epochs of a device, by those of the job
     attempts: Annotated[int, Meta(ge=1)] = 3  # attempts at a round without quorum before the job fails
-    prefer: Literal["random", "energy"] = "random"  # "energy": by fewer joules for the same work
-    turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: cohort.py
+    prefer: Literal["random", "energy"] = "random"  # "energy" prefers devices that need fewer joules for the same work
+    turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: cohort_selection.py
     min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is not asked, unless it charges
     max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: no limit
     max_examples: Annotated[int, Meta(ge=1)] | None = None  # largest weight of a device; None: 100 times the median
@@ -68,8 +68,8 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Condition on model runners (`fedquilt serve-model`) that starts a job: [trigger]."""
 
     drift_above: Annotated[float, Meta(ge=0, lt=1)] = 0.3  # a board whose drift is larger counts
-    accuracy_below: Annotated[float, Meta(gt=0, le=1)] | None = None  # likewise one whose accuracy is smaller
-    boards: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3})?%\Z")] = "25%"  # of [cohort] select that tell of drift
+    accuracy_below: Annotated[float, Meta(gt=0, le=1)] | None = None  # a board whose accuracy is smaller counts as well
+    boards: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3})?%\Z")] = "25%"  # of the selected boards that report drift
     pause: str = "12h"  # least time between two starts
     approve: bool = False  # a run that it starts waits for `fedquilt approve`
 
@@ -152,7 +152,7 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
     rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may finish earlier
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
-    priority: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # its part of the boards' time beside other jobs' parts
+    priority: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # share of device time relative to other jobs
     engine: str | None = None  # one of the method's; None: on each device the first of them that it has
     max_update_mb: Annotated[int, Meta(ge=1)] | None = None  # a device that announces more is refused; None: by model
     params: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -198,7 +198,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     Raises:
         JobError: If a key is wrong. The error names the key and the expected value.
     """
-    job = _unify_model_and_data(toml.convert_table(table, JobSettings, "a job"))
+    job = _unify_task_and_classes(toml.convert_table(table, JobSettings, "a job"))
     given = parse_params(job)
     if job.wire.codec not in CODECS:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
@@ -265,15 +265,15 @@ def require_no_adversaries(job: JobSettings) -> None:
         )
 
 
-def require_supported_task(name: str, method: Method, network: Mapping[str, Any]) -> None:
+def require_supported_task(method_name: str, method: Method, network: Mapping[str, Any]) -> None:
     if (task := metrics.task_from_network(network)) not in method.traits.prediction_tasks:
         raise JobError(
-            f"task = {task!r}: {name} works with {' and '.join(map(repr, method.traits.prediction_tasks))} only, as "
-            "its rules need a class for each example: take another method, fedavg or fedprox for instance"
+            f"task = {task!r}: {method_name} works with {' and '.join(map(repr, method.traits.prediction_tasks))} "
+            "only, as its rules need a class for each example: take another method, fedavg or fedprox for instance"
         )
 
 
-def _unify_model_and_data(job: JobSettings) -> JobSettings:
+def _unify_task_and_classes(job: JobSettings) -> JobSettings:
     model, data = job.model, job.data
     if "outputs" in model:
         if "classes" in model:

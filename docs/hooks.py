@@ -68,4 +68,4 @@ def _drawn(fence: str) -> str:
         return fence
     arrows = re.findall(r"^ *(\S+) --> (\S+?)(?:: (.*))?$", fence, re.MULTILINE)
     rows = [f"| {before} | {facts} | {after} |" for before, after, facts in arrows if "[*]" not in (before, after)]
-    return "\n".join(["| phase | after the fact | comes phase |", "|---|---|---|", *rows])
+    return "\n".join(["| phase | event | next phase |", "|---|---|---|", *rows])

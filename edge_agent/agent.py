@@ -381,7 +381,7 @@ class Agent:
             needed |= {ref.sha256 for ref in self.duty.state.open.task.bundles.values()}
         return needed
 
-    # -- what others may know --
+    # -- published state --
 
     def _publish_presence_and_profile(self, now_s: float) -> None:
         self._publish_presence(online=True)

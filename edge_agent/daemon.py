@@ -36,7 +36,7 @@ def run_agent(settings: AgentSettings) -> None:
         JobError: If a setting is unusable or another agent runs in the same home.
         StoreError: If the home cannot be read or written.
     """
-    from fedquilt.security.authenticated_link import UNSIGNED, DeviceLink, load_identity
+    from fedquilt.security.authenticated_link import UNSIGNED, AuthenticatedDeviceLink, load_identity
     from fedquilt.transport.mqtt.broker import Broker
     from fedquilt.transport.mqtt.link import MqttLink
 
@@ -54,7 +54,7 @@ def run_agent(settings: AgentSettings) -> None:
     client = f"fedquilt-{settings.fleet}-{settings.device}"
     plain = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
     own = load_identity(broker)
-    link = plain if own is None else DeviceLink(plain, own, settings.fleet, settings.device)
+    link = plain if own is None else AuthenticatedDeviceLink(plain, own, settings.fleet, settings.device)
     if own is None:
         log.info("%s", UNSIGNED)
     cage, home = memory_budget.MemoryLimit(), Path(settings.home).absolute()

@@ -135,8 +135,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     plugins: Mapping[str, str] = field(
         default_factory=dict
     )  # of other packages: `fedquilt.plugins.plugin_fingerprints`
-    confined: tuple[str, ...] | None = None  # what a task's process gives up: `task.confine`; None: it has none
-    labels: tuple[str, ...] = ()  # what its owner calls it by: `fedquilt.formats.labels`
+    confined: tuple[str, ...] | None = None  # by `task.sandbox`, or None without a process
+    labels: tuple[str, ...] = ()  # labels given by the owner: `fedquilt.formats.labels`
     carriers: tuple[str, ...] = ()  # of blobs, beside the broker
     boards: int = 0  # of a site
     runs_on: Mapping[str, str] = field(default_factory=dict)  # engine that may use a GPU -> what its latest task used
@@ -147,7 +147,7 @@ class OpenTask(msgspec.Struct, frozen=True):
     missing: frozenset[BlobRef]
     due_s: float = math.inf  # its deadline by this device's own clock, set when it first arrived
     working: bool = False
-    down_bytes: int = 0  # size of blobs that had to be fetched for it
+    down_bytes: int = 0  # size of the fetched blobs
     again: frozenset[BlobRef] = frozenset()  # part of `missing` that failed, to be fetched again at `again_s`
     again_s: float = math.inf
     patience_s: float = REFETCH_S

@@ -301,10 +301,7 @@ def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -
 
 
 def _handle_failure(state: DeviceState, open: OpenTask, event: TaskFailed) -> Step:
-    """Refuse the task, or begin it again if its process was killed without own fault.
-
-    With the same plan, so that the result has the same bits; only a refusal makes the next attempt more cautious.
-    """
+    # A task whose process was killed by another cause is restarted with the same plan, for a bit-identical result.
     if event.killed and open.working and open.killed < KILLED_MOST:
         return _start_if_ready(replace(state, open=replace(open, killed=open.killed + 1, working=False)))
     times = f" ({open.killed + 1} times)" if event.killed else ""
@@ -312,7 +309,6 @@ def _handle_failure(state: DeviceState, open: OpenTask, event: TaskFailed) -> St
 
 
 def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
-    """Remove an answered update from the outbox, note a counted round, and end a task that it made useless."""
     job, round = event.key
     offer = state.outbox.get(event.key)
     if offer is not None and event.epoch < offer.update.epoch:

@@ -41,7 +41,7 @@ class TaskServices(Protocol):
     def discard_update(self, update: Update) -> None: ...
 
     def fetch_blobs(self, refs: Sequence[BlobRef]) -> None:
-        """Start to fetch blobs. A `Fetched` event follows for each blob."""
+        """Start to fetch blobs. A `BlobFetched` event follows for each blob."""
         ...
 
     def cancel_fetch(self, sha256: str) -> None:

@@ -13,7 +13,7 @@ job = fq.Job(
     rounds=20,
     model=fq.models.mlp(64, [32], 10),
     data=fq.Data("digits.npz", partition="dirichlet", alpha=0.5),
-    cohort=fq.CohortSettings(size=5, deadline="predicted"),
+    cohort=fq.Cohort(size=5, deadline="predicted"),
     fleet=fq.Fleet(10, boards=["jetson-nano", "raspberry-pi-5"]),
 )
 run = fq.simulate(job, seed=0, workers=2)  # the coordinator's own rounds

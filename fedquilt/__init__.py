@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedquilt import models as models
-    from fedquilt.api import Cohort as CohortSettings
+    from fedquilt.api import Cohort as Cohort
     from fedquilt.api import Comparison, Data, Fleet, Job, Run, Table, compare, method, simulate
     from fedquilt.api import trackers as trackers
     from fedquilt.core import (
@@ -35,7 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ClockError",
-    "CohortSettings",
+    "Cohort",
     "Comparison",
     "Data",
     "DataError",

@@ -149,7 +149,7 @@ def load_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Any:
     """Import the object of a name, or return None for a built-in name in `ours`.
 
     Raises:
-        JobError: As for `find_plugin`, and if the object does not exist or its import fails.
+        JobError: If `find_plugin` fails, the object does not exist or its import fails.
     """
     plugin = find_plugin(kind, name, ours)
     return None if plugin is None else import_plugin(plugin)
@@ -233,9 +233,8 @@ def search_current_folder() -> Iterator[None]:
 def fingerprint(plugin: Plugin) -> str:
     """Return package, version and sha256 of all files of a plug-in's module, as one line.
 
-    Two machines with the same fingerprint run the same code.
-
-    Two machines with the same text run the same code. At most 200 characters, as `fedquilt.core.Label` takes.
+    Two machines with the same fingerprint run the same code. A fingerprint has at most 200 characters, as a
+    `fedquilt.core.Label` has.
     """
     return f"{plugin.package[:90]} {plugin.version[:44] or '-'} {module_digest(plugin.module)}"
 
@@ -282,7 +281,7 @@ def required_modules(kind: Kind, name: str, ours: Collection[str] = ()) -> dict[
     """Return the modules that a device needs for a name, with fingerprints, or {} if built in.
 
     Raises:
-        JobError: As for `find_plugin`.
+        JobError: If `find_plugin` fails.
     """
     plugin = find_plugin(kind, name, ours)
     return {} if plugin is None else {plugin.module: fingerprint(plugin)}
@@ -292,7 +291,7 @@ def allowlist_entries(kind: Kind, name: str, ours: Collection[str] = ()) -> list
     """Return the `plugins` entries that a simulated device needs to use a name.
 
     Raises:
-        JobError: As for `find_plugin`.
+        JobError: If `find_plugin` fails.
     """
     plugin = find_plugin(kind, name, ours)
     return [] if plugin is None else [plugin.name if ":" in plugin.name else plugin.package]
@@ -347,7 +346,7 @@ def _installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
                     package = str(distribution.metadata["Name"])
                     plugin = Plugin(kind, point.name, point.value, package, str(distribution.version))
                     found.setdefault((package, point.name), plugin)
-        except Exception:  # noqa: S112  (somebody's damaged metadata: what it would have given is not there)
+        except Exception:  # noqa: S112  (a package with damaged metadata has no plug-ins)
             continue
     return tuple(sorted(found.values(), key=lambda plugin: (plugin.name, plugin.package)))
 

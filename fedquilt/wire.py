@@ -182,7 +182,7 @@ class DesiredRelease(WireMessage, frozen=True, omit_defaults=True):
     rollout: Name
     kind: Kind
     serial: Count  # grows with each release for this device and kind: a smaller one is old news
-    blob: BlobRef | None = None  # None: settings, or the return to what ran before
+    blob: BlobRef | None = None  # None for settings and for a return
     name: Label = ""  # what people call it: the run, or the version
     back: bool = False  # return to what ran before
     limits: ReleaseLimits = ReleaseLimits()
@@ -385,7 +385,7 @@ class Route(msgspec.Struct, frozen=True):
     """Content of a topic: device, direction, kind of message, and blob and index of a chunk."""
 
     leaf: str  # "presence", ..., "get", "chunk", "manifest", "missing", "place", "coord", "round"
-    kind: type[WireMessage] | None  # None: raw bytes of a chunk
+    kind: type[WireMessage] | None  # None for the raw bytes of a chunk
     device: str = ""
     direction: str = ""
     sha256: str = ""

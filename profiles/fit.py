@@ -49,7 +49,7 @@ def fit_time_law(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> tup
     """Fit the time law a + b / f_cpu + c / f_gpu + d / f_emc.
 
     Raises:
-        ValueError: If there are no measurements.
+        ValueError: If there are no measurements, or one is not above 0.
     """
     axes = _varying_axes(seen, top)
     x = _time_law_rows(seen, axes, top)  # (n, 1 + axes)
@@ -65,7 +65,7 @@ def fit_power_model(
     """Fit the power model base + sum of w * r^k, with k from `EXPONENTS` and `base` >= `floor_w`.
 
     Raises:
-        ValueError: If there are no measurements.
+        ValueError: If there are no measurements, or one is not above 0.
     """
     axes = _varying_axes(seen, top)
     values = _target_values(seen)
@@ -154,13 +154,21 @@ def fit_unit_costs(counts: Sequence[Sequence[float]], values: Sequence[float]) -
 
     Args:
         counts: The counts, one row for each value.
-        values: The measured values, all above 0.
+        values: The measured values.
+
+    Raises:
+        ValueError: If a value is not above 0.
     """
     found = _solve_non_negative(np.array(counts, float), np.array(values, float), 0.0)
     return [float(value) for value in found]
 
 
 def _solve_non_negative(x: np.ndarray, y: np.ndarray, floor: float) -> np.ndarray:
+    if (odd := ~(np.isfinite(y) & (y > 0))).any():
+        place = int(odd.argmax())
+        raise ValueError(
+            f"measurement {place} is {y[place]:g}, and has to be above 0: measure it again or leave it out"
+        )
     rows = x / y[:, None]
     aim = 1.0 - floor * rows[:, 0]  # what is left for the coefficients above their lowest
     scale = np.maximum(np.abs(rows).max(0), 1e-300)

@@ -76,7 +76,7 @@ def _coordinator(folder: Path) -> dict[str, Decoder]:
     written = pack_file.PackFile(str(path), REAL)
     for payload in (b"first", b"second blob"):
         sha256 = hashlib.sha256(payload).hexdigest()
-        written.name_blob(sha256, written.write_blob(sha256, payload), len(payload))
+        written.register_blob(sha256, written.write_blob(sha256, payload), len(payload))
     packed = path.read_bytes()
 
     def unpacked(payload: bytes) -> object:

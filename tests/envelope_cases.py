@@ -274,7 +274,7 @@ def play(world: World, case: int) -> int:
 def by_governor(world: World, luck: random.Random, step: int) -> int:
     """A task with a deadline, as the agent takes it."""
     assert world.device is not None
-    world.device._detect_mode_change(float(step))  # part of `read`, whose sensors take most of its time
+    world.device._update_points_after_mode_change(float(step))  # part of `read`, whose sensors take most of its time
     rule = governor.GovernorPolicy(luck.choice(["energy", "paper", "max"]), max_w=world.max_w)  # type: ignore[arg-type]
     work = WorkEstimate(flops=10 ** luck.uniform(9, 13), read_bytes=10 ** luck.uniform(6, 10))
     point = governor.choose_point(rule, world.device.points, work, 10 ** luck.uniform(-1, 3), world.device.idle_w)

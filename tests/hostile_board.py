@@ -47,7 +47,7 @@ from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.devices import create_device as make_board
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle, toml
-from fedquilt.security.authenticated_link import DeviceLink
+from fedquilt.security.authenticated_link import AuthenticatedDeviceLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.tools.operations.identity import broker_config
 from fedquilt.tools.operations.identity.authority import clock_s
@@ -156,7 +156,7 @@ class Liar(threading.Thread):
         rate: messages a second that it sends besides, of all kinds; 0: none.
     """
 
-    def __init__(self, link: DeviceLink, raw: Noted, model: Tensors, rate: float = 0.0) -> None:
+    def __init__(self, link: AuthenticatedDeviceLink, raw: Noted, model: Tensors, rate: float = 0.0) -> None:
         super().__init__(daemon=True)
         self.done, self.sent = Counter[str](), 0
         self._link, self._raw, self._model, self._rate = link, raw, model, rate
@@ -329,7 +329,7 @@ class Site:
         """The hostile board, at its work."""
         broker = self.certified.broker(LIAR, url=self.url)
         raw = Noted(broker, LIAR)
-        made = Liar(DeviceLink(raw, LinkIdentity(broker), FLEET, LIAR), raw, self.model, rate)
+        made = Liar(AuthenticatedDeviceLink(raw, LinkIdentity(broker), FLEET, LIAR), raw, self.model, rate)
         made.start()
         return made
 

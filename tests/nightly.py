@@ -149,6 +149,11 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             ((python, "-m", "tests.envelope_cases", "--cases", "0-99999"),),
         ),
         Stage(
+            "mutants",
+            "300 mutants of our modules, each with tests that execute it: how many are noticed, in at most 3 hours",
+            ((python, "-m", "tests.measures.mutants", "--count", "300", "--seed", "0"),),
+        ),
+        Stage(
             "rehearsal",
             "a flashed system booted with systemd, and its agent",
             ((*command, "emulate", "--systemd"),),

@@ -12,5 +12,5 @@ def opened(store: Store, run: str, method: Method | None = None) -> RunningJob:
     """The job, with its state; `method`: None: the one that it names."""
     row = store.find_job(run)
     job = RunningJob(row, store, 0.0, method or methods.load(row.job.method))
-    job.continue_from(job.build_state_loader()(), 0.0)
+    job.use_loaded_state(job.build_state_loader()(), 0.0)
     return job

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from certified import Certified
 
 from fedquilt import wire
-from fedquilt.security.authenticated_link import DeviceLink, FleetLink
+from fedquilt.security.authenticated_link import AuthenticatedDeviceLink, AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Message
 from fedquilt.transport.memory_link import MemoryBroker
@@ -40,7 +40,7 @@ class Fleet:
     def __init__(self, site: Certified) -> None:
         self.site, self.broker = site, Tampered()
         self.identities = {"coordinator": LinkIdentity(site.broker("coordinator", "coordinator"))}
-        self.boards: dict[str, DeviceLink] = {}
+        self.boards: dict[str, AuthenticatedDeviceLink] = {}
         self.heard: dict[str, list[Message]] = {}
         self.epoch = 0
         self.coordinate()
@@ -52,15 +52,15 @@ class Fleet:
         if self.epoch > 1:
             self.broker.lose_client(self.raw)
         self.raw = self.broker.connect()
-        self.link = FleetLink(self.raw, self.identities["coordinator"], "f", self.clock)
+        self.link = AuthenticatedFleetLink(self.raw, self.identities["coordinator"], "f", self.clock)
         self.link.subscribe(TOPICS.coordinator_filters())
         self.link.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=self.epoch)), retain=True)
         self.heard["coordinator"] = []
 
-    def join(self, name: str, identity: LinkIdentity | None = None) -> DeviceLink:
+    def join(self, name: str, identity: LinkIdentity | None = None) -> AuthenticatedDeviceLink:
         """A new agent's process of a board."""
         self.identities.setdefault(name, identity or LinkIdentity(self.site.broker(name)))
-        self.boards[name] = DeviceLink(self.broker.connect(), self.identities[name], "f", name, self.clock)
+        self.boards[name] = AuthenticatedDeviceLink(self.broker.connect(), self.identities[name], "f", name, self.clock)
         self.heard[name] = []
         return self.boards[name]
 

@@ -34,7 +34,7 @@ from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle
-from fedquilt.security.authenticated_link import DeviceLink
+from fedquilt.security.authenticated_link import AuthenticatedDeviceLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.tools.simulation import agents as fleet
 from fedquilt.transport.memory_link import MemoryBroker
@@ -111,7 +111,7 @@ def played(folder: Path, hidden: list[int], rounds: int, *, signed: bool) -> Spe
 
             def agent(link: Any, options: Any, *given: Any, **more: Any) -> Agent:
                 name = options.device
-                own = DeviceLink(link, LinkIdentity(certified.broker(name)), plan.fleet, name, clock)
+                own = AuthenticatedDeviceLink(link, LinkIdentity(certified.broker(name)), plan.fleet, name, clock)
                 return Agent(own, options, *given, **more)
 
             with mock.patch.multiple(fleet, LinkExecutor=coordinator, Agent=agent):

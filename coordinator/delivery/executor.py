@@ -35,7 +35,7 @@ from fedquilt.coordinator.rounds.message_handler import (
 )
 from fedquilt.core import BlobRef, JobError, Profile, SiteRight, Task, WireError, WireMessage, shorten_error
 from fedquilt.host.logs import log_ids
-from fedquilt.security.authenticated_link import FleetLink
+from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed_messages import MalformedMessages
@@ -45,7 +45,7 @@ log = logging.getLogger("fedquilt.coordinator")
 Said: TypeAlias = tuple[str, WireMessage]  # a device, and its presence, profile, telemetry, claim or update
 Heard: TypeAlias = (
     Said | DeviceOnline | UpdateReceived | RateLimitExceeded | DeviceSilent | DeviceReturned | DeviceRemoved | None
-)  # None: earlier messages may be lost, send everything again
+)  # None for a new session: messages sent before may be lost
 
 
 class Executor(Protocol):
@@ -73,7 +73,8 @@ class Executor(Protocol):
         """Send a device its task, for the first time or again. The task replaces any earlier task.
 
         Raises:
-            JobError, WireError: If the task contains a value that cannot be sent.
+            JobError: If the task contains a value that cannot be sent.
+            WireError: If the encoded task is invalid.
             LinkError: If the task is larger than the broker accepts.
         """
         ...
@@ -113,8 +114,11 @@ class Executor(Protocol):
         ...
 
     @property
-    def blobs_in_use(self) -> set[str]:
-        """Blobs of updates that the devices themselves have written to the store."""
+    def unacknowledged_update_blobs(self) -> set[str]:
+        """Blobs of unacknowledged updates that simulated devices have written to the store.
+
+        The garbage collector keeps these blobs.
+        """
         ...
 
     @property
@@ -126,7 +130,8 @@ class Executor(Protocol):
         """Send a device a release and let the device fetch its blob. None clears the device's release.
 
         Raises:
-            JobError, WireError: If the release cannot be sent, or devices of this kind install no releases.
+            JobError: If devices of this kind install no releases.
+            WireError: If the release cannot be encoded.
             LinkError: If the release is larger than the broker accepts.
         """
         ...
@@ -214,7 +219,7 @@ class LinkExecutor:
         self._returned: list[str] = []  # silent devices heard by the latest message
         self._topics = wire.Topics(fleet)
         self._gate = RateLimitedLink(link, self._topics)
-        self._signed = None if identity is None else FleetLink(self._gate, identity, fleet)
+        self._signed = None if identity is None else AuthenticatedFleetLink(self._gate, identity, fleet)
         self._link: Link = self._signed or self._gate
         self._epoch, self._session = epoch, 0
         self._issues = TaskDispatcher(self._link, self._topics)
@@ -253,7 +258,7 @@ class LinkExecutor:
         self._transfers.step(now_s)
         while done := self._transfers.take_finished():
             for device, sha256, error in done:
-                yield from self._finish_fetch(device, sha256, error)
+                yield from self._handle_fetched_blob(device, sha256, error)
         for device, seconds in self._transfers.take_charges().items():
             self._gate.charge_time(device, seconds)
         for device in self._issues.take_due_devices(now_s):
@@ -307,7 +312,7 @@ class LinkExecutor:
         self._transfers.yield_turn(device, now_s)
 
     @property
-    def blobs_in_use(self) -> set[str]:
+    def unacknowledged_update_blobs(self) -> set[str]:
         # devices do not write to the store themselves
         return set()
 
@@ -354,7 +359,7 @@ class LinkExecutor:
         self._link.close()
 
     def _decode_message(self, message: Message, now_s: float) -> Said | None:
-        # None: the message is invalid, or handled already
+        # Returns None for messages that are invalid or already handled.
         try:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":
@@ -412,7 +417,7 @@ class LinkExecutor:
         # not reliable, so that the broker does not queue the request for an offline device
         self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
 
-    def _finish_fetch(self, device: str, sha256: str, error: str | None) -> Iterator[UpdateReceived]:
+    def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[UpdateReceived]:
         missing = self._fetching.get(device)
         if missing is None or sha256 not in missing:
             return

@@ -162,7 +162,7 @@ class DeviceStatusTracker:
             if now_s >= self._remove_s:
                 self._remove_s = now_s + REMOVED_S
                 self._removed += (removed := self._store.take_removals())
-                self._forget_devices(self._store, removed)
+                self._delete_devices(self._store, removed)
             if now_s >= self._tidy_s:
                 self._tidy_s = now_s + TIDY_S
                 self._remove_expired(self._store, self._clock())
@@ -229,9 +229,9 @@ class DeviceStatusTracker:
         """Delete old readings, and boards without a message for long."""
         store.downsample_readings(now)
         gone = {device for device in self._boards if _is_expired(self._status_with_last_seen(device), now)}
-        self._forget_devices(store, gone)
+        self._delete_devices(store, gone)
 
-    def _forget_devices(self, store: TelemetryStore, devices: Collection[str]) -> None:
+    def _delete_devices(self, store: TelemetryStore, devices: Collection[str]) -> None:
         store.delete_devices(devices)
         for device in devices:
             for place in (self._boards, self._sums, self._seen):

@@ -48,7 +48,7 @@ class RateLimiter:
     """Token bucket of each device. Full buckets are removed from time to time."""
 
     _accounts: dict[str, _TokenBucket] = field(default_factory=dict)
-    _most: int = 1024  # accounts before one looks which can be let go of
+    _most: int = 1024  # number of buckets above which full ones are removed
 
     def admit_message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
         """Decide whether to process a message.
@@ -86,7 +86,7 @@ class RateLimiter:
         if account is None:
             if len(self._accounts) >= self._most:
                 self._remove_full_buckets(now_s)
-                self._most = max(1024, 2 * len(self._accounts))  # a look takes as long as there are accounts
+                self._most = max(1024, 2 * len(self._accounts))  # the removal visits every bucket
             account = self._accounts[device] = _TokenBucket(at_s=now_s)
         account.left_s = min(account.left_s + RATE * max(now_s - account.at_s, 0.0), BURST_S)
         account.at_s = now_s
@@ -101,8 +101,8 @@ class RateLimiter:
 
 log = logging.getLogger("fedquilt.coordinator")
 KNOWN_MOST: Final = 4096  # devices that are subscribed to by name; with more, what a flood sends is read and dropped
-LOOK_S: Final = 60.0  # between two looks for devices that are not known yet
-LOOKED_S: Final = 1.0  # that a look lasts: what is flooded with comes as well
+LOOK_S: Final = 60.0  # interval of subscriptions to all presences, to find unknown devices
+LOOKED_S: Final = 1.0  # duration of such a subscription, in which flooding messages arrive too
 
 
 class RateLimitedLink(LinkWrapper):
@@ -120,19 +120,19 @@ class RateLimitedLink(LinkWrapper):
         self._known: dict[str, None] = {}  # devices, in the order of their first message
         self._aside: dict[str, float] = {}  # device -> until when it is not read
         self._flooded: list[str] = []  # set aside, and not told yet
-        self._narrow = False  # devices are subscribed to by name
+        self._subscribes_per_device = False
         self._look_s = math.inf  # when the next look begins
         self._looked_s = math.inf  # or the present one ends
 
     def subscribe(self, filters: Sequence[str]) -> None:
-        if not self._narrow:
+        if not self._subscribes_per_device:
             self._link.subscribe(filters)
         else:  # the broker may know of the earlier subscription alone
             self._link.unsubscribe(filters)
 
     def receive(self) -> list[Message]:
         self._update_subscriptions()
-        return [message for message in self._link.receive() if self._is_admitted(message)]
+        return [message for message in self._link.receive() if self._admit_received(message)]
 
     # -- of devices --
 
@@ -155,46 +155,46 @@ class RateLimitedLink(LinkWrapper):
 
     def next_s(self) -> float:
         """Return the time at which `receive` must be called even without a message."""
-        return min((*self._aside.values(), self._looked_s, self._look_s)) if self._narrow else math.inf
+        return min((*self._aside.values(), self._looked_s, self._look_s)) if self._subscribes_per_device else math.inf
 
     # -- within --
 
-    def _is_admitted(self, message: Message) -> bool:
+    def _admit_received(self, message: Message) -> bool:
         device = wire.device_from_topic(message.topic)
         if not device:
             return True
         if device not in self._known:
-            self._add_known_device(device)
+            self._subscribe_to_new_device(device)
         if device in self._aside:
             return False
         try:
             route = wire.parse_topic(message.topic)
         except WireError:
             return self.admit_message(device, len(message.payload))
-        if route.kind is None:  # a chunk: the coordinator has asked for it, or says otherwise by `admit_message`
+        if route.kind is None:  # a chunk, which the coordinator has requested or charges later
             return True
         return self.admit_message(device, len(message.payload), HELLO_S if route.leaf == "hello" else MESSAGE_S)
 
-    def _add_known_device(self, device: str) -> None:
+    def _subscribe_to_new_device(self, device: str) -> None:
         if len(self._known) <= KNOWN_MOST:
             self._known[device] = None
-            if self._narrow and len(self._known) <= KNOWN_MOST:
+            if self._subscribes_per_device and len(self._known) <= KNOWN_MOST:
                 self._link.subscribe(self._device_filters([device]))
-            elif self._narrow:
+            elif self._subscribes_per_device:
                 self._subscribe_to_all()
 
     def _block_device(self, device: str) -> None:
         self._flooded.append(device)
         self._aside[device] = self.now_s + ASIDE_S
-        if self._narrow:
+        if self._subscribes_per_device:
             self._link.unsubscribe(self._device_filters([device]))
         elif len(self._known) <= KNOWN_MOST:
-            self._narrow, self._look_s, self._looked_s = True, self.now_s + LOOK_S, math.inf
+            self._subscribes_per_device, self._look_s, self._looked_s = True, self.now_s + LOOK_S, math.inf
             self._link.subscribe(self._device_filters([each for each in self._known if each not in self._aside]))
             self._link.unsubscribe(self._topics.coordinator_filters())
 
     def _subscribe_to_all(self) -> None:
-        self._narrow, self._look_s, self._looked_s = False, math.inf, math.inf
+        self._subscribes_per_device, self._look_s, self._looked_s = False, math.inf, math.inf
         self._link.subscribe(self._topics.coordinator_filters())
         self._link.unsubscribe([*self._device_filters(list(self._known)), self._presence_filter])
 
@@ -202,7 +202,7 @@ class RateLimitedLink(LinkWrapper):
         back = [device for device, until_s in self._aside.items() if self.now_s >= until_s]
         for device in back:
             del self._aside[device]
-        if not self._narrow:
+        if not self._subscribes_per_device:
             return
         if not self._aside:
             return self._subscribe_to_all()

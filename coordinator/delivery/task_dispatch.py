@@ -34,7 +34,7 @@ class TaskDispatcher:
         self._link, self._topics = link, topics
         self._open: dict[str, DispatchedTask] = {}
         self._agenda: list[tuple[float, str]] = []  # heap of (time, device): when an open task may be due, or earlier
-        self._listed: dict[str, float] = {}  # device -> time of its entry; any other entry of it is outdated
+        self._listed: dict[str, float] = {}  # device -> time of its valid entry
         self._released: dict[tuple[str, wire.Kind], wire.DesiredRelease] = {}  # by device
 
     def __contains__(self, device: str) -> bool:

@@ -1,7 +1,7 @@
 """Status of each device, derived from its messages, for monitoring.
 
-Rounds do not depend on the status. `boards_link` follows the messages, and `boards_store` stores the status. Times are
-wall-clock seconds of the coordinator. Pure: no I/O and no clock.
+Rounds do not depend on the status. `delivery.monitoring_executor` follows the messages, and
+`telemetry_store` stores the status. Times are wall-clock seconds of the coordinator. Pure: no I/O and no clock.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LatestDecline(msgspec.Struct, frozen=True):
 class InstalledRelease(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: wire.Kind
     phase: str
-    name: str = ""  # of what it runs now, as people call it; "": what it was flashed with
-    current: str = ""  # blob (sha256) that it runs now
+    name: str = ""  # name of the running release, or empty for the flashed one
+    current: str = ""  # sha256 of the running blob
     rollout: str = ""  # the latest release's
     reason: str = ""
     at: float = 0.0  # when it said so first
@@ -110,9 +110,9 @@ def apply_message(board: DeviceStatus, message: WireMessage, at: float) -> Devic
             step = board.doing.step if board.doing.step == "waiting" else "sending"  # it offers the same again
             return replace(board, doing=replace(board.doing, step=step, fraction=None))
         case wire.ReleaseStatus():
-            return replace(board, runs=_apply_installed(board.runs, message, at))
+            return replace(board, runs=_apply_release_status(board.runs, message, at))
         case Telemetry():
-            return _apply_clock(replace(board, mode=message.mode), message.clock_s, at)
+            return _apply_clock_skew(replace(board, mode=message.mode), message.clock_s, at)
     return board
 
 
@@ -168,7 +168,7 @@ def _combine(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
     return b if a is None else a if b is None else choose(a, b)
 
 
-def _apply_installed(
+def _apply_release_status(
     known: tuple[InstalledRelease, ...], message: wire.ReleaseStatus, at: float
 ) -> tuple[InstalledRelease, ...]:
     new = InstalledRelease(
@@ -211,7 +211,7 @@ def _apply_claim(board: DeviceStatus, message: wire.Claim, at: float) -> DeviceS
     return replace(idle, refusal=LatestDecline(at, message.code, message.reason, message.job, message.round))
 
 
-def _apply_clock(board: DeviceStatus, clock_s: float | None, at: float) -> DeviceStatus:
+def _apply_clock_skew(board: DeviceStatus, clock_s: float | None, at: float) -> DeviceStatus:
     if clock_s is None:
         return board
     skew_s = clock_s - at

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.storage.store import UNDER_WAY, StoredJob
 
-PATIENCE_S: Final = 60.0  # time for which a job whose boards have gone keeps its place from those in line
-START_S: Final = 1.0  # likewise a job whose round has not begun
+PATIENCE_S: Final = 60.0  # time after which a job without devices gives its slot to a queued job
+START_S: Final = 1.0  # the same for a job whose round has not begun
 
 
 class IdleTime(NamedTuple):

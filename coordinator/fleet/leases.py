@@ -21,7 +21,6 @@ class DeviceLeases:
         self._ended_s: dict[str, float] = {}  # job -> seconds of the loans that have ended
 
     def acquire_device(self, device: str, job: str, now_s: float) -> bool:
-        """Lease a device to a job if the device is free. Return whether the job holds the lease."""
         holder = self._holder.get(device)
         if holder is None:
             self._holder[device], self._since_s[device] = job, now_s
@@ -61,6 +60,7 @@ class DeviceLeases:
             self._ended_s[job] = self._ended_s.get(job, 0.0) + lacking_s
 
     def forget_job(self, job: str, now_s: float) -> None:
+        """Release the devices of a job and delete its recorded usage."""
         for device in tuple(self.leased_devices(job)):
             self.release_device(device, job, now_s)
         for kept in (self._lent, self._begun_s, self._ended_s):

@@ -24,7 +24,7 @@ KINDS_MOST = 256  # kinds of boards whose operating points are shared
 @dataclass
 class DeviceRecord:
     profile: Profile | None = None
-    right: SiteRight | None = None  # None: it is no site
+    right: SiteRight | None = None  # None unless the device is a site
     announced: bool = False  # online, by the latest presence
     silent: bool = False  # and yet it does not answer
     boot: str = ""

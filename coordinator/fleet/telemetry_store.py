@@ -143,7 +143,7 @@ class TelemetryStore:
             )
 
     def record_broker_outage(self, since: float | None) -> None:
-        """Store since when the broker is disconnected, or None while the broker is connected."""
+        """Store the start of the broker outage, or None while the broker is connected."""
         with _database_errors(self._home):
             self._db.execute("insert or replace into contact (id, away) values (1, ?)", (since,))
 

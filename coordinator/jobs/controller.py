@@ -99,6 +99,7 @@ def decide_next_event(
 def _devices_over_share(
     job: RunningJob, fact: CohortSelected | None, free: set[str], most: float, unlimited: Callable[[], AnyEvent | None]
 ) -> set[str]:
+    # Devices that would be selected without the submitter's quota.
     if fact is None:
         noted = {device for device in free if job.rounds.passed.get(device) == SHARE}
         if noted or most >= 1:
@@ -143,7 +144,10 @@ class CoordinatorContext:
         self.worker.submit(*self.store.depot.pin_during(item, then))
 
     def cancel_task(self, device: str, job: str, now_s: float) -> None:
-        """Cancel a job's task on a device, and send the device the task of a job that waits for it."""
+        """Cancel a job's task on a device, which is then free for the unsent task of another job.
+
+        If the job holds no lease of the device, only the transfer of its update is stopped.
+        """
         if not self.loans.release_device(device, job, now_s):
             if (fetched := self.fetching.get(device)) is not None and fetched.id == job:
                 self.executor.fetch_blobs(device, ())
@@ -191,7 +195,9 @@ class CoordinatorContext:
                 self.store.mark_running(id)
 
     def blobs_in_use(self) -> set[str]:
-        return self.executor.blobs_in_use.union(*(serving.blobs_in_use() for serving in self.jobs.values()))
+        return self.executor.unacknowledged_update_blobs.union(
+            *(serving.blobs_in_use() for serving in self.jobs.values())
+        )
 
     def collect_garbage(self) -> None:
         if self.garbage.is_due(sum(len(serving.job.rounds.answered) for serving in self.jobs.values())):
@@ -221,9 +227,7 @@ class JobController:
             self, desk.worker, desk.start_work, desk.executor, lambda: desk.jobs.get(job.id) is not self
         )
         self._behind: set[str] = set()  # this job, once devices are reported to know more rounds than its log
-        self.unreadable: blob_recovery.UnreadableError | None = (
-            None  # what the disk has not given back: it goes on later
-        )
+        self.unreadable: blob_recovery.UnreadableError | None = None  # unreadable blob, for which the job waits
 
     @property
     def has_ended(self) -> bool:
@@ -471,6 +475,7 @@ class JobController:
         self.record_event(events.failure_event(error), now_s)
 
     def record_event(self, fact: events.AnyEvent, now_s: float, done: CommitResult | None = None) -> None:
+        """Record an event, then send or cancel the tasks that follow. A JobError fails the job."""
         job = self.job
         before = job.rounds
         try:

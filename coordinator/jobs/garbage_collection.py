@@ -5,10 +5,8 @@ holds a blob, the blob is not deleted.
 
 - Events of all runs and rollouts of the home, served or not (`Store.referenced_blobs`).
 - What active jobs use beside their events (`JobController.blobs_in_use`): the bundle, the state, the partial aggregate,
-  blobs
-sent
-  with tasks, updates accepted and in no stored partial aggregate, updates in transfer.
-- Updates that simulated devices have stored here and that are not answered yet (`Executor.blobs_in_use`).
+  blobs sent with tasks, updates in transfer, and accepted updates that no stored partial aggregate contains.
+- Blobs of unacknowledged updates that simulated devices have stored here (`Executor.unacknowledged_update_blobs`).
 - Blobs that a work item has stored or found, until its result is recorded (`BlobStore.pin_during`).
 
 The roots are read, and garbage is deleted, in one write transaction of the database, at the end of a step, when every
@@ -24,7 +22,7 @@ from typing import Final
 
 from fedquilt.coordinator.storage.store import Store
 
-TOGETHER: Final = 64  # accepted updates, whose blobs are roots, for each candidate: fewer candidates wait for others
+TOGETHER: Final = 64  # accepted updates per candidate: fewer candidates wait, because each collection reads all roots
 
 log = logging.getLogger("fedquilt.coordinator")
 

@@ -66,7 +66,7 @@ HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to
 
 
 class RunningJob:
-    """Active job, which continues from its event log after `continue_from`.
+    """Active job, which continues from its event log after `use_loaded_state`.
 
     States and updates of at least `large_bytes` are kept on disk and handled by a worker. The running attempt has its
     whole deadline again or, with `by_wall`, what is left by the wall clock (`next_event.restart_event`).
@@ -107,7 +107,7 @@ class RunningJob:
         self._predicts = metrics.task_from_network(network), network.get("classes")
         self._held = tasks.held_out_share(row.job.data)
         self._alike: tasks.TaskSpecCache  # of the running round, as are the next five
-        self._common: Mapping[str, Tensors | BlobRef]  # tensors of its own: bundles that all of them have
+        self._common: Mapping[str, Tensors | BlobRef]  # bundles of all its tasks
         self._seeded: Callable[[object], int] | None  # a device's seed
         self._manifests: checks.ManifestValidator | None  # what its updates may hold
         self._summing: Aggregator
@@ -132,7 +132,7 @@ class RunningJob:
         """
         return partial(self._states.load_starting_state, self.rounds)
 
-    def continue_from(self, found: LoadedState, now_s: float) -> None:
+    def use_loaded_state(self, found: LoadedState, now_s: float) -> None:
         if self.rounds.state is None:
             self.record_event(JobStarted(found.ref, found.settles), now_s)
         elif self._by_wall and (fact := restart_event(self.rounds, now_s)) is not None:
@@ -337,7 +337,7 @@ class RunningJob:
 
         def read(believed: Update) -> Update:
             if large:
-                return summing.read_large_update(believed, base, bounds)
+                return summing.validate_large_update(believed, base, bounds)
             return summing.read_update(believed, rounds, base, bounds)
 
         return read

@@ -6,7 +6,10 @@ every run in the database is complete. Files that remain belong to no run, and t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -121,6 +124,7 @@ def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
 
 
 def _remove_unneeded_files(store: Store, alone: bool) -> RemovedFiles:
+    # Blobs are collected only if no coordinator uses the home (`alone`).
     files, total = _remove_files_of_deleted_runs(store)
     if not alone:
         return RemovedFiles(files, total, blobs_left=True)
@@ -159,7 +163,12 @@ def _files_named_after_runs(home: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _measure_files(place: Path) -> tuple[int, int]:
-    """Return the number of files at a path, and their bytes."""
-    inside = [each for each in place.rglob("*") if each.is_file() and not each.is_symlink()] if place.is_dir() else []
-    counted = inside or ([place] if place.is_file() else [])
-    return len(counted), sum(each.stat().st_size for each in counted)
+    """Return the number of files at a path, and their bytes. Files that are removed meanwhile do not count."""
+    sizes = []
+    inside = [os.path.join(folder, name) for folder, _, names in os.walk(place) for name in names]
+    for path in inside or [str(place)]:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(path)
+            if stat.S_ISREG(found.st_mode):
+                sizes.append(found.st_size)
+    return len(sizes), sum(sizes)

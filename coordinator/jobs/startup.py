@@ -107,9 +107,9 @@ class JobLoader:
         found = []
         for row in rows:
             try:
-                job = self._create_job(row, now_s)
+                job = self._rebuild_job(row, now_s)
             except Exception as error:
-                self._handle_error(row, error, now_s)
+                self._suspend_or_end_job(row, error, now_s)
                 continue
             self.jobs[row.id] = job
             for device in sorted(job.rounds.asked):
@@ -120,7 +120,7 @@ class JobLoader:
                 found.append(row)
         self._activate_jobs([(row, run_and_capture(self.jobs[row.id].build_state_loader())) for row in found], now_s)
 
-    def _create_job(self, row: StoredJob, now_s: float) -> RunningJob:
+    def _rebuild_job(self, row: StoredJob, now_s: float) -> RunningJob:
         made = blob_recovery.open_bundle(row.id, row.bundle, self._desk.store.depot)
         wire = compression.exclude_buffers(row.job.wire, made.meta)
         row = row._replace(job=msgspec.structs.replace(row.job, wire=wire))
@@ -138,11 +138,11 @@ class JobLoader:
             boards = set(loans.leased_devices(row.id))
             loans.forget_job(row.id, now_s)
             try:
-                job.continue_from(result(), now_s)
+                job.use_loaded_state(result(), now_s)
                 ready.append((row, job))
                 self._served.add(row.id)
             except Exception as error:  # one job that cannot run does not keep the others from running
-                self._handle_error(row, error, now_s)
+                self._suspend_or_end_job(row, error, now_s)
                 left |= boards
         if ready:
             self._serve(ready, now_s)
@@ -151,7 +151,8 @@ class JobLoader:
 
     # -- jobs that do not go on --
 
-    def _handle_error(self, row: StoredJob, error: Exception, now_s: float) -> None:
+    def _suspend_or_end_job(self, row: StoredJob, error: Exception, now_s: float) -> None:
+        # Raises a StoreError that suspends no job.
         if (hold := blob_recovery.suspension_reason(error)) is not None:
             return self.suspend_job(row, hold, now_s)
         if isinstance(error, StoreError):

@@ -52,7 +52,7 @@ class UpdatePipeline:
     Args:
         served: Job of the updates.
         worker: Worker for large updates.
-        start: Starts a work item, as `Desk.start_work` does.
+        start: Starts a work item, as `CoordinatorContext.start_work` does.
         executor: Executor that receives the updates.
         left: Returns whether the coordinator no longer runs the job.
     """
@@ -67,8 +67,8 @@ class UpdatePipeline:
     ) -> None:
         self._served, self._worker, self._start, self._executor, self._left = served, worker, start, executor, left
         self._summing = False  # whether the worker folds or commits
-        self._examining: dict[str, Update] = {}  # by device: what the worker reads for it
-        self._in_time: set[str] = set()  # those of them whose update was here before the round's deadline
+        self._examining: dict[str, Update] = {}  # device -> update that the worker validates
+        self._in_time: set[str] = set()  # devices among these whose update arrived before the deadline
         self._offered: dict[str, Update] = {}  # device -> update that is fetched in turn, offered before the deadline
         self._lost = (-math.inf, 0.0)  # when the running attempt began; `BrokerOutage.lost_s` at that time
 
@@ -206,7 +206,7 @@ class UpdatePipeline:
         before = self._served.job.rounds
         if self._is_job_gone:
             return
-        fact = self._result_or_failure(result, now_s)
+        fact = self._result_or_lost_event(result, now_s)
         if fact is not None:
             self._served.record_event(fact, now_s)
         if isinstance(fact, events.UpdatesAggregated):
@@ -233,13 +233,14 @@ class UpdatePipeline:
         self._summing = False
         if self._is_job_gone:
             return
-        done = self._result_or_failure(result, now_s)
+        done = self._result_or_lost_event(result, now_s)
         if isinstance(done, CommitResult):
             self._served.record_event(done.fact, now_s, done)
         elif done is not None:
             self._served.record_event(done, now_s)
 
-    def _result_or_failure(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
+    def _result_or_lost_event(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
+        # Returns None after an error that failed the job.
         try:
             return result()
         except blob_recovery.LostUpdateError as lost:

@@ -34,8 +34,8 @@ FASTER: Final = 10.0  # times as fast as its profile a board may be
 SPARE_S: Final = 60.0
 SPARE_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 1 << 30  # that a board of a site can have fetched or sent for a task
-MOST_EXAMPLES: Final = 10_000_000  # of a device, while few others have told how many they have
-USUAL: Final = 100.0  # times the median of a job's devices, that another one may count
+MOST_EXAMPLES: Final = 10_000_000  # of a device, before enough devices have reported numbers
+USUAL: Final = 100.0  # largest weight, as a multiple of the median of the job's devices
 ROUNDING: Final = 1e-6  # by which a mean of shares may be above 1
 MOST_METRICS: Final = 64  # of an update, beside its evaluation
 METRIC_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
@@ -56,10 +56,10 @@ class ClaimBounds(NamedTuple):
     limit_s: float = math.inf  # longest time that it can have worked on the task
     examples: float = MOST_EXAMPLES  # most that a device of the job may count as
     reported: float = MOST_EXAMPLES  # most examples that a device of the job may report
-    right: SiteRight | None = None  # None: it is no site
+    right: SiteRight | None = None  # None unless the device is a site
     checks: bool = True  # whether its task is to evaluate
     task: TaskKind = "classes"  # of the job's network
-    outputs: int | None = None  # likewise; None: its table does not say
+    outputs: int | None = None  # of the job's network, or None if its table does not declare outputs
 
 
 class DeviceWeights(Struct):

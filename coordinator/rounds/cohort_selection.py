@@ -64,9 +64,9 @@ def rank_devices(
         round: Number of the round.
         eligible: Devices to rank.
         count: Size of the cohort.
-        costs: `joules_per_flop` by device, where the job prefers by energy. Missing values count as the median.
+        costs: Joules per operation of each device, or empty to ignore energy. Missing values count as the median.
         since: Round in which a device was last selected, or first eligible.
-        turns: Turns after which a device that was not selected precedes all other devices.
+        turns: Limit on a wait, in turns. Devices that were not selected for so long precede all others.
     """
     return [device for _, _, device in sorted(_selection_keys(seed, round, eligible, count, costs, since, turns))]
 

@@ -10,7 +10,7 @@ selected device. Policies, `[cohort] deadline`:
                ratio of work, which the paper expresses by the depth factor mu and the pool factor sigma. This
                deadline never falls once devices slow down until they just meet it. Kept for comparison
     energy     The time that needs the fewest joules of the cohort, idle energy included. Where the method allows it,
-               epochs move to devices that need fewer joules: `energy_plan`. Times are those of "predicted", at
+               epochs move to devices that need fewer joules: `energy_scheduling`. Times are those of "predicted", at
                every operating point. A device without known joules keeps its epochs and its time. In the first
                round, or without profiles, the policy is "predicted"
 
@@ -140,9 +140,9 @@ Policy: TypeAlias = Callable[[CohortSettings, Known, Asks], DeadlineDecision]
 
 
 def work_amount(work: WorkEstimate) -> float:
-    """Return the operations of a task with as many examples as the task may use, or with one.
+    """Return the operations of a task with the number of examples that the task may use, or with one example.
 
-    Only the device knows how many it has; its measured pace makes up for that.
+    Only the device knows its number of examples. The ratio of its measured times contains this number.
     """
     return work.total_for_examples(work.examples or 1).flops
 

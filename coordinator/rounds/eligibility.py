@@ -50,7 +50,7 @@ ABLE: Final = frozenset(REASONS) - {"offline", "profile", "labels", "engine", "c
 class DeviceSnapshot(NamedTuple):
     online: bool
     profile: Profile | None = None
-    telemetry: Telemetry | None = None  # None: no recent report
+    telemetry: Telemetry | None = None  # None without a recent report
     flooding: bool = False  # it sent more than can be answered; nothing from it is read now
     silent: bool = False  # its broker reports it online, and it does not answer
 

@@ -177,6 +177,7 @@ class _EnergyProblem:
         return self._known[at]
 
     def _distribute_work(self, limit_s: float) -> tuple[float, tuple[int, ...]] | None:
+        # Returns joules and epochs of each device, or None if the limit is too short.
         ways = [
             [_EpochOption(examples * epochs, joules, epochs) for epochs, joules in _feasible_options(table, limit_s)]
             for examples, table in self._tables
@@ -190,7 +191,7 @@ class _EnergyProblem:
 
 
 class _EpochOption(NamedTuple):
-    """What a board may do within a time: examples gone through, joules above idle, epochs."""
+    """Option of a device within a time limit: examples times epochs, joules above idle, and epochs."""
 
     work: int
     joules: float

@@ -26,9 +26,9 @@ class JobConstants(msgspec.Struct, frozen=True):
     seed: int
     rounds: int
     cohort: CohortSettings
-    check_every: int  # 0: never
+    check_every: int  # rounds between evaluations, or 0 for none
     stop: JobLimits = JobLimits()
-    check_beside: bool = False  # evaluations are prepared for, but no device is asked for one
+    check_beside: bool = False  # evaluation rounds take place, and no device evaluates
 
     @staticmethod
     def from_job(job: JobSettings) -> JobConstants:
@@ -99,7 +99,7 @@ class JobStarted(Event, frozen=True, omit_defaults=True):
     """Start of a job with the method's first state, or of a site's round with a state from above."""
 
     state: BlobRef
-    settles: bool = False  # whether a settling round (`core.Settle`) comes before each evaluation
+    settles: bool = False  # whether an evaluation round (`core.EvaluationRound`) precedes each evaluation
     begins: int = 0  # number of the round that begins with it: a later one than the next, or one to work for anew
     actions: tuple[Action, ...] = ()  # of that round's tasks, as ordered from above; (): by the job's settings
     settling: bool = False  # whether that round is a settling one
@@ -272,12 +272,12 @@ class JobState(msgspec.Struct, frozen=True):
     due: frozenset[str] = frozenset()  # who took part when devices were last asked in this attempt, asked or not
     silent: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
-    folded: UpdatesAggregated | None = None  # the stored sum of some of these, whose updates are nowhere else
+    folded: UpdatesAggregated | None = None  # stored partial aggregate, whose updates are deleted
     asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
     work: Mapping[str, float] = field(default_factory=dict)  # device -> amount of work of its task in this round
     epochs: Mapping[str, int] = field(default_factory=dict)  # device -> epochs in this round, where not the job's
     took: deadline.Known = field(default_factory=dict)
-    eligible: frozenset[str] = frozenset()  # as last surveyed
+    eligible: frozenset[str] = frozenset()  # by the latest `EligibilityRecorded`
     passed: Mapping[str, str] = field(default_factory=dict)  # device -> code of the reason why it cannot be asked
     costs: Mapping[str, float] = field(default_factory=dict)
     since: Mapping[str, int] = field(default_factory=dict)  # device -> round it was last asked in, or first seen
@@ -291,22 +291,22 @@ class JobState(msgspec.Struct, frozen=True):
     lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
     history: Mapping[str, RoundBitmap] = field(default_factory=dict)  # device -> rounds it contributed to
     finished: bool = False  # the method is done
-    checked: bool = False  # the closing evaluation has been made
-    settles: bool = False  # the method has settling rounds, before an evaluation and at the end
+    checked: bool = False  # the final evaluation is complete
+    settles: bool = False  # the method has evaluation rounds, before an evaluation and at the end
     settling: bool = False  # the running round is one
     ordered: JobStarted | None = None  # of a site: what the coordinator above has ordered of the running round
     through: Mapping[str, str] = field(default_factory=dict)  # a site's board -> the site, whose update of now has it
-    extra: int = 0  # number of settling rounds so far
+    extra: int = 0  # number of evaluation rounds so far
     reason: str = ""
 
     @property
     def completed_rounds(self) -> int:
-        """Number of committed rounds, without settling rounds."""
+        """Number of committed rounds, without evaluation rounds."""
         return self.round - self.extra
 
     @property
     def is_work_done(self) -> bool:
-        """Whether only settling and the closing evaluation may be left."""
+        """Whether only an evaluation round and the final evaluation may be left."""
         return self.finished or self.round - self.extra >= self.plan.rounds
 
     @property
@@ -428,7 +428,6 @@ def _apply_allowed_event(state: JobState, fact: AnyEvent, now_s: float) -> JobSt
 
 
 def _restart_attempt_time(state: JobState, now_s: float) -> JobState:
-    """Return the state with the time of the running attempt counted from now."""
     return replace(state, opened_s=now_s, passed_s=0.0, restarts=0)
 
 

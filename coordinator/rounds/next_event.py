@@ -60,7 +60,7 @@ def decide_event(
         gone: The devices of the round that are offline or silent, so that the round does not wait for them.
     """
     if state.phase == "selecting":
-        return _decide_selection(state, online, ask, busy, most)
+        return _decide_selection_or_end(state, online, ask, busy, most)
     if state.phase == "open":
         return _decide_open_round(state, now_s, online, ask, busy, most, gone)
     return None
@@ -218,7 +218,7 @@ def updates_to_close(state: JobState, online: Collection[str], gone: AbstractSet
 
 
 def _cohort_size(state: JobState) -> int:
-    """Return the number of wanted updates, or 0 for all devices, as in every settling round."""
+    """Return the number of wanted updates, or 0 for all devices, as in every evaluation round."""
     return 0 if state.settling else state.plan.cohort.size
 
 
@@ -272,7 +272,7 @@ def start_timeout_event(state: JobState, online: int) -> JobEnded | None:
     )
 
 
-def _decide_selection(
+def _decide_selection_or_end(
     state: JobState, online: Collection[str], ask: Callable[[str], DeviceWorkload], busy: AbstractSet[str], most: float
 ) -> AnyEvent | None:
     plan = state.plan
@@ -286,7 +286,7 @@ def _decide_selection(
     free = set(online) - set(state.answered) - set(state.declined) - busy
     want = updates_to_close(state, online) - len(state.answered)
     count = math.ceil(want * (1 + plan.cohort.over_select))
-    chosen = _sample_devices(state, free, min(count, most))
+    chosen = _select_devices(state, free, min(count, most))
     if not chosen:
         return None
     asks = {device: ask(device) for device in chosen}
@@ -297,11 +297,11 @@ def _decide_selection(
     )
 
 
-def _sample_devices(state: JobState, free: set[str], most: float) -> tuple[str, ...]:
+def _select_devices(state: JobState, free: set[str], most: float) -> tuple[str, ...]:
     # devices that were silent in earlier attempts come last
     count = int(min(most, len(free)))
     if tried := [device for device in state.silent if device in free]:
-        fresh = _sample_devices(replace(state, silent=()), free.difference(tried), count)
+        fresh = _select_devices(replace(state, silent=()), free.difference(tried), count)
         return tuple(sorted((*fresh, *tried[: max(count - len(fresh), 0)])))
     costs = {device: state.costs[device] for device in free if device in state.costs} if state.costs else {}
     known = free <= state.since.keys()
@@ -333,7 +333,7 @@ def _decide_open_round(
     at_work = state.asked - busy  # after a restart or a pause, another job may have a device that was asked
     left = set(online) - set(state.answered) - set(state.declined) - at_work
     missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(at_work & set(online))
-    chosen = _sample_devices(state, left - busy, min(missing, most)) if missing > 0 else ()
+    chosen = _select_devices(state, left - busy, min(missing, most)) if missing > 0 else ()
     apart = (
         frozenset()
         if _cohort_size(state)
@@ -351,12 +351,12 @@ def _decide_open_round(
             return DeadlineExtended(state.round)
         failed = _recurring_failures(state, online)
         if _is_quorum_impossible(state, failed, {*online, *apart}, quorum(state, want)):
-            return _end_without_quorum(state, want, failed)
+            return _quorum_failure_event(state, want, failed)
         failed = {device: kept for device, kept in failed.items() if kept.code != FULL}
         if len({*online, *state.answered, *failed}) < minimum_updates(state) or not (online or failed) or waits:
             return RoundRetried(state.round, state.attempt)  # a fleet that is offline for a night costs no attempt
         if state.attempt + 1 >= cohort.attempts:
-            return _end_without_quorum(state, want, failed)
+            return _quorum_failure_event(state, want, failed)
         return RoundRetried(state.round, state.attempt + 1)
     if chosen:
         return CohortSelected(
@@ -392,7 +392,7 @@ def _is_quorum_impossible(
     return len(possible) < enough <= len(possible | failed.keys())
 
 
-def _end_without_quorum(state: JobState, want: int, failed: Mapping[str, LastingDecline]) -> JobEnded:
+def _quorum_failure_event(state: JobState, want: int, failed: Mapping[str, LastingDecline]) -> JobEnded:
     of_round = {device: kept for device, kept in state.refused.items() if kept.round == state.round}
     refused = {device: (kept.code, kept.reason) for device, kept in {**failed, **of_round}.items()}
     asked = {*state.asked_s, *state.answered, *state.declined, *refused} - state.idle

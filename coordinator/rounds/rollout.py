@@ -32,8 +32,8 @@ class RolloutPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     name: Label  # what people call it: the run, or the version
     blob: BlobRef | None = None
     select: tuple[str, ...] = ()  # of boards, by labels as [cohort] select has them
-    canary: Share = 0.05  # of the boards that are there
-    phases: tuple[Share, ...] = (0.25, 1.0)  # of them, by and by; 1.0 are all that are known, and those that come later
+    canary: Share = 0.05  # share of the online devices
+    phases: tuple[Share, ...] = (0.25, 1.0)  # cumulative; 1.0 includes devices that appear later
     abort_above: Share = 0.1  # share of the boards that have answered, above which it is undone
     patience_s: Seconds = 600.0  # for which a board that says nothing holds up the next phase
     limits: wire.ReleaseLimits = wire.ReleaseLimits()
@@ -168,7 +168,7 @@ class Rollout(msgspec.Struct, frozen=True):
     back: int = 0  # of the releases that take it back; 0: there are none
     step: int = 0  # the one that runs, or comes next; the canary's is 0
     offered: Mapping[str, int] = {}  # device -> the step in which it was offered
-    heard: Mapping[str, StatusReported] = {}  # device -> what it said last of it
+    heard: Mapping[str, StatusReported] = {}  # device -> its latest report
     reason: str = ""  # why it was aborted
     without: Mapping[str, str] = {}  # devices that were left out at its start, as they cannot take its release -> why
     silent: frozenset[str] = frozenset()  # without whom a step has passed, and who have said nothing since
@@ -224,7 +224,8 @@ def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
             return replace(state, status="running", serial=serial, without=without)
         case ReleaseOffered(step, devices):
             offered = {**state.offered, **dict.fromkeys(devices, step)}
-            return replace(state, offered=offered, silent_s=0.0, present_s=0.0, restarts=0)
+            step = max(state.step, step)
+            return replace(state, step=step, offered=offered, silent_s=0.0, present_s=0.0, restarts=0)
         case StatusReported(device):
             return replace(state, heard={**state.heard, device: fact}, silent=state.silent - {device})
         case RolloutResumed(silent_s, present_s):
@@ -232,7 +233,7 @@ def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
         case PhasePassed(step, silent):
             return replace(state, step=step + 1, silent=state.silent.union(silent))
         case RolloutCompleted():
-            return replace(state, status="done")
+            return replace(state, status="done", step=len(state.plan.cumulative_shares))
         case RolloutAborted(reason, serial):
             return replace(state, status="aborted", reason=reason, back=serial)
         case RolloutRolledBack(serial):
@@ -293,8 +294,8 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
 
 class RolloutDevice(NamedTuple):
     online: bool
-    since_s: float  # when it was last there, or last said how far it is, whichever is later
-    labels: Collection[str] | None = None  # None: it has not said what it is
+    since_s: float  # time of the latest contact or report
+    labels: Collection[str] | None = None  # None before its profile has arrived
     able: bool = True  # to take the rollout's release at all
 
     def matches_selection(self, select: Sequence[str]) -> bool:
@@ -396,9 +397,11 @@ def decide_rollout_event(
     if len(failed) > most * max(len(answered), canary):
         return RolloutAborted(_abort_reason(state, failed, len(answered)), serial)
     if not state.is_step_open:
-        if devices := select_step_devices(state, fleet):
-            return ReleaseOffered(state.step, devices)
-        return PhasePassed(state.step) if state.step and fleet else None  # all that are there have it already
+        # the canary waits for a device, and phases that would reach no further device are left out
+        for step in range(state.step, len(state.plan.cumulative_shares)) if state.step else (0,):
+            if devices := select_step_devices(replace(state, step=step), fleet):
+                return ReleaseOffered(step, devices)
+        return RolloutCompleted() if state.step and fleet else None
     if find_blocking_devices(state, fleet, now_s):
         return None
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
@@ -432,11 +435,11 @@ def find_blocking_devices(state: Rollout, fleet: Mapping[str, RolloutDevice], no
         return ()
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
     nobody = len(pending) == len(state.offered)
-    return tuple(sorted(each for each in pending if nobody or _is_blocking(state, each, fleet.get(each), now_s)))
+    return tuple(sorted(each for each in pending if nobody or _delays_next_step(state, each, fleet.get(each), now_s)))
 
 
-def _is_blocking(state: Rollout, device: str, seen: RolloutDevice | None, now_s: float) -> bool:
-    # nobody has heard of it since the start of the coordinator, or it has other labels now, or a step passed without it
+def _delays_next_step(state: Rollout, device: str, seen: RolloutDevice | None, now_s: float) -> bool:
+    # a device that is unknown since the restart, has other labels now or was left behind by a step delays nothing
     if seen is None or device in state.silent:
         return False
     return now_s < seen.since_s + _wait_limit_s(state, _is_reporting(state, device, seen.online))

@@ -31,7 +31,7 @@ class IndexedLog(msgspec.Struct):
     updates: dict[
         str, tuple[str, ...]
     ] = {}  # device -> sha256 of blobs of its update that no state or sum contains yet
-    sum: str = ""  # sha256 of the sum that contains other updates of the round; "": there is none
+    sum: str = ""  # sha256 of the stored partial aggregate, or empty
     whole: bool = True  # every fact is what was written
 
     @property
@@ -76,7 +76,7 @@ class LogIndex:
 
     def __init__(self, db: sqlite3.Connection, kept: Callable[[str], IndexedLog | None]) -> None:
         self._db, self._kept = db, kept
-        self._known: dict[str, IndexedLog] = {}  # by job, as of the last look
+        self._known: dict[str, IndexedLog] = {}  # by job, as read last
 
     def read_all_logs(self) -> dict[str, IndexedLog]:
         """Return the present index of every job's log. The result must not be changed."""
@@ -123,7 +123,7 @@ class _UpdateField(msgspec.Struct):
 
 
 class _ReferencedBlobs(msgspec.Struct):
-    """Blobs that a fact names; its other fields are not read."""
+    """Blobs named in an event. The other fields of the event are not decoded."""
 
     state: _BlobField | None = None
     update: _UpdateField | None = None

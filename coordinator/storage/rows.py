@@ -189,7 +189,7 @@ class RowStore:
     def __init__(
         self, db: sqlite3.Connection, home: Path, kept: Callable[[str], IndexedLog | None] = lambda job: None
     ) -> None:
-        db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # damaged text is no error of its own
+        db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # checksums report damaged text
         self._db, self._home = db, home
         self._made: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
         self._whole: dict[str, tuple[JobRow, bytes]] = {}  # job -> its row as it was found whole last, and its checksum
@@ -306,7 +306,7 @@ class RowStore:
         return [(seq, at, body) for seq, at, body, _ in rows]
 
     def read_log(self, id: str) -> IndexedLog | None:
-        """Return a job's current log, or None if there is no such job or the log's end differs from the job's row."""
+        """Return a job's current log, or None if the job is unknown or its row has another end of the log."""
         row = self.find_job(id)
         found = None if row is None else self._logs.read_log(id, row.head)
         return found if row is not None and found is not None and found.head == row.head else None

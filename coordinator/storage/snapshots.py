@@ -51,10 +51,10 @@ class Snapshot(msgspec.Struct):
 
     def apply_event(self, fact: AnyEvent, after: JobState) -> None:
         if isinstance(fact, UpdateAccepted):
-            self._note_update_numbers(fact.update, work="work" in after.actions)
+            self._record_update_numbers(fact.update, work="work" in after.actions)
         self.rounds, self.facts = after, self.facts + 1
 
-    def _note_update_numbers(self, update: Update, *, work: bool) -> None:
+    def _record_update_numbers(self, update: Update, *, work: bool) -> None:
         boards = max(len(update.boards), 1)
         if (examples := update.usage.examples) is not None:
             self.examples[update.device] = examples

@@ -122,14 +122,14 @@ def _add_missing_checksums(db: sqlite3.Connection, home: Path) -> None:
 
 def find_damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
     """Return the damage that SQLite finds within `limit_s`, or "". A wrong index is rebuilt."""
-    said = _check_integrity(db, limit_s)
+    said = _find_integrity_errors(db, limit_s)
     if said and all(any(kind in line for kind in _OF_INDEX) for line in said):
         db.execute("reindex")
-        said = _check_integrity(db, limit_s)
+        said = _find_integrity_errors(db, limit_s)
     return "; ".join(said[:3])
 
 
-def _check_integrity(db: sqlite3.Connection, limit_s: float) -> list[str]:
+def _find_integrity_errors(db: sqlite3.Connection, limit_s: float) -> list[str]:
     until_s = time.monotonic() + limit_s
     db.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
     try:
@@ -261,7 +261,7 @@ class Store:
 
     def record_authentication(self, signed: bool) -> None:
         with self._write_transaction():
-            self._rows.set_counter("signed", 1 + signed)  # 0: a counter that has not begun
+            self._rows.set_counter("signed", 1 + signed)  # 0 is a missing counter
 
     def was_authenticated(self) -> bool | None:
         """Return whether the latest coordinator authenticated senders, or None before the first."""
@@ -452,7 +452,7 @@ class Store:
                 self._rows.append_events(rows)
 
     def open_transaction(self) -> AbstractContextManager[None]:
-        """Return a write transaction, within which no other process adds runs or rollouts, or collects garbage."""
+        """Open a write transaction, during which other processes add no runs and collect no garbage."""
         return self._write_transaction()
 
     @contextmanager

@@ -44,7 +44,7 @@ class WriteAheadLog(NamedTuple):
         for number in range(taken, self.committed):
             frame = disk.read(self.path, _HEAD.size + number * size, size)
             if len(frame) < size:
-                return False  # it has begun anew meanwhile
+                return False  # the log was restarted meanwhile
             _, _, own, stated = _FRAME.unpack_from(frame)
             if own != salts or _checksum(frame[:8] + frame[_FRAME.size :], seed, order) != stated:
                 return True
@@ -119,9 +119,8 @@ def _parse_log(disk: Disk, path: Path) -> WriteAheadLog:
     frames = [_FRAME.unpack(disk.read(path, at, _FRAME.size)) for at in range(_HEAD.size, found.size - size + 1, size)]
     ours = {salts}
     for _, _, first, _ in frames[:1]:
-        # A log that begins anew has its new head before its first frame: both words of salt are others than those of
-        # the frames that it still has of the log before it. Where one word is the same, or the head is not whole, it
-        # is damaged.
+        # A restarted log has a new head before its first frame, and both words of its salt differ from those of the
+        # old frames behind. A head with one equal word, or with a wrong checksum, is damaged.
         if first[:4] == salts[:4] or first[4:] == salts[4:] or not _is_header_intact(head):
             ours.add(first)
     commits = [number for number, frame in enumerate(frames, 1) if frame[1] and frame[2] in ours]

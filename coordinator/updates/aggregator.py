@@ -82,11 +82,11 @@ class Aggregator:
             return update
         with checks.name_device_in_errors(update.device):
             given = self._decode_update(blob_recovery.load_update(self._depot, update), base)
-            update = self._authorize_devices(update, given, bounds)
+            update = self._with_permitted_devices(update, given, bounds)
             next_one = self._folding.can_fold_now(update.device, rounds.answered, rounds.asked)
             next_one = next_one and (self._is_exact or not of_site)  # a site's boards have places among the others
             if next_one:
-                total = self._add_update(given)
+                total = self._fold_update(given)
             else:
                 self._aggregation.require_valid_update(self._state, given)
         try:
@@ -118,7 +118,7 @@ class Aggregator:
         with contextlib.suppress(Exception):
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
-            total = self._add_update(given)
+            total = self._fold_update(given)
             self._folding.include_update(given.device, (given.weight, given.metrics, bundles), total)
 
     def state_path_for_folding(self, rounds: JobState) -> str | None:
@@ -158,13 +158,14 @@ class Aggregator:
 
     # -- large updates, by a worker: one call at a time --
 
-    def read_large_update(self, update: Update, base: BaseTensors, bounds: claim_bounds.ClaimBounds) -> Update:
+    def validate_large_update(self, update: Update, base: BaseTensors, bounds: claim_bounds.ClaimBounds) -> Update:
+        """Validate an update and return it with stored, decoded tensors."""
         with checks.name_device_in_errors(update.device):
             given = self._open_update(update)
             for bundle in given.bundles.values():
                 tensors.require_finite(bundle)
             given = self._decode_update(given, base)
-            update = self._authorize_devices(update, given, bounds)
+            update = self._with_permitted_devices(update, given, bounds)
             self._aggregation.require_valid_update(self._state, given)
         return self._store_decoded(update, given)
 
@@ -269,7 +270,7 @@ class Aggregator:
             if given is None or known != updates[device]:
                 given = self._open_update(updates[device])
             self._folding.include_update(
-                device, partial_aggregate.fold_inputs(updates[device]), self._add_update(given)
+                device, partial_aggregate.fold_inputs(updates[device]), self._fold_update(given)
             )
 
     def _load_partial_aggregate(self, rounds: JobState) -> PartialAggregate:
@@ -294,12 +295,12 @@ class Aggregator:
         self._scratch = self._scratch or ScratchFile(self._depot.folder, self._depot.disk)
         return self._scratch
 
-    def _add_update(self, given: DeviceUpdate) -> Any:
+    def _fold_update(self, given: DeviceUpdate) -> Any:
         # after an error, which may have come halfway, the aggregate is computed again
         try:
             with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
                 return self._aggregation.fold(self._state, self._folding.total, given)
-        except UpdateError:  # as of a site's: all that is in it is checked before anything of it is added
+        except UpdateError:  # checked before anything was added, also of a site
             raise
         except Exception:
             self._folding.reset()
@@ -317,7 +318,7 @@ class Aggregator:
             return given
         return replace(given, bundles=compression.decode_update(self._job.wire, given.bundles, base))
 
-    def _authorize_devices(self, update: Update, given: DeviceUpdate, bounds: claim_bounds.ClaimBounds) -> Update:
+    def _with_permitted_devices(self, update: Update, given: DeviceUpdate, bounds: claim_bounds.ClaimBounds) -> Update:
         if not has_site_bundles(given.bundles):
             return update
         parts = site_updates.parts_of_site(given)

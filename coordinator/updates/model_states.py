@@ -43,7 +43,7 @@ def encode_common_bundles(method: Method, state: Any, ref: BlobRef, depot: BlobS
 class LoadedState(NamedTuple):
     ref: BlobRef
     state: Any  # as it is stored
-    settles: bool  # whether the method has settling rounds, for a new job
+    settles: bool  # whether the method has evaluation rounds, for a new job
     encoded: Encoded  # what all devices are sent of the state
 
 

@@ -30,8 +30,8 @@ class PartialAggregate:
 
     def reset(self) -> None:
         self._told: dict[str, Told] = {}  # by device, in the order in which they were folded
-        self.total: Any = None  # sum of those; None: of nobody
-        self._apart: list[tuple[dict[str, Told], Callable[[], Any]]] = []  # sums of others, each with what is in it
+        self.total: Any = None  # aggregate of these updates, or None without updates
+        self._apart: list[tuple[dict[str, Told], Callable[[], Any]]] = []  # further aggregates, each with its inputs
 
     def can_fold_now(self, device: str, answered: Mapping[str, Update], asked: Iterable[str]) -> bool:
         """Return whether a device's update can be folded on arrival.
@@ -103,7 +103,7 @@ def foldable_updates(rounds: JobState, any_order: bool) -> dict[str, Update]:
     """Return the accepted updates that may be in the running round's aggregate now, by device."""
     if any_order or rounds.phase == "closing":
         return dict(rounds.answered)
-    first = min(rounds.asked, default="")  # whoever is asked next may sort before anybody, if nobody is asked now
+    first = min(rounds.asked, default="")  # without open tasks, the next device may have any name
     return {device: update for device, update in rounds.answered.items() if device < first}
 
 

@@ -42,7 +42,7 @@ UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_re
 def is_of_final_evaluation(state: JobState, fact: AnyEvent) -> bool:
     """Return whether an event belongs to the evaluation after the last round.
 
-    `state` is the job state after the event. A settling round before that evaluation does not belong to it.
+    `state` is the job state after the event. An evaluation round before that evaluation does not belong to it.
     """
     if isinstance(fact, RoundCommitted):
         return state.checked
@@ -68,9 +68,7 @@ class EventFormatter:
     def format_event(self, fact: AnyEvent, after: JobState) -> list[str]:
         last, before = is_of_final_evaluation(after, fact), self._before
         self._before = after
-        if not isinstance(
-            fact, RoundCommitted
-        ):  # of the state, which also has what was before the first fact told here
+        if not isinstance(fact, RoundCommitted):  # from the state, which knows earlier events as well
             if not self._selected:
                 self._selected = {*after.asked, *after.answered}
             if isinstance(fact, CohortSelected):

@@ -1,4 +1,4 @@
-"""Console output as log records, in JSON after `logs.as_json`."""
+"""Console output as log records, in JSON after `host.logs.use_json_logs`."""
 
 from __future__ import annotations
 

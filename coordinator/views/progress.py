@@ -42,7 +42,7 @@ class ProgressPoint:
     down_bytes: int
     up_bytes: int
     energy_j: float | None  # gross, of all boards
-    personal: PersonalScores | None = None  # None: no check
+    personal: PersonalScores | None = None  # None without an evaluation
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def progress_points(facts: Sequence[Dated], rounds: int) -> list[ProgressPoint]:
 
     Args:
         facts: All events of the run, with their times.
-        rounds: The greatest number of rounds of the job, without the closing evaluation.
+        rounds: The greatest number of rounds of the job, without the final evaluation.
     """
     answers = _updates_by_round(facts)
     found: list[ProgressPoint] = []

@@ -143,13 +143,14 @@ def describe_rollout_wait(
         more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
         return ", ".join(said[:NAMED]) + more
     if not fleet:
-        return describe_empty_selection(state.plan, around) or "boards: a later rollout has all that it selects"
+        return describe_unmatched_labels(state.plan, around) or "boards: a later rollout has all that it selects"
     if not any(board.online for board in fleet.values()):
         return f"a board to come online: {len(fleet)} are selected, and none is"
     return ""
 
 
-def describe_empty_selection(plan: RolloutPlan, around: RolloutContext) -> str:
+def describe_unmatched_labels(plan: RolloutPlan, around: RolloutContext) -> str:
+    """Return why no device has the rollout's labels, or "" if a device has them."""
     if any(labels.is_selected(plan.select, board.labels) for board in around.boards.values()):
         return ""
     if not around.boards:

@@ -121,8 +121,8 @@ class RoundOutcomes:
         self.state = JobState(plan)  # after the last fact
         self.found: dict[
             int, dict[str, DeviceOutcome]
-        ] = {}  # as of `outcomes_by_round`; whoever follows a run may drop earlier rounds
-        self.final: int | None = None  # number of the evaluation after the last round; None: it has not begun
+        ] = {}  # as in `outcomes_by_round`; callers may delete earlier rounds
+        self.final: int | None = None  # number of the evaluation after the last round, once begun
 
     def apply_event(self, fact: AnyEvent, at: float = 0.0) -> None:
         state, found = self.state, self.found

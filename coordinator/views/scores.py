@@ -23,10 +23,10 @@ class EvaluationScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: int
     value: float  # of `metric`; accuracy runs from 0 to 1
     examples: int
-    loss: float | None = None  # None: the method does not report it
+    loss: float | None = None  # None if the method reports no loss
     state: str = ""  # sha256
     metric: str = "accuracy"  # main metric of the task: a key of `fedquilt.metrics.KNOWN`
-    evaluation: EvaluationSums | None = None  # None: of a stitched network, whose accuracy alone is known
+    evaluation: EvaluationSums | None = None  # None for stitched networks
 
 
 class HeldOutScore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -92,7 +92,7 @@ class InactiveRunError(JobError):
 
 class ConnectionReporter:
     def __init__(self) -> None:
-        self._connected: bool | None = None  # None: not tested yet
+        self._connected: bool | None = None  # None before the first test
         self._session = 0
 
     @property
@@ -139,11 +139,11 @@ class Console:
         """Print to standard output.
 
         Args:
-            wordy: print every fact; else a line for each round.
-            named: print the run of each fact, where there may be several.
-            clock: seconds, for the times printed.
-            mend: how to start devices that a round waits for.
-            real_clock: seconds, for how often progress is shown.
+            wordy: Whether to print every event, instead of a line for each round.
+            named: Whether to print the run of each event, for several runs.
+            clock: The clock in seconds for printed times.
+            mend: The hint on how to start missing devices.
+            real_clock: The clock in seconds for the interval of progress lines.
         """
         self._line, self._named, self._wordy = progress.ProgressLine(sys.stdout, clock=real_clock), named, wordy
         self._clock, self._began_s = clock, clock()
@@ -362,7 +362,7 @@ def print_log(
 
     Raises:
         JobError: If the run is deleted meanwhile.
-        UnservedError: If `follow` is set and no coordinator has run for AWAY_S.
+        InactiveRunError: If `follow` is set and no coordinator has run for AWAY_S.
     """
     row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
     seen, state, waiting, teller = (
@@ -406,19 +406,19 @@ def print_log(
         wait = (
             wait_reasons.WaitReason(str(hold), hold, "lost")
             if hold
-            else wait_reasons.describe_round_wait(row, state, wait_reasons.load_device_statuses(store.home))
+            else wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home))
         )
         if waiting.line_due(wait, time.monotonic()) is not None and wait is not None and not json:
             busy = {} if hold else wait_reasons.devices_of_other_runs(store, id)
             if not hold:
                 wait = (
-                    wait_reasons.describe_round_wait(
-                        row, state, wait_reasons.load_device_statuses(store.home), busy.keys()
-                    )
+                    wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy.keys())
                     or wait
                 )
             taken = (
-                None if hold else wait_reasons.describe_busy_devices(state, wait_reasons.surveyed_devices(state), busy)
+                None
+                if hold
+                else wait_reasons.describe_busy_devices(state, wait_reasons.eligible_online_devices(state), busy)
             )
             mend = taken or (MORE if wait.kind == "boards" else None)
             _print_lines(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))
@@ -436,7 +436,7 @@ class StopSignal:
         self.asked = False
 
     def __call__(self) -> bool:
-        """Whether a signal has asked for the end."""
+        """Return whether a signal has requested the end."""
         return self.asked
 
 

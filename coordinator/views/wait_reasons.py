@@ -63,9 +63,7 @@ def describe_wait(row: StoredJob, store: Store) -> str | None:
     state = replay_events(row, store.read_events(row.id))
     if state.phase not in ("selecting", "open"):
         return None
-    wait = describe_round_wait(
-        row, state, load_device_statuses(store.home), devices_of_other_runs(store, row.id).keys()
-    )
+    wait = find_round_wait(row, state, load_device_statuses(store.home), devices_of_other_runs(store, row.id).keys())
     return None if wait is None else wait.text
 
 
@@ -74,7 +72,7 @@ def load_device_statuses(home: Path) -> dict[str, DeviceStatus]:
         return {each.device: each for each in store.load_statuses()}
 
 
-def describe_round_wait(
+def find_round_wait(
     row: StoredJob, state: JobState, boards: Mapping[str, DeviceStatus], busy: AbstractSet[str] = frozenset()
 ) -> WaitReason | None:
     try:
@@ -82,12 +80,12 @@ def describe_round_wait(
     except FedquiltError:  # a method of a package that is not installed here
         engines = (f"what {row.job.method} needs",)
     return find_wait(
-        state, engines, surveyed_devices(state), busy, boards.get, time.time(), next_event.next_decision_s(state)
+        state, engines, eligible_online_devices(state), busy, boards.get, time.time(), next_event.next_decision_s(state)
     )
 
 
-def surveyed_devices(state: JobState) -> set[str]:
-    """Return the devices of a log that can run the job and were online at its last survey."""
+def eligible_online_devices(state: JobState) -> set[str]:
+    """Return the devices that were online and able to run the job at the latest `EligibilityRecorded`."""
     return {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
 
 
@@ -123,7 +121,7 @@ def find_wait(
     if state.phase not in ("selecting", "open"):
         return None
     if state.asked:
-        return _wait_for_selected(state, able, busy, board, now, until)
+        return _find_selected_wait(state, able, busy, board, now, until)
     lacking = [device for device, code in state.passed.items() if eligibility.reason_key(code) == "plugin"]
     able = set(able).difference(lacking)
     barred = [code for device, code in state.passed.items() if device in able and code != eligibility.BUSY]
@@ -157,7 +155,7 @@ def _describe_missing_plugins(state: JobState, devices: Sequence[str]) -> str:
     )
 
 
-def _wait_for_selected(
+def _find_selected_wait(
     state: JobState,
     able: Collection[str],
     busy: AbstractSet[str],

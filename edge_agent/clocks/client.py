@@ -45,7 +45,7 @@ class StatusRequest(WireMessage, frozen=True, tag="status"): ...
 class ClockState(WireMessage, frozen=True):
     name: Label
     kind: Label  # cpu | gpu | emc
-    listed_hz: tuple[Amount, ...]  # (): none listed, so it cannot be held
+    listed_hz: tuple[Amount, ...]  # empty if the clock cannot be pinned
     low_hz: Amount | None
     high_hz: Amount | None
     now_hz: Amount | None
@@ -81,7 +81,7 @@ class ClockClient:
     """Connection to the clock helper. Every call returns within 2 s or raises ClockError."""
 
     def __init__(self, line: socket.socket, path: Path) -> None:
-        self.point: OperatingPoint | None = None  # held now, as far as this side knows
+        self.point: OperatingPoint | None = None  # pinned by this client
         self._line: socket.socket | None = line
         self._path = path
         self._told_s: float | None = None  # time of the last message to the helper

@@ -112,7 +112,7 @@ class ClockPin:
         try:
             self._require_cool()
             self._require_power_within(point)
-            return self._pin_checked(point)
+            return self._check_and_pin(point)
         except ClockError as error:
             left = self.restore()
             end = f"; NOT as before: {'; '.join(left)}" if left else "; the board's own settings hold"
@@ -177,7 +177,7 @@ class ClockPin:
 
     # -- how ----------------------------------------------------------------------------------
 
-    def _pin_checked(self, point: OperatingPoint) -> OperatingPoint:
+    def _check_and_pin(self, point: OperatingPoint) -> OperatingPoint:
         self._adopt_owner_mode()
         found = controls.discover_controls(self.root)
         owner = self.owner_mode() if found.modes else None
@@ -206,7 +206,7 @@ class ClockPin:
         again = self.point is not None and wanted != self._saved.mode  # settings of the previous point go with it
         changed = self._set_mode(found, wanted, again)
         if changed:
-            found = controls.discover_controls(self.root)  # other cores are on now, so other policies exist
+            found = controls.discover_controls(self.root)  # the new mode has other cores, hence other policies
             writes = controls.pin_writes(found, point)
         self._record_new_controls(found)
         self._require_restorable({write.lever for write in writes})
@@ -224,7 +224,8 @@ class ClockPin:
         return became
 
     def _adopt_owner_mode(self) -> str | None:
-        # The limits of the new mode are restored then: the old ones might exceed its caps.
+        # The limits of the new mode are restored then: the old ones might exceed its caps. Returns a sentence after a
+        # change by the owner, otherwise None.
         if self._saved is None or self._dry_run:
             return None
         mark, ours = power_modes.status_fingerprint(self.root), self._mode_put or self._saved.mode

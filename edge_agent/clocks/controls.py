@@ -172,7 +172,7 @@ def _cpu_controls(root: Path) -> Iterable[ClockControl]:
     seen = {folder.resolve(): folder for folder in reversed(_sorted_by_number(folders))}
     for folder in reversed(seen.values()):
         if not sysfs.is_visible(folder / "scaling_max_freq") or _is_policy_off(system, folder):
-            continue  # one whose limit cannot be read now is no reason: it may be still to be restored
+            continue  # a control with an unreadable limit stays, for its restoration
         listed, hidden = _listed_values(folder / "scaling_available_frequencies")
         yield ClockControl(
             name=folder.name if folder.name != "cpufreq" else folder.parent.name,

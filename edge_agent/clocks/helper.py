@@ -313,7 +313,7 @@ def run_helper(
 
     Raises:
         JobError: If the group is unknown.
-        StoreError: As in `ClockHelper`.
+        StoreError: If the socket or the state folder cannot be used.
     """
     try:
         number = None if group is None else grp.getgrnam(group).gr_gid

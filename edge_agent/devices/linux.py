@@ -28,9 +28,7 @@ FITS: Final = {"raspberrypi,5-model-b": "raspberry-pi-5"}  # device tree -> prof
 
 
 class ClockClientProtocol(Protocol):
-    def pin(self, point: OperatingPoint) -> OperatingPoint:
-        """Pin the clocks at a point. Return the point reported by the board."""
-        ...
+    def pin(self, point: OperatingPoint) -> OperatingPoint: ...
 
     def unpin(self) -> None: ...
 
@@ -111,7 +109,7 @@ class LinuxDevice:
         meter, the widest that responds: batteries if they alone feed the board, a meter of the whole board, else RAPL.
         """
         self._send_keepalive(now_s)
-        self._detect_mode_change(now_s)
+        self._update_points_after_mode_change(now_s)
         power = self._meter.read(now_s)
         return Reading(
             energy_j=power.energy_j,
@@ -165,7 +163,7 @@ class LinuxDevice:
                 most[axis] = min(clock.ceiling_hz, most.get(axis, clock.ceiling_hz))
         return owner_limits.permitted_points(self._all, found, mode, most)
 
-    def _detect_mode_change(self, now_s: float) -> None:
+    def _update_points_after_mode_change(self, now_s: float) -> None:
         if not self._all:
             return
         mark = power_modes.status_fingerprint(self._root)

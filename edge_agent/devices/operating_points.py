@@ -31,7 +31,6 @@ class ClockFrequencies(Protocol):
 
 
 def common_frequencies(clocks: Iterable[ClockFrequencies]) -> Lists:
-    """Return the frequencies listed by all clocks of each kind, by axis."""
     found, clocks = {}, tuple(clocks)
     for axis in AXES:
         each = [set(clock.listed_hz) for clock in clocks if f"{clock.kind}_hz" == axis]
@@ -90,7 +89,7 @@ def _point_at_caps(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
 
 
 def _grid_points(profile: profiles.BoardProfile, own: Lists) -> tuple[OperatingPoint, ...]:
-    # A board whose highest clocks differ from the profile's has no grid, because the model is not valid for it.
+    # Without equal highest clocks the model of the profile is not valid for the board, which then has no grid.
     top = profile.highest_clocks()
     for axis, hz in top.items():
         if axis in own and abs(own[axis][-1] - hz) > SAME_TOP * hz:

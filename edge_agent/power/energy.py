@@ -29,7 +29,7 @@ from fedquilt.core import Cost, Reading
 from fedquilt.edge_agent.devices.sensors.meters import MOST_W
 
 SAMPLE_S = 0.1  # interval between sensor readings while a task runs
-LOST_S = 5.0  # silence of a meter in a task, above which nobody knows what the board drew
+LOST_S = 5.0  # longest gap between readings of a task, after which its energy is unknown
 STILL_S, STILL_TIMES = 10.0, 20.0  # a frozen meter: longer than this at one value, and so many times longer than before
 NEVER_S = 60.0  # likewise of a meter that has never moved, as a coarse one on an idle board
 LET_GO = "let go"  # suffix of a point's name: from there on the board's clocks were its own
@@ -164,10 +164,7 @@ def _finite_or_none(value: float | None) -> float | None:
 
 
 def _interval_energy(before: Reading, after: Reading, dt_s: float) -> tuple[float, float, float, float, bool] | None:
-    """Return energy, error bound, both powers and whether counted, or None for unlike readings.
-
-    None: the readings are of two meters, or have no value in common.
-    """
+    """Return energy, error bound, both powers and whether counted, or None without a value of one meter in both."""
     if None not in (before.energy_source, after.energy_source) and before.energy_source != after.energy_source:
         return None
     counters = _finite_or_none(before.energy_j), _finite_or_none(after.energy_j)

@@ -73,9 +73,9 @@ class GovernorPolicy(NamedTuple):
 class PointForecast(NamedTuple):
     point: OperatingPoint
     seconds: float
-    most_s: float  # as long as it may take, as far as the point is unknown
-    watts: float | None  # None: unknown
-    spread: float  # of the joules, as a share of those above idle: 1 at the most
+    most_s: float  # upper bound, for a point without measurements
+    watts: float | None  # None if unknown
+    spread: float  # uncertainty of the joules, as a share of the joules above idle, at most 1
 
     def energy_above_idle_j(self, idle_w: float) -> float:
         """Return the energy of the work above idle. The power must be known."""
@@ -185,7 +185,7 @@ def choose_faster_point(
 
 
 def _fastest_point(found: Sequence[PointForecast]) -> OperatingPoint:
-    # No work is slower at higher clocks, whatever a profile of other work says.
+    # Higher clocks never make work slower, even if a profile of other work predicts so.
     above = [each for each in found if _has_higher_clocks(each.point, found[0].point)]
     return max([found[0], *above], key=lambda each: (sum(_clock_values(each.point)), -each.seconds)).point
 

@@ -94,7 +94,7 @@ class CostEstimate(NamedTuple):
 
     seconds: float
     seconds_spread: float
-    watts: float | None  # None: the profile has no power for the point
+    watts: float | None  # None without a power in the profile
     watts_spread: float
 
 
@@ -178,13 +178,12 @@ def _power_columns(law: CostLaw, point: OperatingPoint, here_s: float | None, th
 
 
 def clocks_by_axis(point: OperatingPoint) -> dict[str, float]:
-    """Return the clocks of a point in hertz, by axis, without those left to the board."""
+    """Return the clocks of a point in hertz, by axis, without unpinned clocks."""
     return {axis: hz for axis in AXES if (hz := getattr(point, axis))}
 
 
 @cache_last_call
 def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
-    """Return the highest clock of the points in hertz, by axis."""
     known = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in AXES}
     return {axis: max(values) for axis, values in known.items() if values}
 

@@ -154,7 +154,7 @@ class TaskPowerManager:
         if self._held is not None:
             seen = self._current_segment(share, self._mean_power_w(measured, told, now_s), now_s)
             self._spent_s += seen.seconds
-            if self._board.holds:  # else nobody knows since when it ran at other clocks
+            if self._board.holds:  # after a loss of control, the clocks of the segment are unknown
                 self._learned = learn_segment(self._learned, seen)
         self._ledger = self._ledger.next_segment(now_s)
         self._before, self._since_s, self._told_s = done, now_s, self._told_s + lasted_s

@@ -300,7 +300,7 @@ class ReleaseManager:
         except FedquiltError as error:
             self._handle_event(name, events.ActionFailed(str(error)), now_s)
 
-    # -- what is noted and told --
+    # -- records and published status --
 
     def _load_record(self, name: str) -> events.ReleaseRecord | None:
         payload = self._local.read_file(_record_name(name))

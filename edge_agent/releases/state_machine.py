@@ -58,8 +58,8 @@ from fedquilt.edge_agent.releases.events import (
 from fedquilt.edge_agent.task.memory_budget import format_megabytes
 from fedquilt.wire import DesiredRelease, ReleaseStatus
 
-LOOK_S: Final = 5.0  # between two looks at what a release waits for
-SOAK_LOOK_S: Final = 1.0  # between two looks at what soaks
+LOOK_S: Final = 5.0  # interval of polls while a release waits
+SOAK_LOOK_S: Final = 1.0  # interval of polls while a release soaks
 REFETCH_MOST_S: Final = 60.0
 
 _WITHIN: Final[dict[str, Any]] = {
@@ -70,7 +70,7 @@ _WITHIN: Final[dict[str, Any]] = {
     "checked": "checking",
 }
 
-# -- what is told ---------------------------------------------------------------------------------
+# -- published status -----------------------------------------------------------------------------
 
 
 def installed_message(state: ReleaseState, current: str) -> ReleaseStatus | None:

@@ -328,7 +328,7 @@ class AgentState:
             needed: Blobs to keep. `require_room` reports if the rest is not enough.
             idle: Whether no process of a task or check runs. Caches may be deleted only then.
         """
-        caches = self._measure_caches(remove=idle)
+        caches = self._list_cache_entries(remove=idle)
         both: list[tuple[int, str | Path, int]] = [*self.depot.files_by_last_use(), *caches]
         unused = sorted(both, key=lambda each: each[0])
         with disk_errors(f"look at {self.home}"):
@@ -347,7 +347,7 @@ class AgentState:
                 continue
             over -= kept
 
-    def _measure_caches(self, *, remove: bool) -> list[tuple[int, Path, int]]:
+    def _list_cache_entries(self, *, remove: bool) -> list[tuple[int, Path, int]]:
         found = []
         for private in (self.task, self.home / sandbox.CHECK):
             for folder in (private / name for name in (sandbox.CACHE, sandbox.TEMPORARY, sandbox.LIBRARIES)):

@@ -82,7 +82,6 @@ class JobRecords:
         self._jobs: dict[str, JobRecord] = {}
 
     def load_counted(self) -> dict[str, CountedRound]:
-        """Load the records of an earlier process. Return the last counted round of each job."""
         self._jobs = self._read_records()
         return {job: CountedRound(entry.round, entry.epoch) for job, entry in self._jobs.items()}
 
@@ -115,11 +114,7 @@ class JobRecords:
         return PrivateState(lost=f"the private state of {job} {after} is not here, only that of round {entry.left}")
 
     def latest_private_state(self, job: str) -> PrivateState:
-        """Return the private state after the last counted round, without a path if there is none.
-
-        Args:
-            job: id.
-        """
+        """Return the private state after the last counted round, without a path if there is none."""
         entry = self._jobs.get(job)
         return PrivateState() if entry is None else self.find_private_state(job, entry.round)
 

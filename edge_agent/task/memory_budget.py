@@ -25,7 +25,7 @@ from fedquilt.wire import RefusalCode
 LEARNT: Final = 0.3  # weight of the newest ratio in the average of true over predicted peaks
 RATIO_LEAST, RATIO_MOST = 0.8, 2.0  # limits of that average: one odd task changes little
 TOLERATED: Final = 1.05  # up to this ratio a peak counts as predicted, and the full budget is planned with
-STEP: Final = 1.25  # factor of one level of caution: the budget is planned with as if it were so much smaller
+STEP: Final = 1.25  # factor of a margin level, by which the planned budget is smaller
 LEVEL_MOST: Final = 12  # most levels after failures: 1.25 ** 12 = 15 times the prediction
 
 

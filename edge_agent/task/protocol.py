@@ -28,9 +28,9 @@ class WorkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache: str  # folder of the job, made if missing: earlier tasks left files there for later ones
     out: str  # folder: bundles go into files named by their sha256, private state into private.safetensors
     private_sha256: str = ""  # of that file; "": not known
-    lost: str = ""  # why there is none that can be used, although earlier rounds have left one
-    forgotten: str = ""  # why that cannot be told: this device knows nothing of rounds that were counted
-    plan_bytes: int | None = None  # part of the budget that the engine may plan with; None: all of it
+    lost: str = ""  # why the private state of earlier rounds is unusable
+    forgotten: str = ""  # why the device cannot know whether private state existed
+    plan_bytes: int | None = None  # part of the budget that the engine may plan with, or None for all of it
     prefix: str = ""  # prefix of these files' names, if devices share the folder
     whole_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
     checked: bool = False  # compare bundles with the task's hashes as they are read; else the daemon has

@@ -219,7 +219,7 @@ class ChildWorker:
                 self._order, self._idle_s = None, now_s
                 broken_gpu = event.code == "failed" and out_of_memory.is_gpu_failure_text(event.reason)
                 spoilt = broken_gpu or self._child.has_other_processes()  # for every later order too
-        if self._order is not None and (ended := self._check_child(self._child, self._order)) is not None:
+        if self._order is not None and (ended := self._result_if_ended(self._child, self._order)) is not None:
             self._end_child()
             self._order = None
             events.append(ended)
@@ -246,7 +246,8 @@ class ChildWorker:
     def close(self) -> None:
         self.kill()
 
-    def _check_child(self, child: ChildProcess, order: ProcessRequest) -> WorkResult | None:
+    def _result_if_ended(self, child: ChildProcess, order: ProcessRequest) -> WorkResult | None:
+        # A process above its budget has ended too: the caller kills the process.
         held = child.measure_resident_bytes()
         if child.garbled:
             return WorkResult(

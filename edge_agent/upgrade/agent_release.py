@@ -189,9 +189,9 @@ class AgentKind(ReleaseKind):
 
     def start_check(self, release: DesiredRelease) -> None:
         self._killed = 0
-        self._start_process()
+        self._start_check_process()
 
-    def _start_process(self) -> None:
+    def _start_check_process(self) -> None:
         self.stop_check()
         assert self._staged is not None, "a release is staged before it is checked"
         environ = {
@@ -236,7 +236,7 @@ class AgentKind(ReleaseKind):
             log.warning("the check of the new version was killed: it is made again")
             self._killed += 1
             try:
-                self._start_process()
+                self._start_check_process()
             except ModelError as error:
                 return CheckResult(str(error), {})
             return None

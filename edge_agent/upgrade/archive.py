@@ -36,7 +36,7 @@ Wheel = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+!-]{0,250}\.whl\Z
 
 
 class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Content of upgrade.json. Unknown fields are ignored, and incompatible ones change `format`."""
+    """Content of upgrade.json. Unknown fields are ignored. An incompatible change needs a new `format`."""
 
     format: int
     version: Label  # of fedquilt
@@ -53,7 +53,7 @@ class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _PlainTarHeader(tarfile.TarInfo):
-    """A header as `fedquilt flash` writes them: of a file, nothing extended or sparse, and no step back or too far."""
+    """Header of a regular file, the only kind that `fedquilt flash` writes. Other kinds raise ReadError."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainTarHeader:

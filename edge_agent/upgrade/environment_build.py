@@ -130,7 +130,7 @@ def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
     """Raise ModelError if a bundle was signed before the latest version confirmed on this board.
 
     Raises:
-        ModelError: it was: whoever has an old bundle must not bring its mistakes back.
+        ModelError: If the bundle's number is below `newest`.
     """
     if manifest.number < newest:
         raise ModelError(
@@ -190,7 +190,7 @@ def build_environment(order: BuildRequest, disk: Disk = REAL) -> Path:
             try:
                 disk.remove(new)
                 _require_space(folder, bundle.manifest.unpacked_bytes, disk)
-                _unpack_bundle(bundle, new, home, places)
+                _install_bundle(bundle, new, home, places)
                 os.sync()  # thousands of files: one wait for all of them
                 disk.replace(new, home)
                 disk.sync(folder)
@@ -235,20 +235,20 @@ def _require_space(folder: Path, needed: int, disk: Disk) -> None:
         )
 
 
-def _unpack_bundle(bundle: UpgradeBundle, new: Path, home: Path, places: Iterable[str]) -> None:
+def _install_bundle(bundle: UpgradeBundle, folder: Path, final_folder: Path, flashed_packages: Iterable[str]) -> None:
     manifest = bundle.manifest
-    packages = virtual_environment.packages_folder(new, manifest.python)
+    packages = virtual_environment.packages_folder(folder, manifest.python)
     virtual_environment.unpack_wheels(
         [(name, bundle.open_wheel(name)) for name in manifest.wheels], packages, manifest.unpacked_bytes
     )
-    lines = "".join(f"{place}\n" for place in places)
+    lines = "".join(f"{place}\n" for place in flashed_packages)
     if lines:
         (packages / FLASHED).write_text(lines)
     virtual_environment.make_environment(
-        new, manifest.python, base_interpreter(), system_packages=manifest.system_packages
+        folder, manifest.python, base_interpreter(), system_packages=manifest.system_packages
     )
-    virtual_environment.compile_packages(new, manifest.python, str(home))
-    (new / archive.MANIFEST).write_bytes(bundle.signed)
+    virtual_environment.compile_packages(folder, manifest.python, str(final_folder))
+    (folder / archive.MANIFEST).write_bytes(bundle.signed)
 
 
 def main() -> None:

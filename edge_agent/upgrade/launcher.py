@@ -44,7 +44,7 @@ class VersionChoice(NamedTuple):
 
     flashed: str  # installation over which they were brought: after another flashing they no longer count
     current: str = ""
-    previous: str | None = None  # None: there is none to return to
+    previous: str | None = None  # None without an earlier version
     trying: bool = False  # `current` is on trial
     starts: int = 0  # of the trial, since it has last held for a while
     online: bool = False  # whether it has reached its broker since

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 CALLS: Final = {"start": "start(job, run)", "round": "round(row)", "end": "end(run)"}  # of a tracker, as written
 
-NAMED: Final[dict[str, Callable[[str], Tracker]]] = {  # by the word before the colon; told what stands after it
+NAMED: Final[dict[str, Callable[[str], Tracker]]] = {  # by the word before the colon; the argument is the text after it
     "tensorboard": lambda folder: trackers.TensorBoard(folder or "runs"),
     "mlflow": lambda experiment: trackers.MLflow(experiment or "fedquilt"),
     "wandb": lambda project: trackers.WandB(project or "fedquilt"),

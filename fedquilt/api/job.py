@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     Data = DataSpec
 
     class Fleet(jobs.FleetSettings, frozen=True):
-        """See below."""
+        """Signature of the [fleet] table for type checkers."""
 
         def __init__(
             self,
@@ -236,6 +236,7 @@ if not TYPE_CHECKING:
 
 
 def _to_plain(value: Any) -> Any:
+    # Fields with their default values are left out.
     if isinstance(value, msgspec.Struct):
         fields = {each.name: (each, getattr(value, each.name)) for each in msgspec.structs.fields(value)}
         return {

@@ -140,7 +140,7 @@ class _BaseCommand(click.Command):
             for each in many[word].split_words(words) or ([""] if many[word].none else []):
                 spread += [word, each]
             if not words and not many[word].none:
-                spread.append(word)  # click says that it wants a word
+                spread.append(word)  # click reports the missing word
         return spread
 
 

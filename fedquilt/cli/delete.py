@@ -24,7 +24,7 @@ def delete(runs: tuple[str, ...], yes: bool, home: Path) -> int:
 
     with home_access.open_existing_home(home) as store:
         ids = list(dict.fromkeys(retention.find_run(store, run).id for run in runs))
-        store.require_idle(ids)
+        store.require_inactive(ids)
         if not home_access.confirm(f"delete {', '.join(ids)} for good?", yes):
             return 130
         found = retention.remove_runs(store, ids)

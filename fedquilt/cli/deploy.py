@@ -74,5 +74,5 @@ def deploy(
             plan = replace(plan, name=model.stem[:200], input_shape=shape, versions=found.versions)
         else:
             payload, what = export.encode_for_devices(store, str(run))
-            plan = replace(plan, name=store.job(str(run)).id)
+            plan = replace(plan, name=store.find_job(str(run)).id)
         submit_rollout(store, plan, payload, what, home)

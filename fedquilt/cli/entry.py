@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, as listed by `fedquilt --help`.
 
     Raises:
-        SystemExit: With 0 after --help and --version, and with 2 for a wrong command line.
-        KeyboardInterrupt: On Ctrl-C.
+        SystemExit: If the command line asks for --help or --version (code 0), or is wrong (code 2).
+        KeyboardInterrupt: If the user presses Ctrl-C.
     """
     for name, value in threads.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"fedquilt: {extras.missing_message(error.name or '')}", file=sys.stderr)
         return JobError.exit_code
-    except BrokenPipeError:  # nobody reads any more; what is left in the buffer goes nowhere, and without a complaint
+    except BrokenPipeError:  # the reader has ended: drop the buffer silently
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fedquilt.cli.commands import verbosity
 from fedquilt.cli.options import BlobOptions, BrokerOptions
@@ -13,10 +13,17 @@ from fedquilt.console import table
 from fedquilt.core import JobError, StoreError
 from fedquilt.host import disk
 
+if TYPE_CHECKING:
+    from fedquilt.coordinator.jobs.retention import RemovedFiles
+    from fedquilt.coordinator.settings import JobSettings
+    from fedquilt.coordinator.storage.store import Store
+    from fedquilt.security.handshake import LinkIdentity
+    from fedquilt.transport.mqtt.link import MqttLink
+
 ENDED: Final = {"done": 0, "failed": 8, "stopped": 9}
 
 
-def open_existing_home(home: Path) -> Any:
+def open_existing_home(home: Path) -> Store:
     from fedquilt.coordinator.storage.store import Store
 
     require_home(home)
@@ -34,7 +41,7 @@ def no_runs_message(home: Path) -> str:
     return f"no runs in {home}: `fedquilt run` or `fleet` begins one, --home names another folder"
 
 
-def load_job(path: Path) -> Any:
+def load_job(path: Path) -> JobSettings:
     """Load a job file, and check its [data] and [test] tables too.
 
     Raises:
@@ -59,7 +66,7 @@ def bundle_folder(job: Path, given: Path | None) -> Path:
     return given or job.with_name(job.stem + ".bundle")
 
 
-def make_link(broker: BrokerOptions, say: Callable[[str], None]) -> tuple[Any, Any]:
+def make_link(broker: BrokerOptions, say: Callable[[str], None]) -> tuple[MqttLink, LinkIdentity | None]:
     """Return the coordinator's unconnected link and its identity, or None if messages are unsigned.
 
     Unsigned messages are reported through `say`.
@@ -77,7 +84,7 @@ def make_link(broker: BrokerOptions, say: Callable[[str], None]) -> tuple[Any, A
     return MqttLink(address, f"fedquilt-coordinator-{broker.fleet}", will), identity
 
 
-def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Any, submit: Callable[[], str]) -> int:
+def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Store, submit: Callable[[], str]) -> int:
     """Submit a job, run it to its end and return the exit code.
 
     The job runs in this process, or in the coordinator that serves the home. This is decided before `submit`, so that
@@ -90,12 +97,12 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Any
     from fedquilt.coordinator.views import terminal
 
     where, limited = blobs.to_locations(broker.ca), limits.load_limits(home)
-    here, id = store.lock(), submit()
+    here, id = store.acquire_lock(), submit()
     print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
     if here:
         console = terminal.Console(wordy=verbosity() > 0)
         link, identity = make_link(broker, console.report)
-        link.connect(timeout_s=5.0)
+        link.wait_until_connected(timeout_s=5.0)
         terminal.run_coordinator(
             store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where
         )
@@ -106,7 +113,7 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Any
                 "own command"
             )
         terminal.print_log(store, id, follow=True)
-    return report_end(home, id, store.status(id), f"fedquilt resume {id}")
+    return report_end(home, id, store.stored_status(id), f"fedquilt resume {id}")
 
 
 def report_end(home: Path, id: str, status: str, again: str) -> int:
@@ -137,7 +144,7 @@ def confirm(question: str, yes: bool) -> bool:
     return click.confirm(question, err=True)
 
 
-def format_freed_space(found: Any) -> str:
+def format_freed_space(found: RemovedFiles) -> str:
     from fedquilt.console import units
 
     said = f"{units.format_bytes(found.bytes)} freed"

@@ -69,7 +69,7 @@ def init(
             raise StoreError(f"{file} exists already: --force overwrites it, --out names another file")
     chosen = method or _ask("method (`fedquilt methods` lists them)", "fedavg")
     donors = _has_donors(chosen)
-    path, shape, classes = _locate_data(data or _ask(f"data: a path, or {DIGITS}", DIGITS), out)
+    path, shape, classes = _read_data_shape(data or _ask(f"data: a path, or {DIGITS}", DIGITS), out)
     if donors:
         _require_images(chosen, path, shape)
     count = devices or int(_ask("devices", 4, options.POSITIVE))
@@ -111,7 +111,7 @@ def _digits_path() -> Path:
     return demo.HERE / "digits.npz"
 
 
-def _locate_data(data: str, out: Path) -> tuple[Path, tuple[int, ...], int]:
+def _read_data_shape(data: str, out: Path) -> tuple[Path, tuple[int, ...], int]:
     # The path is relative to the job file. Shape and number of classes are read from the data.
     from fedquilt.data import examples
     from fedquilt.data.spec import DataSpec

@@ -25,7 +25,7 @@ def logs(run: str, follow: bool, track: tuple[str, ...], home: Path, format: str
     from fedquilt.coordinator.views import terminal
 
     with home_access.open_existing_home(home) as store, contextlib.ExitStack() as stack:
-        id, watch = store.job(run).id, {}
+        id, watch = store.find_job(run).id, {}
         if track:
             from fedquilt.api import experiment_tracking
 

@@ -20,7 +20,7 @@ def ls(home: Path, format: str) -> None:
     with home_access.open_existing_home(home) as store:
         own = retention.exclusive_bytes(store)
         rows = [event_messages.summarise_run(row, store, own) for row in store.all_jobs()]
-        told = [authenticated_link.UNSIGNED] if store.signed() is False else []
+        told = [authenticated_link.UNSIGNED] if store.was_authenticated() is False else []
     home_access.print_rows(
         format, rows, [*(event_messages.format_runs(rows) or [home_access.no_runs_message(home)]), *told]
     )

@@ -8,13 +8,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from fedquilt.cli.commands import F, argument, option
 from fedquilt.console import units
 from fedquilt.formats import toml
+
+if TYPE_CHECKING:
+    from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
 
 HOME: Final = Path("fedquilt-runs")
 BROKER: Final = "mqtt://127.0.0.1:1883"
@@ -307,7 +310,7 @@ class BlobOptions:
         named = {"--blobs-http": self.http, "--blobs-url": self.url, "--blobs-s3": self.s3}
         return [name for name, value in named.items() if value is not None]
 
-    def to_locations(self, ca: Path | None) -> Any:
+    def to_locations(self, ca: Path | None) -> BlobLocationSettings:
         """Return the blob locations for a coordinator.
 
         Args:

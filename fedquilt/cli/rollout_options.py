@@ -129,7 +129,7 @@ def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, what:
     id = control_requests.queue_rollout(store, plan, payload)
     print(f"{id}: {what}; `fedquilt rollouts {id} --home {home}` shows how far it is")
     around = view.load_context(home, store.rollouts)
-    if said := view.describe_empty_selection(plan, around):
+    if said := view.describe_unmatched_labels(plan, around):
         print(f"it waits for {said}")
     if not around.served:
         print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")

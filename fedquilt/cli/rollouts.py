@@ -19,7 +19,7 @@ def rollouts(rollout: str | None, home: Path, format: str) -> None:
     with home_access.open_existing_home(home) as store:
         around = view.load_context(home, store.rollouts)
         if rollout is None:
-            known, odd = store.rollouts.all(), store.rollouts.unreadable()
+            known, odd = store.rollouts.readable_rollouts(), store.rollouts.read_errors()
             none = f"no rollouts in {home}: `fedquilt deploy RUN --home {home}` begins one"
             held = {each.state.id: view.load_wait(each, store.rollouts, around) for each in known}
             rows = [{**view.summarise_rollout(each), "waits": held[each.state.id]} for each in known]
@@ -29,7 +29,7 @@ def rollouts(rollout: str | None, home: Path, format: str) -> None:
                 format, rows, [*(view.format_rollouts(known, around.now) if known else [none]), *told, *odd.values()]
             )
             return
-        kept = store.rollouts.find(rollout)
-        facts = store.rollouts.facts(kept.state.id)
+        kept = store.rollouts.find_rollout(rollout)
+        facts = store.rollouts.read_events(kept.state.id)
         shown = {**view.detail_rollout(kept), "waits": view.describe_rollout_wait(kept.state, facts, around)}
         home_access.print_rows(format, shown, view.format_rollout(kept, facts, around))

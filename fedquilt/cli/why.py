@@ -20,9 +20,9 @@ def why(run: str, number: int | None, device: str | None, home: Path, format: st
     from fedquilt.coordinator.views import round_outcomes as reasons
 
     with home_access.open_existing_home(home) as store:
-        parts, row = reasons.load_outcomes(store, run), store.job(run)
+        parts, row = reasons.load_outcomes(store, run), store.find_job(run)
         held_up = wait_reasons.describe_wait(row, store)
-        warning = reasons.warn_of_weights(store, row.job, (fact for _, _, fact in store.facts(row.id)))
+        warning = reasons.warn_of_weights(store, row.job, (fact for _, _, fact in store.read_events(row.id)))
     whole = number is None and device is None
     told = [f"{row.id} waits for {held_up}"] if held_up and whole else []
     told += [warning] if warning and whole else []

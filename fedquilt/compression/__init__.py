@@ -152,7 +152,7 @@ def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.
         start = _find_start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
         if start is None and not coder.alone:
             raise UpdateError(f"tensor {name!r} was sent by {wire.codec}, but there is none that it moved from")
-        # one zero stands for all of them: an update may not make the coordinator hold twice what it tells
+        # broadcast, so that no update doubles its memory on the coordinator
         origin = np.broadcast_to(np.float32(0), parts[coder.parts[0]].shape) if start is None else start
         try:
             plain[name] = coder.take([parts[part] for part in coder.parts], origin, wire.keep)

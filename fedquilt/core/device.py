@@ -48,7 +48,7 @@ class Meter(Protocol):
 
     @property
     def covers(self) -> Covers:
-        """Part of the device that is measured. Of the trusted meters, the widest measures energy."""
+        """Part of the device that the meter measures. The trusted meter that covers most measures energy."""
         ...
 
     def read(self, now_s: float) -> Power:
@@ -75,7 +75,7 @@ class Device(Protocol):
 
     board: str
     memory_bytes: int
-    points: tuple[OperatingPoint, ...]  # (): not known
+    points: tuple[OperatingPoint, ...]  # empty if unknown
     idle_w: float | None
     provenance: str  # of the numbers above, as in `Profile`
     adjustable: bool  # whether `pin_clocks` can set the clocks
@@ -94,8 +94,7 @@ class Device(Protocol):
 
         Raises:
             ClockError: If the clocks are not adjustable, the point is unknown, the board is too hot, or the board
-            reports
-                other clocks afterwards.
+                reports other clocks afterwards.
         """
         ...
 

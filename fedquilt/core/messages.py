@@ -243,9 +243,9 @@ class Update(DeviceReport, frozen=True, omit_defaults=True):
     layouts: Annotated[dict[Label, Layout], Meta(max_length=2000)] = {}  # of bundles, as they travel; {}: not told
     state: AnyDigest = ""  # of the task: the state that it was computed from; "": not told
     epoch: Count = 0  # of the task
-    note: Sentence = ""  # what the round's log should say of it: private state that was lost and has begun anew
-    below: Usage | None = None  # of a site: what its boards took together, on their way to the site
-    boards: Annotated[tuple[Name, ...], Meta(max_length=1_000_000)] = ()  # of a site, as its coordinator has read them
+    note: Sentence = ""  # for the round's log, such as the restart of lost private state
+    below: Usage | None = None  # of a site: total usage of its devices
+    boards: Annotated[tuple[Name, ...], Meta(max_length=1_000_000)] = ()  # of a site, as read by the coordinator
 
     @property
     def down_bytes(self) -> int:

@@ -218,7 +218,7 @@ class Method:
     state: type  # S
     engines: Sequence[str]  # which engines can run the client half, preferred first
     init: Callable[[Bundle, Any, int], Any]  # (bundle, params, seed) -> S
-    send: Callable[[Any, DeviceView], TaskSpec | None]  # None: nothing for this device now
+    send: Callable[[Any, DeviceView], TaskSpec | None]  # returns None without a task for the device
     work: Callable[[Task, ClientContext], ClientResult]
     check: Callable[[Task, ClientContext], EvaluationSums] | None  # evaluation on the held-out examples
     aggregation: Aggregation  # of a round's updates in an accumulator A
@@ -229,7 +229,7 @@ class Method:
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
     explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the last step, for the log
     minimum_updates: Callable[[Any], int] = lambda params: 1  # (params) -> fewest updates that a round may close with
-    settle: EvaluationRound | None = None  # None: a state can be evaluated as it is
+    settle: EvaluationRound | None = None  # round before each evaluation, if the state needs one
     personal: Callable[[Task, ClientContext], Tensors] | None = None
     """A device's own network, all its tensors, as `check` evaluates it; None: what a device runs is the `result`.
 

@@ -55,9 +55,6 @@ class Hooks:
 
     An engine rejects hooks that it does not support, by name. The numpy engine has no module, so it supports neither
     `prepare` nor `penalty` nor `begin`, and exactly one step.
-
-    An engine refuses by name those it cannot carry out: the numpy engine has no
-    module, hence no `prepare`, `penalty` and `begin`, and takes one step.
     """
 
     correct: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None

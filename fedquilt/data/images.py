@@ -75,7 +75,7 @@ def resize_images(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def prepare_images(x: np.ndarray, wanted: ImageInput | Mapping[str, Any]) -> np.ndarray:
-    """Convert stored images to network inputs, (n, channels, size, size) float32.
+    """Convert stored images to standardised network inputs, (n, channels, size, size) float32.
 
     Grey becomes colour by repetition, and colour becomes grey by the BT.601 luma weights.
 

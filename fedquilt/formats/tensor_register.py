@@ -127,7 +127,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         """Return the path of the linear layer called last, or None if the network has no linear layer.
 
         Raises:
-            ModelError: The layer called last shares its weights with another layer.
+            ModelError: If the layer called last shares its weights with another layer.
         """
         linear = self.linear_paths()
         borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
@@ -159,7 +159,7 @@ def register_of(network: Mapping[str, Any]) -> TensorRegister:
     """Return the register in a network's table, or that of an `mlp`, which follows from its table.
 
     Raises:
-        ModelError: The table has none.
+        ModelError: If the table has no register and is not that of an `mlp`.
     """
     if "register" in network:
         return _parse_register(msgspec.json.encode(network["register"]))

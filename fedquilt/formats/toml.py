@@ -79,7 +79,7 @@ def format_toml(table: Mapping[str, Any]) -> str:
 
 
 def key_text(name: str) -> str:
-    """Return a key as TOML writes it: bare, or quoted where it has other than letters, digits, "-" and "_"."""
+    """Return a TOML key, in quotes unless all characters are letters, digits, "-" or "_"."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
@@ -91,7 +91,7 @@ def _drop_none(value: Any) -> Any:
 
 @contextmanager
 def prefix_errors(where: str) -> Iterator[None]:
-    """Prefix each JobError of the body with `where`, a file or a table, unless it begins so."""
+    """Prefix each JobError of the body with `where`, unless the error already has the prefix."""
     try:
         yield
     except JobError as error:

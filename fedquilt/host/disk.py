@@ -141,7 +141,7 @@ class Disk:
     Methods that open a file wait until a file descriptor is free. Every method may raise OSError.
     """
 
-    withheld = 0  # bits of the modes of new files and folders that nobody gets, beside those of the process's umask
+    withheld = 0  # mode bits withheld from new files and folders, in addition to the umask
 
     def wall_clock_s(self) -> float:
         return time.time()
@@ -324,9 +324,7 @@ class Disk:
             place = above
         self.make_folder(folder)
         for each in unsure:
-            with suppress(
-                PermissionError
-            ):  # a folder of somebody else, in which others may work, and which they may not list
+            with suppress(PermissionError):  # a writable folder of another user that may not be listed
                 self.sync(os.path.dirname(each) or ".")
 
     def remove(self, path: Place) -> None:
@@ -519,7 +517,6 @@ def _empty_folder(folder: Place) -> None:
 
 
 def _try_unlink(name: str, folder: int) -> bool:
-    """Unlink a name in an open folder. Return False if the name is a folder."""
     try:
         os.unlink(name, dir_fd=folder)
     except IsADirectoryError:

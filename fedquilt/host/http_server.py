@@ -87,10 +87,10 @@ class HttpExchange:
 
         Args:
             most: Maximum number of bytes.
-            reserve: Function called with the size of each received piece, which may raise RefusedError.
+            reserve: Function called with the size of each received piece, which may raise RequestRefusedError.
 
         Raises:
-            RefusedError: If the request has no Content-Length, or the body is too long or incomplete.
+            RequestRefusedError: If the request has no Content-Length, or the body is too long or incomplete.
         """
         if "content-length" not in self.headers:
             raise RequestRefusedError(411, "a request has to say by Content-Length how many bytes follow")
@@ -138,7 +138,7 @@ class HttpServer:
     Args:
         host: Address to listen at.
         port: Port to listen at, or 0 for any free port.
-        handler: Function called for each request in the thread of its connection. It may raise RefusedError.
+        handler: Function called for each request in the thread of its connection. It may raise RequestRefusedError.
         connections: Connections with their limits.
         context: Function that returns the TLS context of a new connection, or None for a server without TLS.
         error_body: Function that returns content type and body for an error sentence.
@@ -259,7 +259,6 @@ class HttpServer:
             self._places.release()
 
     def _serve_one_request(self, line: _HttpConnection) -> bool:
-        """Serve one request. Return whether the connection may have another one."""
         exchange: HttpExchange | None = None
         try:
             exchange = _read_request(line)

@@ -82,8 +82,8 @@ class State:
     path: tuple[str, ...]  # of the donor, up to the last block before its classifier
     turn: int = 0  # rounds in which somebody was heard
     heard: tuple[str, ...] = ()  # devices, sorted
-    gathered: PackedSums | None = None  # None: nobody was heard, or the head is solved
-    head: dict[str, np.ndarray] = field(default_factory=dict)  # {}: not solved yet
+    gathered: PackedSums | None = None  # None before the first update and after the head is solved
+    head: dict[str, np.ndarray] = field(default_factory=dict)  # empty until solved
     log: tuple[str, ...] = ()
 
 

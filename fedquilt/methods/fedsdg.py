@@ -112,7 +112,7 @@ class Params:
     shared_decay: Annotated[float, Meta(ge=0)] | None = None  # weight decay of the shared part: 0; official 0.0001
     head: Literal["shared", "private"] = "shared"
     aggregation: Literal["aligned", "others", "mean"] | None = (
-        None  # aligned: Eq. 10; others: by the mean of the others
+        None  # aligned: Eq. 10; others: by the mean of the other devices
     )
     most: Annotated[int, Meta(ge=1)] = 64  # changes of a round that are held at once
     tell_gates: bool = False  # report every gate, to two decimals

@@ -205,7 +205,7 @@ class _Copies:
         """Return examples, tensors and hooks for the engine, and the number of cached bytes."""
         tensors.require_matching(received, {name: self._frozen[name] for name in received if name in self._frozen})
         own = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
-        kept = None if self._task.params["cache"] == "off" else self._cached_rows(examples, what)
+        kept = None if self._task.params["cache"] == "off" else self._find_or_cache_rows(examples, what)
         if kept is None:
             start = {**own, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
             return examples, start, Hooks(prepare=self.dual.build_pair), 0
@@ -214,7 +214,8 @@ class _Copies:
         hooks = Hooks(prepare=lambda model: self.dual.build_tail(model, layout), inputs=lambda x: x)
         return Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
 
-    def _cached_rows(self, examples: Examples, what: str) -> output_cache.CacheMetadata | None:
+    def _find_or_cache_rows(self, examples: Examples, what: str) -> output_cache.CacheMetadata | None:
+        # Returns None if the cache has no room.
         folder, params = self._site.cache, self._task.params
         key = self._cache_key(examples)
         if (found := output_cache.find_rows(folder, what, key, len(examples))) is not None:

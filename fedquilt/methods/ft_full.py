@@ -4,7 +4,7 @@ Paper: FedStitch (arXiv 2409.07202), section V-A3, a baseline of its group 2: fe
 model among the devices that can train all of it, 10 % of them with ResNet50.
 
 Deviations: none known, but the paper has no memory model. A device can take part if its budget holds the engine and the
-training of a whole mini-batch by our prediction (`models.footprint`), as an ordinary trainer needs. For our engines
+training of a whole mini-batch, predicted by `costs.peak_memory`, as an ordinary trainer needs. For our engines
 `at_once` = 1 is enough, unless batch norm is trained, which holds `batch` examples at once. A device that has not
 reported its memory is selected. If all devices have enough memory, the result is bit-identical to FedAvg.
 """

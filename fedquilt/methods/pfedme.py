@@ -123,7 +123,7 @@ def fold(state: NetworkState, so_far: WeightedSums | None, update: DeviceUpdate)
 
 def step(state: NetworkState, total: WeightedSums | None) -> NetworkState:
     """Move the global model by beta towards the mean of the devices' w."""
-    if total is None:
+    if total is None or total.weight == 0:
         return state
     model, beta = total.mean(), state.params["beta"]
     for name in state.trained_names():

@@ -20,6 +20,7 @@ of "raw".
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Final
 
@@ -151,10 +152,11 @@ def fold(state: State, so_far: ScaffoldSums | None, update: DeviceUpdate) -> Sca
 
 def step(state: State, total: ScaffoldSums | None) -> State:
     """Average the models and update the server's control variate c (Algorithm 1)."""
-    if total is None:
+    if total is None or total.weight == 0:
         return state
-    before = max(state.known, state.params["devices"])
-    after = max(state.known + total.new, state.params["devices"])
+    # devices that kept their c_i are not new to a coordinator that has forgotten them
+    known = max(state.known + total.new, math.ceil(total.weight))
+    before, after = max(state.known, state.params["devices"]), max(known, state.params["devices"])
     weight, rate, like = total.weight, state.params["server_lr"], tensors.tensor_shapes(state.model)
     model, control = {}, {}
     for name in state.control:
@@ -167,7 +169,7 @@ def step(state: State, total: ScaffoldSums | None) -> State:
         if name in control:
             mean = (1 - rate) * state.model[name] + rate * mean
         model[name] = np.asarray(mean).astype(like[name].dtype)
-    return replace(state, model=model, control=control, known=state.known + total.new)
+    return replace(state, model=model, control=control, known=known)
 
 
 METHOD = replace(

@@ -193,7 +193,7 @@ def _refuse_file(name: str) -> int:
 
 @dataclass
 class _GraphCheck:
-    """The checks of one file, and what has been counted on the way."""
+    """Check of one ONNX file, with the nodes and tensors counted so far."""
 
     size: FileSize
     reader: ProtobufReader = field(default_factory=ProtobufReader)
@@ -378,7 +378,7 @@ class _GraphCheck:
 class ExternalDataLocation(NamedTuple):
     file: str  # as the graph names it
     offset: int
-    length: int | None  # None: all bytes from `offset` on
+    length: int | None  # None for all bytes from `offset`
 
 
 def read_external_location(reader: ProtobufReader, tensor: Fields, name: str) -> ExternalDataLocation:

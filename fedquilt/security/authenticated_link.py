@@ -1,8 +1,8 @@
 """Authenticated links: signed messages between coordinator and devices over any broker.
 
-`DeviceLink` and `FleetLink` (`fedquilt.security.authenticated_link`) wrap a `Link` to a broker. They perform a
-handshake (`fedquilt.security.handshake`), sign what is published (`fedquilt.security.message_signature`), and `receive`
-returns only messages that the peer sent in the current session.
+`AuthenticatedDeviceLink` and `AuthenticatedFleetLink` wrap a `Link` to a broker. They perform a handshake
+(`fedquilt.security.handshake`), sign what is published (`fedquilt.security.message_signature`), and `receive` returns
+only messages that the peer sent in the current session.
 
 Three kinds of messages are unsigned. A chunk of a blob is verified by the manifest and by the sha256 in a signed
 message. Messages of the coordinator for observers (coord/state, job/#) have no effect on devices. A last will is given
@@ -38,9 +38,9 @@ OBSERVER: Final = handshake.OBSERVER
 UNSIGNED: Final = "unsigned: without certificates nobody checks who sends what over the broker"
 AGAIN_S: Final = 5.0  # between two attempts of a board, then twice as long, and so on
 AGAIN_MOST_S: Final = 60.0
-HINT_S: Final = 2.0  # and at the least, if somebody says that there is a coordinator
+HINT_S: Final = 2.0  # shortest interval, after an announcement of a coordinator
 RENEW_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
-LATE_S: Final = 30.0  # after the exchange of a session: until then brokers bring what was on its way under the former
+LATE_S: Final = 30.0  # after a new session, in which messages of the former one still arrive
 _OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
 
 
@@ -83,7 +83,7 @@ class AuthenticatedLink(LinkWrapper):
 
     def _log_rejected(self, message: Message, error: Exception, key: Session | None) -> None:
         if message.retained and isinstance(error, UnknownSessionError | UnsignedMessageError):
-            return  # what lies at the broker from before is no news
+            return  # a retained message of an earlier session
         kind = str(error).partition(":")[0]  # "unsigned", "oversized", "forged", "replayed", "stale"
         kind = kind if kind.isalpha() else "others"
         if isinstance(error, UnknownSessionError):
@@ -118,7 +118,7 @@ def flight_from_hello(hello: wire.Hello) -> bytes:
         raise WireError(f"no flight of a handshake: {error}") from None
 
 
-class DeviceLink(AuthenticatedLink):
+class AuthenticatedDeviceLink(AuthenticatedLink):
     """Device's side of an authenticated link, connected while there is a session.
 
     Each new session counts as a new connection. While no coordinator answers, presence, profile and telemetry are
@@ -277,7 +277,7 @@ EVERY_S: Final = 0.25  # between two attempts of a board that it answers
 RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundredth of its time
 
 
-class FleetLink(AuthenticatedLink):
+class AuthenticatedFleetLink(AuthenticatedLink):
     """Coordinator's side of authenticated links to all devices.
 
     Raises:

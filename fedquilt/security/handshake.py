@@ -71,8 +71,6 @@ class LinkIdentity:
         """Return the context of a TLS connection in which both sides verify certificates.
 
         No host name is checked. Use `common_name_of_peer` to identify the peer.
-
-        Whose that is, `common_name_of_peer` says: no host's name is checked.
         """
         return self._cached_context(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
 

@@ -14,7 +14,7 @@ from fedquilt.core import WireError
 from fedquilt.security.handshake import Session
 from fedquilt.transport.link import Message
 
-ENVELOPE_BYTES: Final = 128  # at most, beside what is in it
+ENVELOPE_BYTES: Final = 128  # largest overhead of an envelope
 MOST_BYTES: Final = wire.MAX_CHUNK + ENVELOPE_BYTES  # of a message with its envelope
 
 _FORM = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
@@ -59,8 +59,8 @@ def verify_message(session: Session | None, route: wire.Route, message: Message)
     """Return a signed message with its bare payload, after verification.
 
     Raises:
-        UnsignedError: If the message is not signed.
-        StrangeSessionError: If the message was signed in another session.
+        UnsignedMessageError: If the message is not signed.
+        UnknownSessionError: If the message was signed in another session.
         WireError: If the message is forged or replayed.
     """
     found = _FORM.match(message.payload)

@@ -107,7 +107,7 @@ def common_task_is_the_same_for_all_devices(name: str) -> None:
     """Assert that `send` ignores the device if the method declares `common_task`.
 
     Raises:
-        Skipped: If the method sends tasks made for each device.
+        CheckSkipped: If the method sends tasks made for each device.
     """
     here, run, _, _ = record_run(name)
     if not here.method.common_task:
@@ -268,7 +268,7 @@ def accumulators_merge_in_any_order(name: str) -> None:
     """Assert that updates in any order and merged accumulators give bit-identical states.
 
     Raises:
-        Skipped: If the accumulators of the method depend on the order of devices.
+        CheckSkipped: If the accumulators of the method depend on the order of devices.
     """
     here, _, folded, _ = record_run(name)
     aggregation, added = here.method.aggregation, 0
@@ -320,7 +320,7 @@ def accumulator_does_not_grow(name: str, each_bytes: int = 0) -> None:
         each_bytes: The bytes that the method must keep for each device.
 
     Raises:
-        Skipped: If the method declares data for each device (`Traits.per_device_data`) and `each_bytes` is 0.
+        CheckSkipped: If the method declares data for each device (`Traits.per_device_data`) and `each_bytes` is 0.
     """
     here = make_scene(name)
     if here.method.traits.per_device_data and not each_bytes:

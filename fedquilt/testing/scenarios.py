@@ -46,7 +46,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "input": PICTURES,
     },  # counters: int64 ()
     "no axes": {"name": "rezero", "inputs": 64, "classes": 3, "width": 6, "blocks": 2},  # parameters of shape ()
-    "gru": {"name": "gru", "channels": 8, "steps": 8, "classes": 3, "width": 4},  # tensors of a layer beside each other
+    "gru": {"name": "gru", "channels": 8, "steps": 8, "classes": 3, "width": 4},  # several tensors for each layer
     "numbers": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 2, "task": "regression"},
     "labels": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 3, "task": "labels"},
 }
@@ -66,7 +66,7 @@ def make_torch_engine() -> Any:
     """Return a torch engine with an unlimited memory budget.
 
     Raises:
-        Skipped: If torch is not installed.
+        CheckSkipped: If torch is not installed.
     """
     try:
         from fedquilt.edge_agent.engines.torch.engine import TorchEngine
@@ -122,7 +122,7 @@ def make_scene(name: str) -> Scenario:
 
     Raises:
         JobError: If there is no such method.
-        Skipped: If the method requires torch and torch is not installed.
+        CheckSkipped: If the method requires torch and torch is not installed.
     """
     plain = name.removesuffix(MIXED)
     method = methods.load(plain)

@@ -56,7 +56,7 @@ class MemoryBroker:
         self._topics: TopicTree[str] = TopicTree()  # those of `_retained`
         self._links: dict[MemoryLink, None] = {}
         self._filters: TopicTree[MemoryLink] = TopicTree()
-        self._heap: list[tuple[float, int, MemoryLink | None, Message]] = []  # None: it comes to this broker
+        self._heap: list[tuple[float, int, MemoryLink | None, Message]] = []  # None for the broker
         self._sequence = 0
 
     def connect(self, will: tuple[str, bytes] | None = None, pace: LinkCost = AT_ONCE) -> MemoryLink:

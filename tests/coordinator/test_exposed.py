@@ -26,8 +26,8 @@ def values(found: Iterable[MetricFamily]) -> dict[tuple[str, ...], float]:
     return {(each.name, *labels): value for each in found for labels, value in each.samples}
 
 
-def job(name: str) -> Any:
-    return SimpleNamespace(job=SimpleNamespace(name=name, rounds=10))
+def job(name: str, run: str = "") -> Any:
+    return SimpleNamespace(id=run or name, job=SimpleNamespace(name=name, rounds=10))
 
 
 def play(counts: CoordinatorMetrics, name: str = "digits") -> None:
@@ -88,6 +88,18 @@ def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
     found = values(counts.metric_families())
     assert (found["fedquilt_rounds", "digits"], found["fedquilt_jobs_ended", "done"]) == (1, 1)
     assert ("fedquilt_round", "digits") not in found
+
+
+def test_the_end_of_a_run_leaves_the_gauges_of_another_run_of_its_job() -> None:
+    """The gauges are of the run that selected devices last: the second, and then the first alone."""
+    counts = CoordinatorMetrics(list, iter(range(100)).__next__)
+    for run, number in (("digits-1", 3), ("digits-2", 7)):
+        counts.record_event(job("digits", run), CohortSelected(number, 0, ("a",)))
+    assert values(counts.metric_families())["fedquilt_round", "digits"] == 7
+    counts.record_event(job("digits", "digits-2"), JobEnded("done", ""))
+    assert values(counts.metric_families())["fedquilt_round", "digits"] == 3
+    counts.record_event(job("digits", "digits-1"), JobEnded("stopped", ""))
+    assert ("fedquilt_round", "digits") not in values(counts.metric_families())
 
 
 def test_labels_are_bounded() -> None:

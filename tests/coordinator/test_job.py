@@ -275,7 +275,7 @@ class Lives:
         with mock.patch.object(time, "time", side_effect=lambda: self.wall_s):
             row = self.made.store.find_job(self.made.job.id)
             job = RunningJob(row, self.made.store, 7.0, fedavg.METHOD, by_wall=by_wall)
-            job.continue_from(job.build_state_loader()(), 7.0)
+            job.use_loaded_state(job.build_state_loader()(), 7.0)
         assert (job.rounds.began_s, set(job.rounds.asked_s.values())) == (7.0, {7.0})  # other times are this process's
         return job.rounds.remaining_s(7.0)
 

@@ -10,6 +10,8 @@ from rolled import MODEL, OTHER, Ground
 from fedquilt import wire
 from fedquilt.coordinator import control_requests
 from fedquilt.coordinator.rounds.rollout import StatusReported
+from fedquilt.coordinator.storage.rollout_log import StoredRollout
+from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 
@@ -72,6 +74,24 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, e
     ground.play()
     assert ground.state(first).status == "done"
     assert len(ground.having(MODEL)) == 4
+
+
+def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground: Ground) -> None:
+    """The coordinator writes a report between the two reads of the command."""
+    ground.fleet(2)
+    id = ground.deploy()
+    ground.play(30.0)
+    with Store(ground.home) as store:
+        find = store.rollouts.find_rollout
+
+        def find_slowly(rollout: str = "") -> StoredRollout:
+            found = find(rollout)
+            ground.store.rollouts.append_events([(id, StatusReported("b-000", found.state.serial, "returned"))])
+            return found
+
+        store.rollouts.find_rollout = find_slowly  # type: ignore[method-assign]
+        assert control_requests.roll_back_rollout(store, id).startswith(f"{id} of digits is taken back")
+    assert ground.store.rollouts.find_rollout(id).wish == "roll back"
 
 
 def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:

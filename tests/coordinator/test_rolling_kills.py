@@ -61,7 +61,7 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
         except SimulatedCrash:
             ground.broker.lose_client(ground.link)
             doomed.dead = False
-            ground.disk.end()  # type: ignore[attr-defined]
+            ground.disk.release_locks()  # type: ignore[attr-defined]
             doomed.platter.fail_power(random.Random(at)) if power else doomed.platter.end_processes()
             ground.disk = doomed.disk()
             ground.start()

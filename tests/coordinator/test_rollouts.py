@@ -90,15 +90,25 @@ def test_a_canary_waits_for_a_board_that_is_there() -> None:
     )
 
 
-def test_a_step_that_has_nobody_left_is_passed() -> None:
-    """With one board the canary is the fleet."""
+def test_only_a_step_that_was_offered_passes() -> None:
+    """With one board the canary is the fleet, and no phase follows."""
     alone = there(["a"])
     now = state(ReleaseOffered(0, ("a",)), StatusReported("a", 7, "committed"))
-    for fact in (PhasePassed(0), PhasePassed(1), PhasePassed(2), RolloutCompleted()):
+    for fact in (PhasePassed(0), RolloutCompleted()):
         assert decide_rollout_event(now, alone, 0.0, 8) == fact
         now = apply_rollout_event(now, fact)
-    assert now.status == "done"
+    assert (now.status, view.format_step(now)) == ("done", "phase 100 %")
     assert decide_rollout_event(now, alone, 0.0, 8) is None
+
+
+def test_a_phase_without_devices_is_left_out() -> None:
+    """No board is online for 25 %; 100 % are offered to the one that is away, and pass after its report."""
+    fleet = {**there(["a"]), "away": RolloutDevice(False, 0.0)}
+    now = state(ReleaseOffered(0, ("a",)), StatusReported("a", 7, "committed"), PhasePassed(0))
+    offered = decide_rollout_event(now, fleet, 0.0, 8)
+    assert offered == ReleaseOffered(2, ("away",))
+    now = apply_rollout_event(apply_rollout_event(now, offered), StatusReported("away", 7, "committed"))
+    assert decide_rollout_event(now, fleet, 0.0, 8) == PhasePassed(2)
 
 
 def test_the_last_step_takes_boards_that_are_away() -> None:

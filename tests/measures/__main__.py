@@ -1,4 +1,4 @@
-"""Counts of names, docstrings and files that may only fall.
+"""Counts of names, docstrings, files and modules of one path that may only fall.
 
     python -m tests.measures            # compare with measured.toml, exit code 1 if a count rose
     python -m tests.measures --write    # store lower counts
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.formats import toml
-from tests.measures import plain_english
+from tests.measures import passed_modules, plain_english
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("coordinator", "edge_agent", "fedquilt", "models", "profiles", "tools")
@@ -27,9 +27,9 @@ PLUGIN_FOLDERS: Final = ("fedquilt/methods", "fedquilt/cli")  # found by file na
 MOST_LINES: Final = 600  # of a file
 
 
-def source_files(package: str) -> list[Path]:
+def source_files(package: str, root: Path = ROOT) -> list[Path]:
     """Return the Python files of a top-level package, without those that are linked into the package."""
-    folder = ROOT / package
+    folder = root / package
     files = sorted(folder.rglob("*.py"))
     return [path for path in files if not any(up.is_symlink() for up in path.parents if up.is_relative_to(folder))]
 
@@ -62,6 +62,7 @@ def count_all() -> dict[str, int]:
     counts["classes whose name another class has"] = sum(
         number for name, number in classes.items() if number > 1 and name not in PAPER_NAMES
     )
+    counts.update({f"modules that {name}": len(path) for name, path in passed_modules.find_paths().items()})
     return dict(counts)
 
 

@@ -12,6 +12,7 @@ from fedavg_runs import numpy_one, play, same_bits, torch_one
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.coordinator import settings
 from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, Fit, JobError, UpdateError
 from fedquilt.methods import fedavg, fednova, fedopt, scaffold
@@ -179,6 +180,21 @@ def test_scaffold_takes_a_known_number_of_devices() -> None:
     assert after.known == 1
 
 
+def test_devices_that_kept_their_variates_count_with_a_new_coordinator() -> None:
+    """Two devices say that they are not new, and no round is known: N is 2, the slopes are -5 and -15."""
+    bundle, _ = quadratics(*TWO)
+    state = scaffold.init(bundle, scaffold.Params(lr=0.1), 0)
+    total = None
+    for device, place in (("a", 1.0), ("b", 3.0)):
+        total = scaffold.fold(
+            state, total, update({"x": np.full(1, place, np.float32)}, device=device, steps=2.0, new=0.0)
+        )
+    after = scaffold.step(state, total)
+    assert after.control["x"] == pytest.approx([-10.0])
+    assert after.model["x"] == pytest.approx([2.0])
+    assert after.known == 2
+
+
 # -- FedNova --------------------------------------------------------------------------------------
 
 
@@ -314,3 +330,5 @@ def test_a_round_nobody_answered_changes_nothing() -> None:
         method = methods.load(name)
         state = method.init(toy_bundle(), method.params(), 0)
         assert method.step(state, None) is state
+        sums = scaffold.ScaffoldSums if name == "scaffold" else WeightedSums
+        assert method.step(state, sums()) is state

@@ -11,6 +11,7 @@ import pytest
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.coordinator import settings
 from fedquilt.core import (
     ClientContext,
@@ -384,7 +385,9 @@ def test_a_private_model_of_another_network_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["local", "fedrep", "ditto", "pfedme", "perfedavg"])
 def test_a_round_nobody_answered_changes_nothing(name: str) -> None:
-    """The very same state."""
+    """The very same state, also if the sums weigh nothing."""
     method = methods.load(name)
     state = method.init(toy_bundle(), method.params(), 0)
     assert method.step(state, None) is state
+    if name != "local":  # sums of nothing
+        assert method.step(state, WeightedSums()) is state

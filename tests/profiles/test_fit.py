@@ -85,6 +85,20 @@ def test_nothing_seen_is_refused():
         fit.fit_time_law([], TOP)
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_measurement_that_is_not_above_0_is_named(value):
+    """Errors are relative to what was measured."""
+    points = [fit.MeasuredPoint({"cpu_hz": 1e9}, 2.0), fit.MeasuredPoint({"cpu_hz": 2e9}, value)]
+    said = f"measurement 1 is {value:g}, and has to be above 0"
+    for act in (
+        lambda: fit.fit_time_law(points, TOP),
+        lambda: fit.fit_power_model(points, TOP),
+        lambda: fit.fit_unit_costs([[1.0], [2.0]], [2.0, value]),
+    ):
+        with pytest.raises(ValueError, match=said):
+            act()
+
+
 def test_the_design_begins_with_the_fastest_and_the_middle_and_then_takes_corners():
     """Each point once; the first five hold both ends of every clock, so that all coefficients can be told."""
     chosen = [GRID[place] for place in fit.select_points_to_measure(GRID, 6, TOP)]

@@ -214,7 +214,7 @@ class SimulatedFleet(NoReleaseExecutor):
             self._devices[device].discard_outputs()
 
     @property
-    def blobs_in_use(self) -> set[str]:
+    def unacknowledged_update_blobs(self) -> set[str]:
         return blob_hashes(self.unanswered.values())
 
     def keep_alive(self) -> AbstractContextManager[None]:

@@ -157,14 +157,14 @@ class ObjectStoreBlobs:
             return (self._bucket.sign_source("GET", self._download_name(ref.sha256)),)
         if ref.sha256 in self._wanted:
             self._wanted[ref.sha256][device] = None
-        elif self._ensure_usable():
+        elif self._is_usable():
             self._wanted[ref.sha256] = {device: None}
             source = self._bucket.sign_source("PUT", self._download_name(ref.sha256), ref.size)
             self._carriers.start_upload(("", ref.sha256), self._depot, ref, (source,), lambda size: None)
         return ()
 
     def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        if not self._ensure_usable():
+        if not self._is_usable():
             return ()
         self._asked.add((device, ref.sha256))
         return (self._bucket.sign_source("PUT", self._upload_name(device, ref.sha256), ref.size),)
@@ -203,7 +203,8 @@ class ObjectStoreBlobs:
         self._not_before_s = math.inf  # until the store has answered
         self._carriers.start_job(lambda: self._fetch_clock(source), TransferResult(_CLOCK, None, "no answer"))
 
-    def _ensure_usable(self) -> bool:
+    def _is_usable(self) -> bool:
+        # Requests the store's clock if the clock is unknown.
         if time.monotonic() < self._not_before_s:
             return False
         if not self._clock_known:

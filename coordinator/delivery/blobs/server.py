@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import TransferResult, failed_result
+from fedquilt.blobs.transfer.backend import TransferResult, fail_transfer
 from fedquilt.blobs.transfer.blob_writer import BlobWriter, ContentError, WriterClosedError
 from fedquilt.blobs.transfer.http_client import STALL_S, read_pieces, send_file
 from fedquilt.core import BlobRef, JobError, StoreError
@@ -141,7 +141,7 @@ class BlobServer:
         self._transfer_blob(exchange, grant)
 
     def _require_grant(self, request: HttpExchange) -> AccessGrant:
-        """Return the grant of the request's token. Raise RefusedError if it does not allow this request."""
+        """Return the grant of the request's token. Raise RequestRefusedError if it does not allow this request."""
         found = _PATH.match(request.path)
         if found is None or request.method not in ("GET", "HEAD", "PUT"):
             raise RequestRefusedError(404, "there is nothing at this address")
@@ -216,7 +216,7 @@ class BlobServer:
         except WriterClosedError as error:
             raise RequestRefusedError(409, str(error)) from None
         except (ContentError, StoreError) as error:
-            self._tell(failed_result(key, intake, error))
+            self._tell(fail_transfer(key, intake, error))
             raise RequestRefusedError(
                 409 if isinstance(error, ContentError) else 500, "the blob was not taken"
             ) from None

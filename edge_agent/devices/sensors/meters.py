@@ -17,7 +17,7 @@ log = logging.getLogger("fedquilt.devices")
 
 WIDTH: Final = {"board": 0, "processor": 1, "rail": 2}  # widest first
 MOST_W: Final = 2000.0  # no board draws more
-SLOW_S: Final = 1.0  # `read` has to return at once: the agent's loop, its broker included, waits for it
+SLOW_S: Final = 1.0  # longest `read` without a warning, as the agent's loop waits
 PATIENCE_S: Final = 10.0  # time to wait for a silent meter before a narrower one replaces it
 
 

@@ -54,10 +54,7 @@ TABLE: Final[Sequence[RailRoles]] = (
 
 
 def find_roles(compatible: Collection[str], labels: Collection[str]) -> RailRoles | None:
-    """Return roles by the names in the device tree, else by the rail labels, or None if unknown.
-
-    None: neither is known. Which rails are parts of which cannot be said then.
-    """
+    """Return roles by the names in the device tree, else by the rail labels, or None if both are unknown."""
     names = [part for board in compatible for part in board.removeprefix("nvidia,").split("+")]
     named = [roles for name in names for roles in TABLE if name.startswith(roles.fits)]
     if named:

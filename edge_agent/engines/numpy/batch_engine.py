@@ -69,7 +69,7 @@ def _losses_and_gradient(
     """Add each device's gradient to `gradient`. Return the mean losses of the rows, (devices,).
 
     Raises:
-        ModelError: the examples do not fit the network.
+        ModelError: If the examples do not fit the network.
     """
     network = calls[0].network
     x = _gather_rows([call.examples.x for call in calls], rows)

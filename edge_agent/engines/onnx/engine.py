@@ -102,12 +102,11 @@ class OnnxEngine:
 
     @property
     def note(self) -> str:
-        """What the board's owner should know, once: whoever has said it sets it to ""."""
+        """Pending message for the device's owner, which its reader resets to ""."""
         return self._places.note
 
     @note.setter
     def note(self, said: str) -> None:
-        """Pending message for the device's owner, which its reader resets to ""."""
         self._places.note = said
 
     @property
@@ -156,7 +155,8 @@ class OnnxEngine:
             example_bytes: Further memory for each example.
 
         Raises:
-            ModelError, MemoryBudgetError: As in `run`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         plan = self._load_graph(graph).plan
         size = self._batch_size(plan, around_bytes, example_bytes)
@@ -206,7 +206,7 @@ class OnnxEngine:
         """Return the shape of one example as declared by the graph.
 
         Raises:
-            ModelError: As in `read_metadata`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
         """
         return onnx_session.check_graph(graph).input_shape
 
@@ -214,7 +214,8 @@ class OnnxEngine:
         """Return the type of the graph's input.
 
         Raises:
-            ModelError, MemoryBudgetError: As in `run`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         return _input_type(self._load_graph(graph).session)
 
@@ -222,7 +223,8 @@ class OnnxEngine:
         """Return the name of the graph's input.
 
         Raises:
-            ModelError, MemoryBudgetError: As in `run`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         return str(self._load_graph(graph).session.get_inputs()[0].name)
 
@@ -230,7 +232,8 @@ class OnnxEngine:
         """Return the mode and memory of a graph's session.
 
         Raises:
-            ModelError, MemoryBudgetError: As in `run`.
+            ModelError: If the graph is missing, invalid or not permitted, or lacks weights.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         return self._plan_memory(graph, onnx_session.check_graph(graph))
 

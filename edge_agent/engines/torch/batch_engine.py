@@ -83,12 +83,12 @@ def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tens
         RuntimeError: If the inputs do not fit the network.
     """
     if isinstance(module, nn.Sequential):
-        for name, child in module._modules.items():  # `named_children` leaves out one that stands there twice
+        for name, child in module._modules.items():  # `named_children` omits repeated modules
             assert child is not None
             x = forward(child, values, x, f"{at}{name}.")
     elif isinstance(module, nn.Linear):
-        # weight times x turned over, and not x times weight turned over: so the weight's gradient comes out in the
-        # order in which it is kept, in a third of the time
+        # weight @ x^T instead of x @ weight^T: the weight's gradient has the weight's memory order then, in a third
+        # of the time
         weight = values[f"{at}weight"]  # (devices, out, in)
         bias = values[f"{at}bias"].unsqueeze(2) if module.bias is not None else weight.new_zeros(())
         scores = torch.baddbmm(bias, weight, x.flatten(1, -2).transpose(1, 2))  # (devices, out, n * ...)
@@ -104,7 +104,8 @@ class _DeviceBatch:
     """Devices of one batch: their stacked parameters, and their positions in their examples.
 
     Raises:
-        FedquiltError, RuntimeError: something does not fit the network.
+        FedquiltError: If tensors or examples do not fit the network.
+        RuntimeError: If torch cannot run the network on the batch.
     """
 
     def __init__(self, model: nn.Module | None, calls: Sequence[TrainCall], place: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 A method changes the loop through `fedquilt.core.Hooks`. If the activations of a mini-batch exceed the budget, the batch
 is split into micro-batches whose gradients are added: the same step to float tolerance. With trained batch
-normalisation the mini-batch stays whole and activations are recomputed instead (`torch_recompute`): bit-identical under
+normalisation the mini-batch stays whole and activations are recomputed instead (`recomputation`): bit-identical under
 any budget. A mini-batch of one example, with a single value per channel, is normalised by the running statistics. Equal
 input, generator, threads and budget give bit-identical results.
 
@@ -200,7 +200,6 @@ class TorchEngine:
         hooks: Hooks,
         half: torch.dtype | None = None,
     ) -> tuple[nn.Module, NetworkProbe]:
-        """Return the network with these tensors and hooks, and the cost of an example in it."""
         model = registry.build(network)
         model = hooks.prepare(model) if hooks.prepare else model
         model = model.to(
@@ -219,7 +218,7 @@ class TorchEngine:
 
     def _memory_format(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
         pictured = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.ConvTranspose2d)]
-        small = all(each.weight is None or each.weight.numel() < WIDE for each in pictured)  # None: not in this part
+        small = all(each.weight is None or each.weight.numel() < WIDE for each in pictured)  # None in other parts
         plain = all(each.groups == 1 for each in pictured)
         last = half is not None or (self._device.type == "cpu" and small and plain)
         return torch.channels_last if last else torch.contiguous_format

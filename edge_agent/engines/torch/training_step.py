@@ -79,7 +79,7 @@ class Stepper:
         self._moves.zero_grad()
         losses = []
         for x, y in parts:
-            passed = partial(self._compute_loss, x, y, count)
+            passed = partial(self._training_and_task_loss, x, y, count)
             if piece_bytes is None:
                 loss, told = passed()
             else:
@@ -97,13 +97,16 @@ class Stepper:
         self._scaler.update()
         return losses
 
-    def _compute_loss(self, x: torch.Tensor, y: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _training_and_task_loss(
+        self, x: torch.Tensor, y: torch.Tensor, divisor: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The first loss has the penalty and gives the gradient. The second loss is reported.
         with self._autocast:
             scores = self._model(x)
-            loss = objectives.total_loss(self._task, scores, y) / count
+            loss = objectives.total_loss(self._task, scores, y) / divisor
             if not self._step.penalty:
                 return loss, loss.detach()
-            extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
+            extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / divisor)
             return loss + extra, loss.detach() + 0.0 * extra.detach()
 
     def _enable_gradients(self) -> None:

@@ -65,7 +65,9 @@ class LoadedModel(NamedTuple):
         """Return the outputs (n, outputs) for stored examples (n, ...).
 
         Raises:
-            DataError, ModelError, MemoryBudgetError: If the model cannot take the examples or its outputs are unusable.
+            DataError: If the model cannot take the examples.
+            ModelError: If the graph cannot be run or its outputs are unusable.
+            MemoryBudgetError: If not even one example fits beside the weights.
         """
         made = self.about.prepare_inputs(x)
         exported_model.require_shape(made, self.shape)
@@ -135,7 +137,7 @@ def _load_held_out(order: CheckRequest, about: ExportedModel, load: Any) -> Exam
 
 
 def _load_model(engine: Any, path: Path) -> LoadedModel:
-    return LoadedModel(engine, path, exported_model.read_metadata(engine.facts(path)), engine.input_shape(path))
+    return LoadedModel(engine, path, exported_model.read_metadata(engine.read_metadata(path)), engine.input_shape(path))
 
 
 def _require_classes(model: LoadedModel, held: Examples, order: CheckRequest) -> None:
@@ -246,6 +248,7 @@ def _measure_latency(model: LoadedModel, one: np.ndarray, timed_s: float) -> tup
 
 
 def _build_tensorrt(order: CheckRequest, model: LoadedModel, one: np.ndarray) -> list[str]:
+    # Returns notes on a build without an engine.
     assert order.trtexec is not None
     part = Path(order.out) / f"{TENSORRT}.part"
     command = [

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 LARGE_BYTES: Final = 4 << 20  # from here on a file is freed in the thread
-OPEN_MOST: Final = 64  # files that wait for it; more are freed where they are removed
+OPEN_MOST: Final = 64  # queued files, above which files are freed in the caller's thread
 
 
 class BackgroundDeleter:

@@ -25,7 +25,7 @@ class folder_errors:
     The message begins with "cannot `what` in `folder`".
 
     Raises:
-        StoreError: In place of an OSError.
+        StoreError: If the body raises an OSError.
     """
 
     __slots__ = ("_folder", "_what")

@@ -95,7 +95,7 @@ class PackFile:
         return payload
 
     def write_blob(self, sha256: str, payload: bytes) -> int:
-        """Write a blob and return its place. The blob is not available until `name_blob`."""
+        """Write a blob and return its place. The blob is not available until `register_blob`."""
         with self._lock:
             places = self._free.get(len(payload))
             place = places.pop() if places else self._end + _HEAD.size
@@ -112,7 +112,7 @@ class PackFile:
                     self._disk.sync(os.path.dirname(self._path))
                 self._unsettled, self._named = False, True
 
-    def name_blob(self, sha256: str, place: int, size: int) -> None:
+    def register_blob(self, sha256: str, place: int, size: int) -> None:
         with self._lock:
             if sha256 in self._at:
                 self.free_place(place, size)

@@ -286,7 +286,7 @@ class BlobStore:
 
     def name_blob(self, ref: BlobRef, place: int) -> None:
         assert self._pack is not None
-        self._pack.name_blob(ref.sha256, place, ref.size)
+        self._pack.register_blob(ref.sha256, place, ref.size)
 
     def discard_unnamed(self, ref: BlobRef, place: int) -> None:
         assert self._pack is not None

@@ -33,7 +33,7 @@ Key = tuple[str, str]  # device, sha256
 
 class TransferResult(NamedTuple):
     key: Key
-    intake: BlobWriter | None  # None: the job sent the blob
+    intake: BlobWriter | None  # None for uploads
     error: str | None
     later: bool = False  # whether the same places may work after a while
     disk: bool = False  # whether this side's disk has refused
@@ -118,7 +118,7 @@ class TransferBackend:
                 http_client.fetch_blob(self._get_connection_pool(), sources, intake)
             except (LinkError, StoreError) as error:
                 later = isinstance(error, http_client.BlobLocationError) and error.later
-                return failed_result(key, intake, error, later=later)
+                return fail_transfer(key, intake, error, later=later)
             return TransferResult(key, intake, None)
 
         self.start_job(job, TransferResult(key, intake, "an error in the program ended the transfer"))
@@ -158,7 +158,7 @@ class TransferBackend:
 
     def abandon_download(self, key: Key, intake: BlobWriter, reason: str) -> None:
         failed = TransferResult(key, intake, reason)
-        self.start_job(lambda: failed_result(key, intake, LinkError(reason)), failed)
+        self.start_job(lambda: fail_transfer(key, intake, LinkError(reason)), failed)
 
     def _get_connection_pool(self) -> http_client.ConnectionPool:
         from fedquilt.blobs.transfer import http_client
@@ -203,7 +203,7 @@ class TransferBackend:
             threading.Thread(target=self._left.popleft(), name="blob", daemon=True).start()
 
 
-def failed_result(key: Key, intake: BlobWriter, error: FedquiltError, *, later: bool = False) -> TransferResult:
+def fail_transfer(key: Key, intake: BlobWriter, error: FedquiltError, *, later: bool = False) -> TransferResult:
     try:
         intake.close_and_check()
     except StoreError as full:

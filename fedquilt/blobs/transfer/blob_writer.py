@@ -62,7 +62,7 @@ class BlobWriter:
         """Write the next bytes of the range that `next_range` returns.
 
         Raises:
-            ClosedError: If the writer was closed or replaced, or the bytes exceed the range.
+            WriterClosedError: If the writer was closed or replaced, or the bytes exceed the range.
             StoreError: If the disk refuses the bytes.
         """
         with self._lock:
@@ -80,8 +80,8 @@ class BlobWriter:
         """Verify the part and turn it into the blob.
 
         Raises:
-            ContentError: If the bytes do not match the manifest. `had` then tells which chunks do.
-            ClosedError: If the writer was closed or replaced.
+            ContentError: If the bytes do not match the manifest. `had` then has the valid chunks.
+            WriterClosedError: If the writer was closed or replaced.
             StoreError: If the disk refuses, or the manifest does not describe this blob.
         """
         with self._lock:
@@ -100,7 +100,7 @@ class BlobWriter:
         """Turn a part that arrived completely over the link into the blob.
 
         Raises:
-            ClosedError: If the writer was closed.
+            WriterClosedError: If the writer was closed.
             StoreError: If the disk refuses, or the part is not this blob.
         """
         with self._lock:

@@ -22,8 +22,8 @@ _CUT_MOST: Final = 4096  # blobs of which it is remembered that they have been c
 _SENT_MOST: Final = 4096  # chunks of which it is remembered that they have been sent
 HASHED_BYTE_S: Final = 2e-9  # of work, as estimated, for each byte that a peer makes this side read and hash
 SENT_S: Final = 200e-6  # for a chunk that is small, or was sent before
-PAID_S: Final = 500e-6  # what a larger chunk pays when it is sent for the first time: it is what the peer is here for
-PAYING_BYTES: Final = 16 * 1024  # the smallest of these
+PAID_S: Final = 500e-6  # credit for a larger chunk that is sent for the first time, as useful work
+PAYING_BYTES: Final = 16 * 1024  # smallest chunk with this credit
 CUT_BYTES: Final = 8 << 20  # that are cut at once: nothing else is read or sent meanwhile
 _DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
 
@@ -93,6 +93,7 @@ class ChunkSender:
         return None
 
     def _find_or_build_manifest(self, device: str, sha256: str, asked: int) -> wire.BlobManifest | None:
+        # Returns None while the manifest is built.
         if not self._allowed(device, sha256):
             raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
         ref = self._depot.ref(sha256)

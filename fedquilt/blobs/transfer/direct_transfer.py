@@ -30,12 +30,12 @@ _OFFERED_MOST: Final = 4096
 
 @dataclass
 class _DirectDownload:
-    """A blob that comes from a place, or that its device was asked to put."""
+    """Transfer of a blob from a location, or of an upload to a location by the device."""
 
     pull: Download
     intake: BlobWriter
     until_s: float = math.inf  # time by which further bytes have to arrive
-    seen: int = 0  # bytes that had come at the last look
+    seen: int = 0  # bytes received at the latest step
     told: int = 0  # bytes sent, as the device reports
 
 

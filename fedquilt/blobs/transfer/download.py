@@ -42,7 +42,6 @@ class Download:
     """
 
     def __init__(self, ref: BlobRef, chunk: int, now_s: float, patience_s: float = PATIENCE_S) -> None:
-        """`chunk`: largest for this side, in bytes; `patience_s`: time without progress before giving up."""
         self.ref = ref
         self.chunk = chunk
         self.had = bytearray()  # one byte per chunk: 1 if it is written

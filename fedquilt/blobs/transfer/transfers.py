@@ -60,14 +60,9 @@ class Transfers:
         carriers: TransferBackend | None = None,
         apart_bytes: float = math.inf,
     ) -> None:
-        """`direction` is the way this side publishes; `allowed(device, sha256)`: may be sent to (or by) this device.
-
-        `max_pulls` are active at once, or more of small blobs; the others wait, as do those of a silent peer.
-        `carriers` move blobs beside the link. One that is whole is hashed in a thread if it has `apart_bytes` or more.
-        """
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
-        # a coordinator alone reads what it fetches; of what a device fetches, files have to lie side by side
+        # graphs on a device read their weights from files in the same folder, so a device needs one file for each blob
         self._store = depot.store_small if direction == "dn" else depot.store_bytes
         self._allowed = allowed
         self._budget_bytes = budget_bytes
@@ -316,6 +311,7 @@ class Transfers:
                 self._pulls[key] = self._open[key] = pull
 
     def _send_requests(self, now_s: float) -> bool:
+        # Returns whether a transfer has ended or was parked.
         outstanding_bytes, left = self._outstanding_bytes, False
         for key, pull in list(self._open.items()):
             if key not in self._open:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-LEAST: Final = 2  # devices whose turn it may be, whatever the bytes: one sends while another's is worked on
+LEAST: Final = 2  # devices that may send regardless of size: one sends while another's update is validated
 
 
 class UploadQueue:
@@ -22,7 +22,7 @@ class UploadQueue:
         self._most_bytes, self._here, self._here_bytes = 0.0, 0, 0
         self._wanted: dict[str, dict[str, int]] = {}  # device -> sha256 -> bytes, of what is to come
         self._waits: dict[str, float] = {}  # device -> since when, the first to send first
-        self._came: list[str] = []  # those of them that came since the last look
+        self._came: list[str] = []  # devices added since the latest `take_changes`
         self._sends: dict[str, int] = {}  # device -> bytes
         self._sends_bytes = 0
         self._held_s: dict[str, float] = {}  # device -> seconds that it waited for its first turn
@@ -47,7 +47,7 @@ class UploadQueue:
         self._left.clear()
 
     def add_blob(self, device: str, sha256: str, size: int) -> bool:
-        """Queue a blob of a device. Return whether the device may send now."""
+        """Add a blob of a device and return whether the device may send now."""
         self._wanted.setdefault(device, {})[sha256] = size
         if device in self._sends:
             more = max(sum(self._wanted[device].values()) - self._sends[device], 0)

@@ -25,7 +25,7 @@ FMT_MOST: Final = 40  # bytes of a format
 
 
 class _WavFormat(NamedTuple):
-    """A WAV file that stands at its samples."""
+    """Format of an open WAV file, whose stream is at the first sample."""
 
     stream: BinaryIO
     channels: int
@@ -96,7 +96,7 @@ def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path
 
 @contextlib.contextmanager
 def _open_wav(source: Path | bytes) -> Iterator[_WavFormat]:
-    """Open a WAV file or its bytes. Raise DataError if it is none."""
+    """Open a WAV file or its bytes. Raise DataError for any other file."""
     file = _name_of(source)
     try:
         stream = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
@@ -150,10 +150,10 @@ def _require_sample_rate(sound: _WavFormat, source: Path | bytes, audio: Audio) 
 
 
 def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
-    """Return samples (samples,) from -1 to 1, averaged over channels, as many as the spectrogram needs.
+    """Return samples (samples,) from -1 to 1, averaged over channels, at most as many as needed.
 
     Raises:
-        DataError: it is no WAV file of integer samples, or cut short.
+        DataError: If the file is no WAV file of integer samples, has another sample rate or is cut short.
     """
     wanted, file = spectrogram.frame_layout(audio)[0], _name_of(source)
     with _open_wav(source) as sound:

@@ -126,7 +126,6 @@ def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
 
 
 def _open_image(Image: Any, source: Path | bytes) -> Any:
-    """Open an image file or its bytes with Pillow."""
     if isinstance(source, Path):
         return Image.open(source)
     return Image.open(io.BytesIO(source), formats=("PNG", "JPEG", "WEBP", "TIFF"))

@@ -42,7 +42,7 @@ class SimLink:
         self.filters: list[str] = []
         self.inbox: list[Message] = []
         self.gate: Callable[[str, str], object] = lambda what, where: None
-        self.rewrite: Callable[[str, bytes], bytes] | None = None  # what it makes of what it sends
+        self.rewrite: Callable[[str, bytes], bytes] | None = None  # modifies published payloads
 
     def subscribe(self, filters: Sequence[str]) -> None:
         self.filters += [pattern for pattern in filters if pattern not in self.filters]
@@ -241,7 +241,6 @@ class SimBroker:
             self._schedule_delivery(name, Message(topic, payload))
 
     def _current_noise(self) -> DeliveryNoise | None:
-        """Return the noise of this moment, or None."""
         return next((each for each in self.noise if each.start_s <= self.now_s < each.end_s), None)
 
     def _disturb_payload(self, payload: bytes) -> list[bytes]:

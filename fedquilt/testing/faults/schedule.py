@@ -20,7 +20,7 @@ ROUND_S: Final = 1.5  # about how long a calm round takes
 AGENT_CALLS: Final = 60  # about how many calls an agent makes in a calm round: to its disk, and to publish
 COORDINATOR_CALLS: Final = 45  # likewise a coordinator, for each device
 PUBLISHED: Final = 0.13  # about the share of these calls that publish a message
-SYNCED: Final = 0.2  # likewise of those that sync something
+SYNCED: Final = 0.2  # about the share of these calls that sync a file or folder
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True): ...
@@ -207,7 +207,7 @@ def parse_schedule(text: str) -> FaultSchedule:
     """Return the schedule of a text.
 
     Raises:
-        JobError: it has a word that is none.
+        JobError: If the text has an unknown word or value.
     """
     given: dict[str, Any] = {}
     faults: list[Any] = []
@@ -319,14 +319,14 @@ def _draw_kill(roll: random.Random, base: FaultSchedule) -> AnyFault:
     return ProcessKill(who, _draw_time_s(roll, base), roll.random() < 0.5, roll.choice([0.5, 8.0, 40.0]))
 
 
-def _draw_refuse(roll: random.Random, base: FaultSchedule) -> AnyFault:
+def _draw_disk_fault(roll: random.Random, base: FaultSchedule) -> AnyFault:
     who = _draw_participant(roll, base)
     return DiskFault(
         who, _draw_call(roll, base, who), roll.choice([1, 1, 5, 30]), roll.choice(["full", "readonly", "io"])
     )
 
 
-def _draw_noise(roll: random.Random, base: FaultSchedule) -> AnyFault:
+def _draw_network_noise(roll: random.Random, base: FaultSchedule) -> AnyFault:
     return NetworkNoise(
         _draw_time_s(roll, base) * roll.choice([0, 1]),
         roll.choice([1.0, 5.0, 20.0]),
@@ -376,7 +376,7 @@ def _draw_newer(roll: random.Random, base: FaultSchedule) -> AnyFault:
 
 
 def _draw_death(roll: random.Random, base: FaultSchedule) -> AnyFault:
-    """Return a final loss of the last device, as the others are as many as a cohort needs."""
+    """Return a permanent loss of the last device, which no cohort requires."""
     return DeviceLoss(f"dev-{base.devices - 1}", roll.choice([1, 1, 2, 3]))
 
 
@@ -396,8 +396,8 @@ _OFTEN: Final = ("cut", "broker", "jump", "slow", "worker", "stop", "second", "n
 _DRAW: Final[dict[str, Callable[[random.Random, FaultSchedule], AnyFault]]] = {
     "crash": _draw_crash,
     "kill": _draw_kill,
-    "refuse": _draw_refuse,
-    "noise": _draw_noise,
+    "refuse": _draw_disk_fault,
+    "noise": _draw_network_noise,
     "cut": _draw_cut,
     "broker": _draw_broker,
     "jump": _draw_jump,

@@ -61,8 +61,6 @@ def supported_methods() -> tuple[str, ...]:
 
     Excluded are methods with donors, which take minutes, and methods with evaluation rounds, which select other
     devices.
-
-    Those that run blocks of donors take minutes; those with settling rounds ask other devices than the log's rounds.
     """
     able = methods.builtin_names()
     found = [(name, methods.load(name)) for name in able]
@@ -94,10 +92,10 @@ def play_seeds(
     """Play the schedules of some seeds, and shrink those that fail.
 
     Args:
-        theatre: where.
-        seeds: which.
-        kinds: further kinds of faults to draw.
-        among: methods to draw from; (): all `supported_methods`.
+        theatre: The environment of the schedules.
+        seeds: The seeds of the schedules.
+        kinds: Further kinds of faults to draw.
+        among: The methods to draw from, or () for all `supported_methods`.
     """
     before, count = theatre.rounds, 0
     happened, covered = Counter[str](), Counter[str]()

@@ -97,7 +97,7 @@ class SelectionCheck:
         return f"{device} is ineligible in round {self._round} for its refusal ({reason}), and has not refused of late"
 
     def _check_selection(self, event: CohortSelected) -> str:
-        """Apply a selection. Return that it is not the one which the draw gives, or ""."""
+        """Apply a selection. Return an error if the draw gives another selection, or ""."""
         cohort = self._job.cohort
         pool = self._eligible - self._answered - self._asked - self._declined
         most = fewest = float(len(pool))

@@ -105,7 +105,7 @@ class SimulatedProcess(ABC):
             if self.inner is None:
                 self._start_process()
             self.due_s = max(self.inner.step(now_s + self._offset_s) - self._offset_s, now_s)
-            self._require_idle(now_s)
+            self._require_no_busy_loop(now_s)
             if self._link.inbox:
                 self.due_s = now_s
         except SimulatedCrash:
@@ -142,7 +142,7 @@ class SimulatedProcess(ABC):
 
     # -- within --
 
-    def _require_idle(self, now_s: float) -> None:
+    def _require_no_busy_loop(self, now_s: float) -> None:
         if self.due_s > now_s + MOMENT_S or now_s > self._began_s + MOMENT_S:
             self._began_s, self._at_once = now_s, 0
         self._at_once += self.due_s <= now_s + MOMENT_S
@@ -175,7 +175,7 @@ class SimulatedProcess(ABC):
 
     @abstractmethod
     def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
-        """Raise BrokenError if a message promises what a power failure could take."""
+        """Raise InvariantError if a message promises what a power failure could take."""
 
     def _end_process(self, *, power: bool) -> None:
         """End the process and its connection, as by a power failure with `power`."""
@@ -223,7 +223,6 @@ class WatchedStore(Store):
         super().append_event(id, fact)
 
     def _write_events(self, rows: Sequence[tuple[str, float, str]]) -> None:
-        """Write rows, then report their events."""
         self.written, self._unreported = getattr(self, "_unreported", []), []
         super()._write_events(rows)
         written, self.written = self.written, []
@@ -308,7 +307,7 @@ class CoordinatorProcess(SimulatedProcess):
         return sent
 
     def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
-        """Raise BrokenError if an acknowledgement, task or epoch does not follow from the synced log."""
+        """Raise InvariantError if an acknowledgement, task or epoch does not follow from the synced log."""
         if route.kind is wire.Ack:
             ack = wire.decode(payload, wire.Ack)
             counted = (ack.round, route.device) in self._promises_of(ack.job).counted
@@ -350,11 +349,11 @@ class CoordinatorProcess(SimulatedProcess):
         return super()._inject_fault(what, where)
 
     def _require_tasks_sent(self) -> None:
-        """Raise BrokenError if a device was asked and sent no task, though its profile is known and it is free."""
-        for job in self.inner.jobs():
+        """Raise InvariantError if a device was asked and sent no task, though its profile is known and it is free."""
+        for job in self.inner.active_jobs():
             if job.rounds.phase == "open":
-                for device in job.rounds.asked - self.inner.elsewhere(job.id):
-                    known = self.inner.registry.profile_of(device) is not None
+                for device in job.rounds.asked - self.inner.devices_of_other_jobs(job.id):
+                    known = self.inner.registry.latest_profile(device) is not None
                     if known and (job.id, job.rounds.round, device) not in self._sent:
                         raise InvariantError(
                             f"{device} is asked for round {job.rounds.round} of {job.id}, and has no task"
@@ -364,7 +363,7 @@ class CoordinatorProcess(SimulatedProcess):
         return self.promises.setdefault(job, JobPromises())
 
     def _check_recorded(self, job: str, fact: AnyEvent) -> None:
-        """Note an event of the log. Raise BrokenError if it or a blob that it needs is not synced."""
+        """Note an event of the log. Raise InvariantError if it or a blob that it needs is not synced."""
         self._promises_of(job).add_event(fact)
         if not (self._happened["rot"] or self._happened["restore"]):
             self._require_blobs_synced(job)
@@ -372,7 +371,7 @@ class CoordinatorProcess(SimulatedProcess):
                 raise InvariantError(f"{job}: {type(fact).__name__} is followed before it is synced")
 
     def _require_blobs_synced(self, job: str) -> None:
-        """Raise BrokenError if a blob that a job's log needs is missing or not synced."""
+        """Raise InvariantError if a blob that a job's log needs is missing or not synced."""
         wanted = self._promises_of(job).blobs
         lost = lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted)
         lost += [sha256 for sha256 in wanted if self.store.depot.ref(sha256) is None]
@@ -383,7 +382,7 @@ class CoordinatorProcess(SimulatedProcess):
         """Rebuild the promises from the logs, and check that no acknowledged update is missing.
 
         Raises:
-            BrokenError: If a log lacks an acknowledged update, or a snapshot does not fit its log.
+            InvariantError: If a log lacks an acknowledged update, or a snapshot does not fit its log.
         """
         self.promises = {}
         for row in self.store.readable_jobs():
@@ -450,7 +449,7 @@ class AgentProcess(SimulatedProcess):
         return Agent(link, options, board, SimWorker(self), boot, disk=self._disk, clock=lambda: None)
 
     def _require_promises_durable(self, route: wire.Route, payload: bytes) -> None:
-        """Raise BrokenError if an offered update, or a round reported as counted, is not synced."""
+        """Raise InvariantError if an offered update, or a round reported as counted, is not synced."""
         if route.kind is Update:
             self._require_synced_update(wire.decode(payload, Update))
         elif route.kind is wire.Claim and (claim := wire.decode(payload, wire.Claim)).counted is not None:
@@ -486,7 +485,7 @@ class AgentProcess(SimulatedProcess):
             disk.write(f"{order.out}/{name}", payload)
         return done.outcome
 
-    def next_failure(self) -> str | None:
+    def next_start_failure(self) -> str | None:
         self._starts += 1
         how = self._work.get(self._starts)
         if how is not None:
@@ -510,7 +509,7 @@ class SimWorker:
         self._events: list[tuple[float, Event]] = []
 
     def start(self, order: WorkRequest, now_s: float) -> None:
-        how = self._side.next_failure()
+        how = self._side.next_start_failure()
         if how == "killed":
             outcome = WorkResult(code="failed", reason="the task's process was killed", killed=True)
         elif how is not None:

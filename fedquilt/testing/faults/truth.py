@@ -62,9 +62,9 @@ class ReferenceResult(NamedTuple):
 
 
 class PrivateStateModel(NamedTuple):
-    private: bytes | None = None  # None: there is none yet, or none that can be used
-    sha256: str = ""  # that it was stored with
-    lost: str = ""  # why there is none, although earlier rounds have left one
+    private: bytes | None = None  # None without usable private state
+    sha256: str = ""  # of the stored file
+    lost: str = ""  # why the state of an earlier round is missing
     forgotten: str = ""  # why that cannot be told
 
 
@@ -91,8 +91,8 @@ class ReferenceClient:
         self.engine = "numpy" if "numpy" in self.method.engines else self.method.engines[0]
         self.done: dict[
             tuple[str, bytes, str, PrivateStateModel], ReferenceResult
-        ] = {}  # by device, task, what is damaged of it, and `PrivateStateModel`
-        self.nodes: dict[tuple[Any, ...], ReferenceState] = {}  # by what a job's states depend on, and its cohorts
+        ] = {}  # by device, task, damaged blobs and private state
+        self.nodes: dict[tuple[Any, ...], ReferenceState] = {}  # by the parameters of a job and its cohorts
         self.blobs: dict[str, bytes] = {}
         self._bench = SingleEngineExecutor(self._examples_of, lambda name: self.method, self.scene.engine)
         self._place = place / f"work-{name}"

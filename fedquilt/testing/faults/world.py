@@ -95,7 +95,7 @@ class ScheduleEnvironment:
         """Run a schedule and return the counts of all events.
 
         Raises:
-            BrokenError: If an invariant is violated.
+            InvariantError: If an invariant is violated.
         """
         folder = Path(tempfile.mkdtemp(dir=self.place))
         world = SimulatedFederation(plan, self, folder, observe)
@@ -218,7 +218,7 @@ class SimulatedFederation:
         self._play_until(lambda: self.broker.now_s >= connected_s + REPLY_S)
 
     def _play_until(self, over: Callable[[], bool]) -> None:
-        """Advance virtual time until `over` and no device waits for an answer. Raise BrokenError after a limit."""
+        """Advance virtual time until `over` and no device waits for an answer. Raise InvariantError after a limit."""
         broker, steps, until_s = self.broker, 0, math.inf
         while True:
             now_s = broker.now_s
@@ -283,7 +283,7 @@ class SimulatedFederation:
 
     def _all_jobs_ended(self) -> bool:
         inner = self.coordinator.inner
-        if inner is None or inner.jobs() or self._agenda:
+        if inner is None or inner.active_jobs() or self._agenda:
             return False
         with self._open_operator_store() as store:
             return all(store.stored_status(id) in ("done", "failed") for id in self.truths)
@@ -293,7 +293,7 @@ class SimulatedFederation:
         return all(side.dead or (side.inner is not None and not side.inner.duty.state.outbox) for side in self.agents)
 
     def _check_event(self, job: object, fact: AnyEvent) -> None:
-        """Note an event of a job. Raise BrokenError if the time of an attempt is wrong."""
+        """Note an event of a job. Raise InvariantError if the time of an attempt is wrong."""
         id: str = job.id  # type: ignore[attr-defined]
         self.committed += isinstance(fact, RoundCommitted)
         if isinstance(fact, JobEnded) and fact.status != "stopped":
@@ -325,7 +325,6 @@ class SimulatedFederation:
         return replace(method, aggregation=replace(method.aggregation, fold=fold))
 
     def _schedule_fault(self, fault: schedule.AnyFault) -> None:
-        """Put a fault of the schedule on the agenda."""
         kept: list[Any] = []
         match fault:
             case schedule.ProcessKill(who, at_s, power, down_s):
@@ -339,8 +338,8 @@ class SimulatedFederation:
             case schedule.ClockJump(who, at_s, sleep_s, wall_s):
                 self._schedule(at_s, "jump", lambda: self._shift_clocks(who, sleep_s, wall_s))
             case schedule.JobStop(at_s, length_s):
-                self._schedule(at_s, "", lambda: self._request_status("stopping", ("running",)))
-                self._schedule(at_s + length_s, "", lambda: self._request_status("running", ("stopped",)))
+                self._schedule(at_s, "", lambda: self._set_job_status("stopping", ("running",)))
+                self._schedule(at_s + length_s, "", lambda: self._set_job_status("running", ("stopped",)))
             case schedule.NewerCoordinator(start_s, length_s):
                 self._schedule(start_s, "ahead", lambda: setattr(self.coordinator, "ahead", True))
                 self._schedule(start_s + length_s, "", lambda: setattr(self.coordinator, "ahead", False))
@@ -395,7 +394,7 @@ class SimulatedFederation:
     def _open_operator_store(self) -> Store:
         return Store(Path(f"/{COORDINATOR}"), disk=SimDisk(self.coordinator.platter))
 
-    def _request_status(self, status: str, when: tuple[str, ...]) -> None:
+    def _set_job_status(self, status: str, when: tuple[str, ...]) -> None:
         id = _job_id(0)
         with self._open_operator_store() as store:
             if store.stored_status(id) in when:
@@ -404,7 +403,7 @@ class SimulatedFederation:
             elif (
                 status == "running" and store.stored_status(id) == "stopping"
             ):  # the coordinator has not got round to it
-                self._schedule(self.broker.now_s + 10.0, "", lambda: self._request_status(status, when))
+                self._schedule(self.broker.now_s + 10.0, "", lambda: self._set_job_status(status, when))
 
     def _start_second(self) -> None:
         if self.coordinator.inner is not None and self.coordinator.can_start_second():
@@ -413,10 +412,10 @@ class SimulatedFederation:
     # -- afterwards --
 
     def require_correct(self) -> None:
-        """Raise BrokenError if logs or files differ from the reference runs.
+        """Raise InvariantError if logs or files differ from the reference runs.
 
         Raises:
-            BrokenError: If an invariant is violated.
+            InvariantError: If an invariant is violated.
         """
         with self._open_operator_store() as store:
             logs = {id: [fact for _, _, fact in store.read_events(id)] for id in self.truths}
@@ -439,7 +438,7 @@ class SimulatedFederation:
         return bool(self.happened["rot"] or self.happened["restore"])
 
     def _require_update_or_ack(self, side: AgentProcess) -> None:
-        """Raise BrokenError if an ended device has neither a counted update of its own nor the answer to it."""
+        """Raise InvariantError if an ended device has no counted update and no acknowledgement."""
         if self._is_altered or side.dead:
             return
         root, disk = side.platter.root, SimDisk(side.platter)
@@ -454,9 +453,9 @@ class SimulatedFederation:
                     )
 
     def _require_no_tasks(self) -> None:
-        """Raise BrokenError if the broker still retains a task, now that all jobs have ended."""
+        """Raise InvariantError if the broker still retains a task, now that all jobs have ended."""
         for side in self.agents:
-            if side.newer or side.dead:  # what it sends is refused, or it sends nothing: nobody clears its task
+            if side.newer or side.dead:  # its messages are refused or missing, so its task stays
                 continue
             if task := self.broker.retained_message(wire.Topics(FLEET).device_topic(side.name, "dn", "task")):
                 of = wire.decode(task, Task)
@@ -468,10 +467,10 @@ class SimulatedFederation:
         return bool(self.happened["rot"] or (self.happened["restore"] and lost))
 
     def _checked_cohorts(self, id: str, facts: list[AnyEvent], truth: ReferenceRun) -> tuple[tuple[str, ...], ...]:
-        """Return the cohorts of a job's rounds. Raise BrokenError if its log or a state is wrong."""
+        """Return the cohorts of a job's rounds. Raise InvariantError if its log or a state is wrong."""
         last = facts[-1] if facts else None
         if isinstance(last, JobEnded) and last.status == "failed" and self._may_fail(facts):
-            return ()  # what is destroyed is named; nothing wrong was made of it
+            return ()  # the failure names the destroyed blob
         if not isinstance(last, JobEnded) or last.status != "done":
             raise InvariantError(f"{id} has not been done: {last}")
         committed = [fact for fact in facts if isinstance(fact, RoundCommitted)]
@@ -512,7 +511,7 @@ class SimulatedFederation:
     def _require_private_state(
         self, id: str, side: AgentProcess, truth: ReferenceRun, cohorts: tuple[tuple[str, ...], ...]
     ) -> None:
-        """Raise BrokenError if a device's private state is not that of the last counted round it knows of."""
+        """Raise InvariantError if a device's private state is not that of the last counted round it knows of."""
         disk, root = SimDisk(side.platter), side.platter.root
         given = [round for round, cohort in enumerate(cohorts) if side.name in cohort]
         remembered = JobRecords(Path(root), disk, durable=True)

@@ -34,7 +34,7 @@ def dial(broker: Broker) -> Generator[SocketWait, None, socket.socket]:
     generator after ANSWER_S at one address, and the next address is tried. Closing the generator closes its socket.
 
     Raises:
-        DialError: If no address answers like a broker.
+        ConnectionFailedError: If no address answers like a broker.
         JobError: If a certificate, key or CA file cannot be used.
     """
     context = broker.tls_context() if broker.tls else None

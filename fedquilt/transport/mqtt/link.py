@@ -1,4 +1,4 @@
-"""Link over an MQTT broker. Only this module and `mqtt_client` import paho.
+"""Link over an MQTT broker. Only this package imports paho.
 
 One thread at a time: paho is driven through its external-loop calls inside `wait`, in the caller's thread, and only
 the resolver blocks. A caller that computes for long uses `keep_alive`, which drives the link in another thread. MQTT 5
@@ -259,7 +259,7 @@ class MqttLink:
         self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
         self._retry.record_connection(time.monotonic())
         self._trouble, self._final = None, False
-        client.ask(self._subscribed.filters)
+        client.subscribe_filters(self._subscribed.filters)
         level = "5" if self.level == 5 else "3.1.1"
         log.info("connected to %s by MQTT %s, payloads up to %d bytes", self.broker, level, self.max_payload)
 

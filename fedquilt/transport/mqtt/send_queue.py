@@ -53,11 +53,9 @@ class SendQueue:
         return given_up
 
     def take_next(self, window: int) -> QueuedMessage | None:
-        """Return the next message if it may be in flight too, or None.
+        """Return the next message, or None if the in-flight limits are reached.
 
         At most `window` reliable messages are in flight. The caller must call `record_in_flight` or `discard` next.
-
-        The caller then calls `record_in_flight` or `discard`.
         """
         if not self._waiting:
             return None

@@ -251,7 +251,7 @@ def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -
         follower.add_fact(seq, at, fact)
     shown = follower.describe_current_round(None, wait_reasons.load_device_statuses(stage.store.home))["waits"]
     assert re.match(r"c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(\d+ s\)$", shown), shown
-    found = wait_reasons.describe_round_wait(row, follower.state, wait_reasons.load_device_statuses(stage.store.home))
+    found = wait_reasons.find_round_wait(row, follower.state, wait_reasons.load_device_statuses(stage.store.home))
     assert found is not None
     assert (found.kind, found.key) == ("lost", (("offline", "c"),))
     hands[2].say("presence", hands[2].presence, retain=True)

@@ -24,7 +24,7 @@ def job() -> fq.Job:
         model=fq.models.mlp(64, [8], 10),
         data=fq.Data(str(DIGITS), partition="dirichlet", alpha=1.0, limit=240),
         test={"split": "test", "limit": 100},
-        cohort=fq.CohortSettings(size=2),
+        cohort=fq.Cohort(size=2),
         fleet=fq.Fleet(4, boards=["jetson-tx2", "raspberry-pi-5"]),
     )
 

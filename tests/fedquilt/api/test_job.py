@@ -24,7 +24,7 @@ def job(**changes: Any) -> fq.Job:
         "params": {"mu": 0.1, "lr": 0.2},
         "model": fq.models.mlp(64, [32], 10),
         "data": fq.Data(str(DIGITS), partition="dirichlet", alpha=0.4),
-        "cohort": fq.CohortSettings(size=5, deadline="predicted"),
+        "cohort": fq.Cohort(size=5, deadline="predicted"),
         "fleet": fq.Fleet(10, boards=["jetson-nano", "raspberry-pi-5"]),
     }
     return fq.Job(**{**table, **changes})
@@ -84,11 +84,11 @@ def test_a_job_is_frozen() -> None:
         (lambda: job(method="fedavgg"), r"method 'fedavgg' is unknown; .*did you mean 'fedavg'\?"),
         (lambda: job(params={"muu": 1.0}), r"\[params\] muu: fedprox has no such parameter; .*did you mean 'mu'\?"),
         (
-            lambda: fq.CohortSettings(siz=3),
+            lambda: fq.Cohort(siz=3),
             r"\[cohort\]: there is no key 'siz'; keys of \[cohort\]: size, .*mean 'size'\?",
         ),
-        (lambda: fq.CohortSettings(quorum=2.0), r"\[cohort\]: quorum = 2.0: a number of at most 1 is wanted"),
-        (lambda: fq.CohortSettings(deadline="soon"), r"\[cohort\]: deadline = 'soon': there are: energy, fixed, paper"),
+        (lambda: fq.Cohort(quorum=2.0), r"\[cohort\]: quorum = 2.0: a number of at most 1 is wanted"),
+        (lambda: fq.Cohort(deadline="soon"), r"\[cohort\]: deadline = 'soon': there are: energy, fixed, paper"),
         (lambda: fq.Fleet(0), r"\[fleet\]: devices = 0: a whole number of at least 1 is wanted"),
         (
             lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], ["1MB/s"], "more"),
@@ -121,11 +121,11 @@ def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_tables_of_a_job_are_what_their_names_say() -> None:
     """What is made is the coordinator's own type, and counts as one of the public name."""
-    assert isinstance(fq.CohortSettings(size=3), settings.CohortSettings)
-    assert isinstance(fq.CohortSettings(size=3), fq.CohortSettings)
+    assert isinstance(fq.Cohort(size=3), settings.CohortSettings)
+    assert isinstance(fq.Cohort(size=3), fq.Cohort)
     assert isinstance(fq.Data("x.npz"), DataSpec)
     assert fq.Fleet(3, boards=["jetson-nano"]) == settings.FleetSettings(3, ("jetson-nano",))
-    assert msgspec.structs.asdict(fq.CohortSettings()) == msgspec.structs.asdict(settings.CohortSettings())
+    assert msgspec.structs.asdict(fq.Cohort()) == msgspec.structs.asdict(settings.CohortSettings())
 
 
 def test_what_is_shown_makes_the_same_job() -> None:

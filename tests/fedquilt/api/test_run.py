@@ -35,7 +35,7 @@ def small(**changes: Any) -> fq.Job:
         "model": fq.models.mlp(64, [8], 10),
         "data": {"path": str(demo.HERE / "digits.npz"), "split": "train", "limit": 240},
         "test": {"limit": 100},
-        "cohort": fq.CohortSettings(size=2),
+        "cohort": fq.Cohort(size=2),
         "fleet": fq.Fleet(4, boards=["jetson-tx2", "raspberry-pi-5"]),
     }
     return fq.Job(**{**table, **changes})

@@ -22,7 +22,7 @@ def sha256(payload: bytes) -> str:
 def filled(path: Path, *payloads: bytes) -> PackFile:
     pack = PackFile(str(path), REAL)
     for payload in payloads:
-        pack.name_blob(sha256(payload), pack.write_blob(sha256(payload), payload), len(payload))
+        pack.register_blob(sha256(payload), pack.write_blob(sha256(payload), payload), len(payload))
     return pack
 
 
@@ -33,7 +33,7 @@ def test_the_place_of_a_dropped_blob_is_taken_by_the_next_of_its_size(tmp_path: 
     assert sha256(b"one") not in pack
     place = pack.write_blob(sha256(b"six"), b"six")
     assert sha256(b"six") not in pack  # it has no name yet
-    pack.name_blob(sha256(b"six"), place, 3)
+    pack.register_blob(sha256(b"six"), place, 3)
     assert [pack.read_range(sha256(each)) for each in (b"six", b"two", b"three")] == [b"six", b"two", b"three"]
     assert pack.read_range(sha256(b"three"), 1, 2) == b"hr"
     assert (tmp_path / "pack").stat().st_size == size
@@ -46,7 +46,7 @@ def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Pa
     pack = PackFile(str(tmp_path / "pack"), REAL)
     assert pack.blob_names() == [sha256(b"one")]
     place = pack.write_blob(sha256(b"four"), b"four")
-    pack.name_blob(sha256(b"four"), place, 4)
+    pack.register_blob(sha256(b"four"), place, 4)
     again = PackFile(str(tmp_path / "pack"), REAL)
     assert sorted(again.blob_names()) == sorted([sha256(b"one"), sha256(b"four")])
     assert again.read_range(sha256(b"four")) == b"four"
@@ -67,7 +67,7 @@ def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path: Pat
         assert pack.blob_names() == [sha256(each) for each in blobs if each != b"second"]
         pack.remove_blob(sha256(b"third"))
         for each in (b"newer", b"later", b"second"):
-            pack.name_blob(sha256(each), pack.write_blob(sha256(each), each), len(each))
+            pack.register_blob(sha256(each), pack.write_blob(sha256(each), each), len(each))
         again = PackFile(str(tmp_path / "pack"), REAL)
         kept = (b"first", b"fourth", b"newer", b"later", b"second")
         assert {name: again.read_range(name) for name in again.blob_names()} == {sha256(each): each for each in kept}
@@ -82,7 +82,7 @@ def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path: Path) -> None
     damaged[0] ^= 1
     (tmp_path / "pack").write_bytes(damaged)
     pack = PackFile(str(tmp_path / "pack"), REAL)
-    pack.name_blob(sha256(b"y" * 200), pack.write_blob(sha256(b"y" * 200), b"y" * 200), 200)
+    pack.register_blob(sha256(b"y" * 200), pack.write_blob(sha256(b"y" * 200), b"y" * 200), 200)
     kept = (b"the next one", b"last" * 100, b"y" * 200)
     assert {name: pack.read_range(name) for name in pack.blob_names()} == {sha256(each): each for each in kept}
 
@@ -99,7 +99,7 @@ def test_a_pack_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path, torn: 
     pack = PackFile(str(file), REAL)
     assert {name: pack.read_range(name) for name in pack.blob_names()} == {sha256(each): each for each in whole}
     pack.remove_blob(sha256(b"third"))
-    pack.name_blob(sha256(b"newer"), pack.write_blob(sha256(b"newer"), b"newer"), 5)
+    pack.register_blob(sha256(b"newer"), pack.write_blob(sha256(b"newer"), b"newer"), 5)
     again = PackFile(str(file), REAL)
     assert again.read_range(sha256(b"newer")) == b"newer"
     assert again.read_range(sha256(b"first")) == b"first"

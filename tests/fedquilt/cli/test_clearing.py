@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -48,6 +49,29 @@ def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> st
     (home / "evaluations").mkdir(exist_ok=True)
     (home / "evaluations" / f"{run}.json").write_text("[]")
     return run
+
+
+def test_runs_are_measured_while_their_boards_write_and_remove_files(tmp_path: Path) -> None:
+    """As `fedquilt ls` does beside a simulated fleet."""
+    run = begun(tmp_path, "job")
+    measured = threading.Event()
+
+    def work() -> None:
+        while not measured.is_set():
+            folder = tmp_path / "agents" / run / "a" / "task"
+            folder.mkdir()
+            for number in range(20):
+                (folder / f"{number}.part").write_bytes(b"x")
+            shutil.rmtree(folder)
+
+    writer = threading.Thread(target=work)
+    with Store(tmp_path) as store:
+        writer.start()
+        try:
+            assert all(retention.exclusive_bytes(store)[run] >= 1000 for _ in range(200))
+        finally:
+            measured.set()
+            writer.join()
 
 
 def ids(home: Path) -> list[str]:

@@ -12,7 +12,7 @@ from sealed_fleets import CLAIM, Fleet, Tampered, up
 
 from fedquilt.core import JobError, SiteRight, WireError
 from fedquilt.security import authenticated_link, handshake
-from fedquilt.security.authenticated_link import FleetLink
+from fedquilt.security.authenticated_link import AuthenticatedFleetLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.transport.link import Message
 from fedquilt.transport.memory_link import MemoryBroker
@@ -46,7 +46,7 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
     for name, kind, said in (("a", "device", "unsuitable certificate purpose"), ("hub", "server", "'hub' poses as")):
         posing = LinkIdentity(site.broker(name, kind))
         with pytest.raises(JobError, match="ca issue coordinator"):
-            FleetLink(MemoryBroker().connect(), posing, "f")
+            AuthenticatedFleetLink(MemoryBroker().connect(), posing, "f")
         posing.require_coordinator_certificate = lambda: math.inf  # type: ignore[method-assign]
         fleet = Fleet.__new__(Fleet)
         fleet.site, fleet.broker, fleet.boards, fleet.heard, fleet.epoch = site, Tampered(), {}, {}, 0

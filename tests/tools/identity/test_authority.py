@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 from fedquilt.core import JobError, SiteRight, StoreError
 from fedquilt.edge_agent.enrolment import create_signing_request
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority
+from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, parse_signing_request
 
 NOW_S = 1_800_000_000.0
 
@@ -133,11 +133,10 @@ def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(autho
         (request("orin-7", rsa.generate_private_key(65537, 2048)), "orin-7", "another key than ECDSA P-256"),
         (request("orin-7", ec.generate_private_key(ec.SECP384R1())), "orin-7", "another key than ECDSA P-256"),
         (forged, "orin-7", "changed on its way|no signing request"),
-        (create_signing_request(new_key(), "coordinator"), "coordinator", "rename the device"),
     )
     for pem, device, said in cases:
         with pytest.raises(JobError, match=said):
-            authority.read_request(pem, device)
+            parse_signing_request(pem, device)
     assert authority.register.list_certificates() == []
 
 
@@ -147,8 +146,9 @@ def test_a_name_is_a_devices_or_a_servers_never_both(authority: CertificateAutho
     with pytest.raises(JobError, match="device's name"):
         authority.issue("orin-7", "observer", NOW_S)
     authority.issue("watcher", "observer", NOW_S)
-    with pytest.raises(JobError, match="rename the device"):
-        authority.read_request(create_signing_request(new_key(), "watcher"), "watcher")
+    for name in ("watcher", "coordinator"):
+        with pytest.raises(JobError, match="rename the device"):
+            authority.require_enrollable(name, new_key().public_key(), NOW_S)
 
 
 @pytest.mark.parametrize("host", ["", "a b", "-x", "x/y", "*"])
@@ -200,8 +200,8 @@ def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: CertificateAu
 
 def test_no_device_is_enrolled_under_the_name_of_a_sites_board(authority: CertificateAuthority) -> None:
     authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
-    request = create_signing_request(new_key(), "cam-9")
+    key = new_key().public_key()
     with pytest.raises(JobError, match="'cam-9' is a name of a board of site plant"):
-        authority.read_request(request, "cam-9")
+        authority.require_enrollable("cam-9", key, NOW_S)
     authority.revoke("plant", NOW_S)
-    authority.read_request(request, "cam-9")
+    authority.require_enrollable("cam-9", key, NOW_S)

@@ -12,7 +12,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedquilt.core import JobError
+from fedquilt.core import JobError, SiteRight
 from fedquilt.edge_agent.enrolment import create_signing_request
 from fedquilt.security.enrolment import SigningRequest
 from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority
@@ -86,6 +86,26 @@ def test_tokens_that_are_unknown_late_missing_or_for_others_are_refused(office: 
     with pytest.raises(JobError, match="no signing request"):
         office.desk.enrol_device(SigningRequest("orin-7", "text", token))
     assert office.enrol("orin-7", token).name == "orin-7"
+
+
+def test_without_a_token_nobody_learns_whose_a_name_is(office: Office) -> None:
+    """The name of a server, of a site's board, and of a device whose key was revoked are refused alike."""
+    key = new_key()
+    office.enrol("orin-7", office.token("orin-7"), key)
+    office.authority.revoke("orin-7", NOW_S)
+    office.authority.issue("watcher", "observer", NOW_S)
+    office.authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
+    for device, said in (
+        ("watcher", "rename the device"),
+        ("cam-9", "a name of a board of site plant"),
+        ("orin-7", "this key of orin-7 was revoked"),
+    ):
+        with pytest.raises(JobError, match="this token is not known here"):
+            office.enrol(device, "guess", key)
+        token = office.token(device)
+        with pytest.raises(JobError, match=said):
+            office.enrol(device, token, key)
+        assert office.authority.register.is_unused(token, NOW_S)
 
 
 @pytest.mark.parametrize("pattern", ["", "Orin", "a b", "x" * 65, "../x", "[ab]"])
@@ -180,6 +200,22 @@ def test_the_log_says_who_and_why_and_no_secret(office: Office, caplog: pytest.L
     assert "enrolled orin-7" in caplog.text
     assert "refused orin-7 at 10.0.0.7: this token was used" in caplog.text
     assert token not in caplog.text + said.reason
+
+
+def test_a_register_that_cannot_be_read_is_answered_and_logged(
+    office: Office, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when a device renews."""
+    key = new_key()
+    held = office.enrol("orin-7", office.token("orin-7"), key)
+    with sqlite3.connect(office.authority.folder / "register.db") as db:
+        db.execute("DROP TABLE certificate")
+    db.close()
+    request = SigningRequest("orin-7", create_signing_request(key, "orin-7"))
+    status, said = response_for(lambda: office.desk.renew_certificate(request, held.serial), "orin-7 at 10.0.0.7")
+    assert (status, said.certificate) == (500, None)
+    assert "cannot write its register" in said.reason
+    assert "orin-7 at 10.0.0.7 got no certificate: the register of certificates" in caplog.text
 
 
 WRITES = """

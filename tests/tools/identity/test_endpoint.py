@@ -208,7 +208,7 @@ def test_what_is_no_request_is_answered_and_never_ends_the_endpoint(site: Site) 
 
 def test_plain_http_and_garbage_are_dropped_quietly(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """One line without a traceback."""
-    with caplog.at_level(logging.DEBUG, "fedquilt.http_server"):
+    with caplog.at_level(logging.DEBUG, "fedquilt.host.http_server"):
         with socket.create_connection(("127.0.0.1", site.endpoint.port)) as raw:
             raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
             while raw.recv(4096):

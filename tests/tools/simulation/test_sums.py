@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """Of how many devices sums have come, and how many updates the coordinator has folded itself."""
     found: dict[str, list[int]] = {"sums": [], "folded": []}
-    apart, added = PartialAggregate.add_pending_sum, Aggregator._add_update
+    apart, added = PartialAggregate.add_pending_sum, Aggregator._fold_update
 
     def put_apart(self: PartialAggregate, given: Any, total: Any) -> None:
         found["sums"].append(len(given))
@@ -49,7 +49,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
         return added(self, given)
 
     monkeypatch.setattr(PartialAggregate, "add_pending_sum", put_apart)
-    monkeypatch.setattr(Aggregator, "_add_update", one)
+    monkeypatch.setattr(Aggregator, "_fold_update", one)
     return found
 
 

@@ -285,7 +285,7 @@ def _measure_opening_s(home: Path, snapshots: bool = True) -> float:
         "with Store(Path(sys.argv[1])) as store:\n"
         "    row = store.readable_jobs()[0]\n"
         "    job = RunningJob(row, store, 0.0, methods.load(row.job.method))\n"
-        "    job.continue_from(job.build_state_loader()(), 0.0)\n"
+        "    job.use_loaded_state(job.build_state_loader()(), 0.0)\n"
         "    print(time.perf_counter() - begun)\n"
     )
     copied = home / "opened"

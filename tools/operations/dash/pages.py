@@ -74,7 +74,7 @@ async def load_fleet_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
         "found": len(found),
         "page": page,
         "pages": pages,
-        "boards": [_make_grid_cell(each) if grid else each.row() for each in shown],
+        "boards": [_make_grid_cell(each) if grid else each.to_dict() for each in shown],
     }
 
 
@@ -108,7 +108,7 @@ async def load_device_page(watch: HomeWatcher, name: str, query: Query) -> dict[
     turns: list[dict[str, Any]] = []
     followed, reading = await _load_recent_runs(watch)
     for each in followed:
-        told = await watch.run_in_reader_thread(lambda each=each: each.of_device(name)[:TURNS])  # type: ignore[misc]
+        told = await watch.run_in_reader_thread(lambda each=each: each.list_device_rounds(name)[:TURNS])  # type: ignore[misc]
         turns += [{"run": each.row.id, **turn} for turn in told]
     if found is None and not turns and not reading:
         raise MissingDeviceError(f"no coordinator of {watch.home} has heard of a board {name[:100]!r}")

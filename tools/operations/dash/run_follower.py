@@ -85,7 +85,6 @@ class RunFollower:
 
     @property
     def parts(self) -> Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]:
-        """Outcome of each device in the latest rounds, by round and device."""
         return self._parts.found
 
     def add_fact(self, seq: int, at: float, fact: AnyEvent) -> None:
@@ -183,7 +182,7 @@ class RunFollower:
             "selected": len(state.asked) + len(state.answered) + len(state.declined),
             "counts": count_outcomes(parts, running=True),
             "waits": hold
-            or (wait.text if (wait := wait_reasons.describe_round_wait(self.row, state, boards)) is not None else None),
+            or (wait.text if (wait := wait_reasons.find_round_wait(self.row, state, boards)) is not None else None),
         }
 
     def list_device_rounds(self, device: str) -> list[dict[str, Any]]:

@@ -45,6 +45,26 @@ _USE = {
 }
 
 
+def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
+    """Return the public key of a device's signing request.
+
+    Raises:
+        JobError: If the request, its signature, key or name is invalid.
+    """
+    try:
+        csr = x509.load_pem_x509_csr(pem.encode())
+        sound, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion):
+        raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt enrol board` makes one") from None
+    if not sound:
+        raise JobError("the signing request was changed on its way: its signature does not fit it")
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt enrol board` make it")
+    if name != device:
+        raise JobError(f"the signing request is for {name!r}, not for {device}: each device asks for itself")
+    return key
+
+
 class CertificateAuthority:
     """Certificate authority in an existing folder (made by `create`).
 
@@ -121,37 +141,25 @@ class CertificateAuthority:
 
     # -- signing ----------------------------------------------------------------------------------
 
-    def read_request(self, pem: str, device: str) -> ec.EllipticCurvePublicKey:
-        """Return the public key of a signing request after checking that the device may have it.
+    def require_enrollable(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> None:
+        """Raise an error if a device may not have a certificate for a key.
 
         Raises:
-            JobError: If the request, its signature, key or name is invalid, or the key was revoked.
+            JobError: If the name belongs to a server or to a board of a site, or the key was revoked.
         """
-        try:
-            csr = x509.load_pem_x509_csr(pem.encode())
-            sound, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
-        except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion):
-            raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt enrol board` makes one") from None
-        if not sound:
-            raise JobError("the signing request was changed on its way: its signature does not fit it")
-        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt enrol board` make it")
-        if name != device:
-            raise JobError(f"the signing request is for {name!r}, not for {device}: each device asks for itself")
         known = self.register.list_certificates(device)
         if device in RESERVED or any(one.kind != "device" for one in known):
             raise JobError(
                 f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
             )
         if (
-            site := next((site for site, right in self.valid_sites(clock_s()) if right.authorizes(device)), None)
+            site := next((site for site, right in self.valid_sites(now_s) if right.authorizes(device)), None)
         ) is not None:
             raise JobError(f"{device!r} is a name of a board of site {site}: rename the device, or enrol it there")
         if any(one.key_id == enrolment.key_fingerprint(key) and one.revoked_s is not None for one in known):
             raise JobError(
                 f"this key of {device} was revoked: remove device.key on the board, which then makes another"
             )
-        return key
 
     def sign(
         self,
@@ -279,14 +287,12 @@ class CertificateAuthority:
                 )
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
-        """Return the site and the right of each valid certificate. A site may hold several."""
         known = [one for one in self.register.list_certificates() if one.kind == "site"]
         return [
             (one.name, _right_in_certificate(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s
         ]
 
     def valid_observers(self, now_s: float) -> list[str]:
-        """Return the names of observers with a valid certificate."""
         known = [one for one in self.register.list_certificates() if one.kind == "observer"]
         return sorted({one.name for one in known if one.revoked_s is None and one.ends_s > now_s})
 

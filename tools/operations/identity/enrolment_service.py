@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.security.enrolment import SigningRequest, SigningResponse, is_renewal_due, key_fingerprint
-from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s
+from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s, parse_signing_request
 from fedquilt.tools.operations.identity.register import IssuedCertificate, format_time
 
 log = logging.getLogger("fedquilt.enrol")
@@ -31,12 +31,14 @@ class EnrolmentService:
         now_s, register = self._clock(), self.authority.register
         if request.token is None:
             raise JobError("enrolling takes a token: ask the operator for one (`fedquilt enrol token`)")
+        key = parse_signing_request(request.csr, request.device)
+        own = key_fingerprint(key)
         with register.transaction():
-            key = self.authority.read_request(request.csr, request.device)
-            own = key_fingerprint(key)
             token = register.redeem_token(request.token, request.device, own, now_s)
             if isinstance(token, str):
                 raise JobError(token)
+            # only the holder of a token learns who has the name
+            self.authority.require_enrollable(request.device, key, now_s)
             valid = _valid_certificates(register.list_certificates(request.device), now_s)
             if token.used_s is not None and (again := [one for one in valid if one.key_id == own]):
                 return again[-1]  # the answer to the first time was lost
@@ -56,20 +58,21 @@ class EnrolmentService:
             JobError: If the certificate is missing, revoked, expired or another device's, or the request is refused.
         """
         now_s, register = self._clock(), self.authority.register
-        held = None if serial is None else register.find_by_serial(serial)
-        if held is None or held.kind != "device":
-            raise JobError("renewing takes the device's own certificate: enrol with a token instead")
-        if held.name != request.device:
-            raise JobError(f"{held.name} cannot renew the certificate of {request.device}")
-        if held.revoked_s is not None:
-            raise JobError(
-                f"the certificate of {held.name} was revoked at {format_time(held.revoked_s)}: enrol it anew"
-            )
         with register.transaction():
-            key = self.authority.read_request(request.csr, request.device)
+            held = None if serial is None else register.find_by_serial(serial)
+            if held is None or held.kind != "device":
+                raise JobError("renewing takes the device's own certificate: enrol with a token instead")
+            if held.name != request.device:
+                raise JobError(f"{held.name} cannot renew the certificate of {request.device}")
+            if held.revoked_s is not None:
+                raise JobError(
+                    f"the certificate of {held.name} was revoked at {format_time(held.revoked_s)}: enrol it anew"
+                )
+            key = parse_signing_request(request.csr, request.device)
             own = key_fingerprint(key)
             if own != held.key_id:
                 raise JobError(f"{held.name} renews with the key it has: with a new key it enrols by a token")
+            self.authority.require_enrollable(held.name, key, now_s)
             valid = [
                 one for one in _valid_certificates(register.list_certificates(held.name), now_s) if one.key_id == own
             ]
@@ -104,9 +107,9 @@ class EnrolmentService:
         Raises:
             JobError: If the request is refused.
         """
-        now_s, register = self._clock(), self.authority.register
-        with register.transaction():
-            key = self.authority.read_request(csr, device)
+        now_s, key = self._clock(), parse_signing_request(csr, device)
+        with self.authority.register.transaction():
+            self.authority.require_enrollable(device, key, now_s)
             return self._grant_certificate(device, key, now_s)
 
 

@@ -17,7 +17,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.settings import AgentSettings, load_settings
-from fedquilt.security.authenticated_link import DeviceLink, load_identity
+from fedquilt.security.authenticated_link import AuthenticatedDeviceLink, load_identity
 from fedquilt.tools.operations.site.worker import SiteDevice, SiteWorker
 from fedquilt.transport.link import Endpoint, Link
 from fedquilt.transport.mqtt.broker import Broker
@@ -129,5 +129,8 @@ def connect_site_agent(path: Path, store: Store) -> SiteAgent:
     plain = MqttLink(broker, f"fedquilt-{options.fleet}-{options.device}", will)
     own = load_identity(broker)
     return SiteAgent(
-        plain if own is None else DeviceLink(plain, own, options.fleet, options.device), options, store, boot
+        plain if own is None else AuthenticatedDeviceLink(plain, own, options.fleet, options.device),
+        options,
+        store,
+        boot,
     )

@@ -77,7 +77,7 @@ class ReplayEngine:
             Wait: If the call can be trained in a batch.
         """
         if self._at == len(self._given):
-            call = self._engine.call(network, start, examples, fit, rng, **options)
+            call = self._engine.batchable_call(network, start, examples, fit, rng, **options)
             if call is not None:
                 raise BatchWait(call)
             self._given.append(None)

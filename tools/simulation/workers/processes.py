@@ -116,7 +116,8 @@ class ProcessWorkers:
 
     def receive_replies(self, *, block: bool) -> Iterator[tuple[int, WorkerReply | WorkerSum | None]]:
         for key, _ in self._selector.select(None if block else 0):
-            yield key.data, FROM.decode(self._receive_message(self._sockets[key.data])).whole(self._blobs[key.data])
+            reply = FROM.decode(self._receive_message(self._sockets[key.data]))
+            yield key.data, reply.read_from_file(self._blobs[key.data])
 
     def stop(self, *, now: bool) -> None:
         self._selector.close()

@@ -7,7 +7,7 @@ from typing import Final
 
 from fedquilt.core import JobError
 from fedquilt.security import authenticated_link, enrolment
-from fedquilt.security.authenticated_link import DeviceLink
+from fedquilt.security.authenticated_link import AuthenticatedDeviceLink
 from fedquilt.security.handshake import LinkIdentity
 from fedquilt.tools.boards.doctor.checks import broker as checks_broker
 from fedquilt.tools.boards.doctor.checks.broker import ExaminationDeadline
@@ -38,7 +38,7 @@ def check_handshake(
     link: MqttLink, own: LinkIdentity, fleet: str, name: str, online: bool | None, timer: ExaminationDeadline
 ) -> Finding:
     """Check the handshake of a device. An offline coordinator is not waited for."""
-    board = DeviceLink(link, own, fleet, name)
+    board = AuthenticatedDeviceLink(link, own, fleet, name)
     until_s = time.monotonic() + timer.remaining_s(ANSWER_S if online else 0.0)
     board.receive()
     while not board.connected and link.connected and (left_s := until_s - time.monotonic()) > 0:
