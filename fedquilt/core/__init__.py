@@ -85,6 +85,7 @@ from fedquilt.core.method import (
     with_update_check,
     with_update_schema,
 )
+from fedquilt.core.retry import ATTEMPTS_MOST, REFETCH, RESEND, Retry
 from fedquilt.core.seeds import (
     derive_seed,
     derive_seeds,
@@ -101,8 +102,11 @@ from fedquilt.core.training import (
 )
 
 __all__ = [
+    "ATTEMPTS_MOST",
     "CODECS",
     "DETAILED",
+    "REFETCH",
+    "RESEND",
     "UNDECODABLE",
     "Action",
     "Amount",
@@ -150,6 +154,7 @@ __all__ = [
     "Profile",
     "Rates",
     "Reading",
+    "Retry",
     "Runner",
     "Seconds",
     "Sentence",

@@ -14,7 +14,7 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import MANIFEST
-from fedquilt.core import BlobRef
+from fedquilt.core import BlobRef, Retry
 
 WINDOW: Final = 8  # chunks in flight at once, for one blob
 BATCH: Final = 4  # chunks requested in one message
@@ -81,7 +81,7 @@ class Download:
     @property
     def timeout_s(self) -> float:
         normal_s = _TIMEOUT_FIRST_S if self._srtt_s is None else max(_TIMEOUT_LEAST_S, 4 * self._srtt_s)
-        return min(normal_s * 2.0 ** min(self.backoff, 10), _TIMEOUT_MOST_S)
+        return Retry(normal_s, _TIMEOUT_MOST_S).delay_s(self.backoff)
 
     @property
     def outstanding_bytes(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from fedquilt.blobs.transfer.blob_writer import BlobWriter
-from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError
+from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError, Retry
 from fedquilt.security.handshake import COORDINATOR, LinkIdentity, common_name_of_peer
 from fedquilt.transport.mqtt.errors import describe_exception
 
@@ -33,9 +33,8 @@ PACE_S: Final = 30.0  # within which PACE_BYTES have to be moved
 PACE_BYTES: Final = 30_000
 PROGRESS_BYTES: Final = 64 * 1024  # least that a connection has to bring, or it has failed
 MISSES_MOST: Final = 4  # most connections in a row that break although the host was reached
-PAUSE_S: Final = 0.1  # before the next attempt after such a connection; it doubles with each, less up to half at random
-REST_S: Final = 5.0  # pause after a host was not reached; it doubles with each failure
-REST_MOST_S: Final = 3600.0
+BROKEN: Final = Retry(0.1, 0.4, jitter=0.5)  # after such a connection
+UNREACHED: Final = Retry(5.0, 3600.0)  # after a host was not reached: meanwhile blobs come over the link
 _OFFSET: Final = "Upload-Offset"
 _BUSY: Final = frozenset({408, 425, 500, 502, 503, 504})
 
@@ -93,8 +92,7 @@ class ConnectionPool:
 
     def record_failure(self, source: BlobLocation) -> None:
         failures = self._rests.get(source.origin, (0, 0.0))[0]
-        rest_s = min(REST_S * 2.0 ** min(failures, 20), REST_MOST_S)
-        self._rests[source.origin] = (failures + 1, time.monotonic() + rest_s)
+        self._rests[source.origin] = (failures + 1, time.monotonic() + UNREACHED.delay_s(failures))
 
     @contextmanager
     def open_connection(self, source: BlobLocation) -> Iterator[http.client.HTTPConnection]:
@@ -371,7 +369,7 @@ def _retry(
                 ) from None
             log.debug("%s broke off (%s): it is gone on with", source.origin, _describe_failure(error))
             if misses > broke:  # one that broke before it brought anything is tried again at once
-                reach.pause(PAUSE_S * 2.0 ** (misses - 1) * (1.0 - 0.5 * random.random()))
+                reach.pause(BROKEN.delay_s(misses - 1, random.random()))
 
 
 def _describe_failure(error: Exception) -> str:
