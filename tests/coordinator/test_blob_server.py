@@ -18,7 +18,7 @@ from waiting import until
 
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer import http_client
-from fedquilt.blobs.transfer.blob_writer import BlobWriter, WriterClosedError
+from fedquilt.blobs.transfer.download import BlobWriter, WriterClosedError
 from fedquilt.coordinator.delivery.blobs import locations, server
 from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
 from fedquilt.coordinator.delivery.blobs.server import BlobServer

@@ -17,10 +17,9 @@ from two_sides import TOPICS, Side, noise
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import backend, direct_transfer, http_client
+from fedquilt.blobs.transfer import backend, http_client
 from fedquilt.blobs.transfer.backend import TransferBackend, TransferResult
-from fedquilt.blobs.transfer.blob_writer import BlobWriter, WriterClosedError
-from fedquilt.blobs.transfer.download import Download
+from fedquilt.blobs.transfer.download import BlobWriter, Download, WriterClosedError
 from fedquilt.core import BlobLocation, BlobRef, UploadProgress
 from fedquilt.transport.memory_link import MemoryBroker
 
@@ -277,7 +276,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
 def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_transfer, "QUIET_S", 0.2)
+    monkeypatch.setattr(backend, "QUIET_S", 0.2)
     monkeypatch.setattr(TransferBackend, "start_upload", lambda *given: None)
     board = pair.boards["a"]
     ref = board.depot.store_bytes(noise(4 * CHUNK))
@@ -309,7 +308,7 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
     assert pull.handle_manifest(chunks.build_manifest(ref, CHUNK, lambda at, size: payload[at : at + size]), 0.0)
     assert pull.manifest is not None
     depot.open_part(pull.manifest)
-    moved = direct_transfer.DirectTransfers(ways, depot, lambda device, leaf, message: None)
+    moved = backend.DirectTransfers(ways, depot, lambda device, leaf, message: None)
     moved.start_download(("a", ref.sha256), pull, 0.0)
     turn = ways.own.replace_writer()
     ways.own.write(memoryview(payload[:1000]), turn)

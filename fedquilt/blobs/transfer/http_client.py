@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.blobs.transfer.download import BlobWriter
 from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError, Retry
 from fedquilt.security.handshake import COORDINATOR, LinkIdentity, common_name_of_peer
 from fedquilt.transport.mqtt.errors import describe_exception
@@ -99,7 +99,7 @@ class ConnectionPool:
         """Yield a connection to a location, closed at the end.
 
         Raises:
-            CarrierError: If the certificate of the location is not trusted.
+            BlobLocationError: If the certificate of the location is not trusted.
             OSError: If the location cannot be reached.
         """
         try:
@@ -148,9 +148,9 @@ def fetch_blob(reach: ConnectionPool, sources: Sequence[BlobLocation], intake: B
     """Fetch the missing bytes from the first location that works, and finish the blob.
 
     Raises:
-        CarrierError: If no location works.
+        BlobLocationError: If no location works.
         ContentError: If the bytes do not match the manifest.
-        ClosedError: If the blob is no longer required.
+        WriterClosedError: If the blob is no longer required.
         StoreError: If the disk refuses.
     """
     turn = intake.replace_writer()
@@ -225,7 +225,7 @@ def upload_blob(
         moved: A function that is called with the size of each piece sent.
 
     Raises:
-        CarrierError: If no location accepts the blob.
+        BlobLocationError: If no location accepts the blob.
     """
     tries: dict[str, int] = {}
     gone: dict[str, int] = {}
@@ -309,7 +309,7 @@ def send_request(reach: ConnectionPool, method: str, source: BlobLocation) -> tu
     """Return the status and date of a location's answer to a request without a body.
 
     Raises:
-        CarrierError: If the location does not answer.
+        BlobLocationError: If the location does not answer.
     """
     found: list[tuple[int, str]] = []
 

@@ -14,7 +14,7 @@ from two_sides import noise
 from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer import http_client
-from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.blobs.transfer.download import BlobWriter
 from fedquilt.core import BlobLocation
 
 CHUNK = 64 * 1024
