@@ -96,7 +96,6 @@ def krum_scores(rows: UpdateRows, names: Collection[str], f: int) -> np.ndarray:
 
 
 def difference_norms(rows: UpdateRows, names: Collection[str], centre: Tensors) -> np.ndarray:
-    """Return the norm of each row's difference from the centre over all tensors, (rows,)."""
     squares = np.zeros(len(rows))
     for name in names:
         middle = np.reshape(centre[name], -1)

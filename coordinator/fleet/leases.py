@@ -21,7 +21,6 @@ class DeviceLeases:
         self._ended_s: dict[str, float] = {}  # job -> seconds of the loans that have ended
 
     def acquire_device(self, device: str, job: str, now_s: float) -> bool:
-        """Lease a device to a job if the device is free. Return whether the job holds the lease."""
         holder = self._holder.get(device)
         if holder is None:
             self._holder[device], self._since_s[device] = job, now_s

@@ -143,7 +143,6 @@ class CoordinatorContext:
         self.worker.submit(*self.store.depot.pin_during(item, then))
 
     def cancel_task(self, device: str, job: str, now_s: float) -> None:
-        """Cancel a job's task on a device, and send the device the task of a job that waits for it."""
         if not self.loans.release_device(device, job, now_s):
             if (fetched := self.fetching.get(device)) is not None and fetched.id == job:
                 self.executor.fetch_blobs(device, ())

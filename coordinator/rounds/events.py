@@ -428,7 +428,6 @@ def _apply_allowed_event(state: JobState, fact: AnyEvent, now_s: float) -> JobSt
 
 
 def _restart_attempt_time(state: JobState, now_s: float) -> JobState:
-    """Return the state with the time of the running attempt counted from now."""
     return replace(state, opened_s=now_s, passed_s=0.0, restarts=0)
 
 

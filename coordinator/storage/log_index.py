@@ -123,7 +123,7 @@ class _UpdateField(msgspec.Struct):
 
 
 class _ReferencedBlobs(msgspec.Struct):
-    """Blobs that a fact names; its other fields are not read."""
+    """Blobs named in an event. The other fields of the event are not decoded."""
 
     state: _BlobField | None = None
     update: _UpdateField | None = None

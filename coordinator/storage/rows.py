@@ -306,7 +306,7 @@ class RowStore:
         return [(seq, at, body) for seq, at, body, _ in rows]
 
     def read_log(self, id: str) -> IndexedLog | None:
-        """Return a job's current log, or None if there is no such job or the log's end differs from the job's row."""
+        """Return a job's current log, or None if the job is unknown or its row has another end of the log."""
         row = self.find_job(id)
         found = None if row is None else self._logs.read_log(id, row.head)
         return found if row is not None and found is not None and found.head == row.head else None

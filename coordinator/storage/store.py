@@ -452,7 +452,7 @@ class Store:
                 self._rows.append_events(rows)
 
     def open_transaction(self) -> AbstractContextManager[None]:
-        """Return a write transaction, within which no other process adds runs or rollouts, or collects garbage."""
+        """Open a write transaction, during which other processes add no runs and collect no garbage."""
         return self._write_transaction()
 
     @contextmanager

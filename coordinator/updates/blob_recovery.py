@@ -96,11 +96,11 @@ def _convert_blob_read_errors(what: str, ref: BlobRef, again: bool) -> AbstractC
 
 
 class _BlobReadDisk(Disk):
-    """A disk as readers of one blob see it, who read it piece by piece: they are told whose it is that cannot be read.
+    """Disk whose read errors name the blob and the devices it came from.
 
     Args:
-        disk: on which it is.
-        naming: as `convert_read_errors`.
+        disk: Disk of the blob.
+        naming: Context that converts read errors, see `convert_read_errors`.
     """
 
     def __init__(self, disk: Disk, naming: Callable[[], AbstractContextManager[None]]) -> None:

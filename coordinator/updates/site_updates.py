@@ -78,7 +78,7 @@ def aggregate_from_bundle(bundle: Tensors, kind: type) -> Any:
 
 
 class _SiteBundle(Mapping[str, np.ndarray]):
-    """One bundle of one board: tensors of a mapping whose names begin alike, without that. Small: there are many."""
+    """Bundle of one device: the tensors of a site's update with the device's name prefix, without this prefix."""
 
     __slots__ = ("_before", "_names", "_whole")
 

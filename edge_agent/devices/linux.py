@@ -28,9 +28,7 @@ FITS: Final = {"raspberrypi,5-model-b": "raspberry-pi-5"}  # device tree -> prof
 
 
 class ClockClientProtocol(Protocol):
-    def pin(self, point: OperatingPoint) -> OperatingPoint:
-        """Pin the clocks at a point. Return the point reported by the board."""
-        ...
+    def pin(self, point: OperatingPoint) -> OperatingPoint: ...
 
     def unpin(self) -> None: ...
 

@@ -31,7 +31,6 @@ class ClockFrequencies(Protocol):
 
 
 def common_frequencies(clocks: Iterable[ClockFrequencies]) -> Lists:
-    """Return the frequencies listed by all clocks of each kind, by axis."""
     found, clocks = {}, tuple(clocks)
     for axis in AXES:
         each = [set(clock.listed_hz) for clock in clocks if f"{clock.kind}_hz" == axis]

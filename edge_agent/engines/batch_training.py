@@ -33,7 +33,6 @@ class TrainCall(NamedTuple):
     kind: Hashable = None
 
     def run_alone(self, engine: Any) -> Trained | Exception:
-        """Run this call alone. Return its result or its exception."""
         try:
             found: Trained = engine.train(
                 self.network,

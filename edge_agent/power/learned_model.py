@@ -184,7 +184,6 @@ def clocks_by_axis(point: OperatingPoint) -> dict[str, float]:
 
 @cache_last_call
 def highest_clocks(points: Sequence[OperatingPoint]) -> dict[str, float]:
-    """Return the highest clock of the points in hertz, by axis."""
     known = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in AXES}
     return {axis: max(values) for axis, values in known.items() if values}
 

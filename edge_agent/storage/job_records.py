@@ -82,7 +82,6 @@ class JobRecords:
         self._jobs: dict[str, JobRecord] = {}
 
     def load_counted(self) -> dict[str, CountedRound]:
-        """Load the records of an earlier process. Return the last counted round of each job."""
         self._jobs = self._read_records()
         return {job: CountedRound(entry.round, entry.epoch) for job, entry in self._jobs.items()}
 

@@ -52,10 +52,9 @@ class ChildProcess:
         self,
         command: Sequence[str],
         engine: str,
-        count_kills: Callable[[], int | None] = memory_budget.count_oom_kills,
-        count_own: Callable[[], int | None] = lambda: None,
+        count_kills: Callable[[], int | None] = memory_budget.count_oom_kills,  # on the machine
+        count_own: Callable[[], int | None] = lambda: None,  # within the task's memory limit
     ) -> None:
-        """`count_kills` and `count_own`: the kernel's kills for want of memory, in all and within the task's limit."""
         self.engine = engine
         self.garbled = False
         self._invalid_lines = 0

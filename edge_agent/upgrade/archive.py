@@ -53,7 +53,7 @@ class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _PlainTarHeader(tarfile.TarInfo):
-    """A header as `fedquilt flash` writes them: of a file, nothing extended or sparse, and no step back or too far."""
+    """Header of a regular file, the only kind that `fedquilt flash` writes. Other kinds raise ReadError."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainTarHeader:

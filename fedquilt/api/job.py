@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     Data = DataSpec
 
     class Fleet(jobs.FleetSettings, frozen=True):
-        """See below."""
+        """Signature of the [fleet] table for type checkers."""
 
         def __init__(
             self,

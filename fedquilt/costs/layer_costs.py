@@ -93,7 +93,6 @@ def training_cost(layers: Sequence[Layer], moved: Iterable[str]) -> PassCost:
 
 
 def split_at_trained(layers: Sequence[Layer], moved: Iterable[str]) -> tuple[tuple[Layer, ...], tuple[Layer, ...]]:
-    """Split the layers at the first one with a trained tensor."""
     trained = set(layers_by_tensor(layers, moved).values())
     first = next((place for place, layer in enumerate(layers) if layer.path in trained), len(layers))
     return tuple(layers[:first]), tuple(layers[first:])

@@ -79,7 +79,7 @@ def format_toml(table: Mapping[str, Any]) -> str:
 
 
 def key_text(name: str) -> str:
-    """Return a key as TOML writes it: bare, or quoted where it has other than letters, digits, "-" and "_"."""
+    """Return a TOML key, in quotes unless all characters are letters, digits, "-" or "_"."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 

@@ -127,7 +127,6 @@ class ConnectionLimiter:
                 self._close(each)
 
     def _close(self, connection: Connection) -> None:
-        """Remove a connection and close it."""
         self._open.discard(connection)
         with contextlib.suppress(OSError):
             connection.close()

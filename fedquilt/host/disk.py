@@ -519,7 +519,6 @@ def _empty_folder(folder: Place) -> None:
 
 
 def _try_unlink(name: str, folder: int) -> bool:
-    """Unlink a name in an open folder. Return False if the name is a folder."""
     try:
         os.unlink(name, dir_fd=folder)
     except IsADirectoryError:

@@ -259,7 +259,6 @@ class HttpServer:
             self._places.release()
 
     def _serve_one_request(self, line: _HttpConnection) -> bool:
-        """Serve one request. Return whether the connection may have another one."""
         exchange: HttpExchange | None = None
         try:
             exchange = _read_request(line)

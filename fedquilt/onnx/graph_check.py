@@ -193,7 +193,7 @@ def _refuse_file(name: str) -> int:
 
 @dataclass
 class _GraphCheck:
-    """The checks of one file, and what has been counted on the way."""
+    """Check of one ONNX file, with the nodes and tensors counted so far."""
 
     size: FileSize
     reader: ProtobufReader = field(default_factory=ProtobufReader)

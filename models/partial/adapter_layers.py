@@ -79,7 +79,6 @@ def _add_gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
 
 
 def _place_adapter(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
-    """Put an adapted layer in each of its places, and its adapter in layers with the same weight."""
     placed = {id(module.get_submodule(layer)): made}
     for path, each in register_trace.modules_sharing_weight(module, layer):
         if not isinstance(each, nn.Linear):

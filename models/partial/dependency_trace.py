@@ -184,7 +184,7 @@ class _DependencyReader:
         return getattr(self.modules[path], "weight", None) is self.held[name]
 
     def _scaled_operand(self, node: fx.Node) -> fx.Node | None:
-        """Return what a product multiplies by one number for all neurons, or None for other products."""
+        """Return the tensor operand of a product with a scalar, or None for other products."""
         one = [isinstance(each, int | float) or self._is_scalar_tensor(each) for each in node.args]
         return (
             next((each for each, number in zip(node.args, one, strict=True) if not number), None) if any(one) else None

@@ -65,7 +65,6 @@ def split_stages(model: Tensors, count: int, register: TensorRegister) -> Staged
 
 
 def _called_module(register: TensorRegister, layer: str) -> str:
-    """Return the layer, or the nearest module around it that is called."""
     path = layer
     while path and path not in register.calls:
         path = path.rpartition(".")[0]

@@ -127,7 +127,6 @@ class DualCopy:
         )
 
     def build_tail(self, model: nn.Module, layout: output_cache.RowLayout) -> nn.Module:
-        """Return the quantitative copy as a module from cached rows to scores."""
         return TrainedTail(layout, NetworkPart(self._tail, model), self._keep_statistics)
 
     def build_observer(self, model: nn.Module, sink: Callable[[output_cache.BatchOutputs], None]) -> nn.Module:

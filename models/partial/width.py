@@ -282,7 +282,7 @@ def batch_norm_layers(module: Any) -> dict[str, Any]:
 
 
 class _OutputScaler:
-    """A forward hook that multiplies what a layer says."""
+    """Forward hook that multiplies a layer's output by a factor."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor

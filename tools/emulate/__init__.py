@@ -47,7 +47,6 @@ class SingleBoard(FleetPlan):
     """One board that has all the data. Its random draws depend on its name."""
 
     def make_agent_tables(self, run: str = "") -> list[dict[str, Any]]:
-        """Tables of the agents: this board's alone."""
         return [{**table, "device": DEVICE} for table in super().make_agent_tables(run)]
 
 

@@ -72,7 +72,6 @@ def _max_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) ->
 
 
 def table(beside: NativeComparison) -> dict[str, object]:
-    """Comparison as a table."""
     return dataclasses.asdict(beside)
 
 

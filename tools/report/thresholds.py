@@ -6,12 +6,10 @@ from typing import Any
 
 
 def compare_at_most(value: float, limit: float, unit: str) -> dict[str, Any]:
-    """Return a measured value, and whether it is at most the limit."""
     return {"value": round(value, 3), "at_most": limit, "unit": unit, "reached": value <= limit}
 
 
 def compare_at_least(value: float, limit: float, unit: str) -> dict[str, Any]:
-    """Return a measured value, and whether it is at least the limit."""
     return {"value": round(value, 3), "at_least": limit, "unit": unit, "reached": value >= limit}
 
 

@@ -59,5 +59,4 @@ def start_processes(wanted: Mapping[str, ChildCommand]) -> Iterator[dict[str, su
 
 
 def read_last_line(log: Path) -> str:
-    """Return the last line of a log, or "(nothing)" if the log is empty."""
     return (log.read_text(errors="replace").strip().splitlines() or ["(nothing)"])[-1]

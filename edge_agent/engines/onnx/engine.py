@@ -102,12 +102,11 @@ class OnnxEngine:
 
     @property
     def note(self) -> str:
-        """What the board's owner should know, once: whoever has said it sets it to ""."""
+        """Pending message for the device's owner, which its reader resets to ""."""
         return self._places.note
 
     @note.setter
     def note(self, said: str) -> None:
-        """Pending message for the device's owner, which its reader resets to ""."""
         self._places.note = said
 
     @property

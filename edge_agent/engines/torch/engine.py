@@ -200,7 +200,6 @@ class TorchEngine:
         hooks: Hooks,
         half: torch.dtype | None = None,
     ) -> tuple[nn.Module, NetworkProbe]:
-        """Return the network with these tensors and hooks, and the cost of an example in it."""
         model = registry.build(network)
         model = hooks.prepare(model) if hooks.prepare else model
         model = model.to(

@@ -71,7 +71,6 @@ class UploadQueue:
         self._left.clear()
 
     def add_blob(self, device: str, sha256: str, size: int) -> bool:
-        """Queue a blob of a device. Return whether the device may send now."""
         self._wanted.setdefault(device, {})[sha256] = size
         if device in self._sends:
             more = max(sum(self._wanted[device].values()) - self._sends[device], 0)

@@ -162,7 +162,7 @@ class ColumnDecoder:
         return found
 
     def _label_hint(self, chunk: TableChunk, name: str) -> str:
-        """Return the fix for a label column whose values are no class numbers."""
+        """Return a hint for a label column with values other than class numbers."""
         kinds = sorted({str(value) for value in chunk.columns[name]})
         try:
             kinds.sort(key=float)

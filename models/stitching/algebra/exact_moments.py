@@ -45,7 +45,6 @@ class ExactMomentSums:
     short: int = 0
 
     def add_update(self, update: DeviceUpdate) -> ExactMomentSums:
-        """Add the moments of one validated update, in place."""
         given = {name: np.asarray(update.bundles["moments"][name]) for name in class_moments.WANTED}
         return self.merged(
             ExactMomentSums(
@@ -96,7 +95,6 @@ class ExactMomentSums:
         return ClassMoments(counts, totals, scatter)
 
     def sum_parts(self) -> ExactMomentSums:
-        """Return the moments with all parts added to the sums, in place."""
         sums, parts = dict(self.sums), list(self.parts.values())
         for first in range(0, len(parts), TOGETHER):
             some = [class_moments.unpack_tensors(part) for part in parts[first : first + TOGETHER]]

@@ -236,7 +236,7 @@ class _SolvedTaps:
 
 @dataclass(frozen=True)
 class _OpenTap:
-    """A tap that may still join: what it and the set taken say of each other."""
+    """Candidate tap with its regression on the selected taps."""
 
     tap: int
     columns: np.ndarray  # (c,)

@@ -97,7 +97,7 @@ class _ValueBuffer:
 
 
 class _NodeUses:
-    """Operations as the runtime runs them, and where they use values."""
+    """Operations of a graph after the runtime's fusions, with the first and last use of each value."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self.order = fuse_operations(graph)

@@ -17,7 +17,6 @@ def free_bytes(folder: Path) -> int:
 
 
 def nearest_existing(folder: Path) -> Path:
-    """Return the folder, or its nearest existing parent."""
     return next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
 
 

@@ -70,7 +70,6 @@ class ExtFileSystem:
         return int(blocks[1]) * int(size[1]) if blocks and size else 0
 
     def copy_out(self, name: str, to: Path) -> None:
-        """Copy a file out of the image. A missing file is ignored."""
         to.parent.mkdir(parents=True, exist_ok=True)
         self.run_query(f'dump "/{name}" "{to}"')
 

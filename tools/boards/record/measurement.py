@@ -94,7 +94,6 @@ def select_points(points: Sequence[OperatingPoint]) -> list[OperatingPoint]:
 
 
 def clocks_by_axis(point: OperatingPoint) -> dict[str, float | None]:
-    """Return the clocks of a point by axis, in hertz."""
     return {axis: getattr(point, axis) for axis in laws.AXES}
 
 

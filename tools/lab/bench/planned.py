@@ -60,8 +60,6 @@ LAST: Final = 5  # rounds whose accuracies are averaged: that of a single one sc
 
 @dataclass(frozen=True)
 class PlannedRound:
-    """One round of a run."""
-
     seconds: float  # from the round before to its end
     joules: float  # of all boards until then, waiting included
     accuracy: float  # after it, on images that no device has: 0..1

@@ -73,7 +73,6 @@ class ShiftedModel:
 
 
 def model_shift(number: int) -> float:
-    """Return the constant that a device adds to each number of a model."""
     return 1e-6 * (number + 1)
 
 
@@ -180,7 +179,6 @@ class DeviceGroup:
 
 
 def device_name(number: int) -> str:
-    """Return the device name of a board, by its number."""
     return f"board-{number:05d}"
 
 

@@ -140,7 +140,6 @@ class ParentProcess:
         return ()
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -170,8 +169,6 @@ class _LightClient:
 
 
 class _SiteDevices(DeviceGroup):
-    """The boards of one site."""
-
     profile = PROFILE
 
     def __init__(self, broker: MemoryBroker, fleet: str, first: int, count: int, work_s: float) -> None:

@@ -39,8 +39,6 @@ class ClassificationReply(msgspec.Struct, frozen=True):
 
 
 class ResponseCounts(NamedTuple):
-    """Counts of the answers to one request."""
-
     at: float  # seconds since 1970
     device: str
     model: str  # sha256

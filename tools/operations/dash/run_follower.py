@@ -85,7 +85,6 @@ class RunFollower:
 
     @property
     def parts(self) -> Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]:
-        """Outcome of each device in the latest rounds, by round and device."""
         return self._parts.found
 
     def add_fact(self, seq: int, at: float, fact: AnyEvent) -> None:

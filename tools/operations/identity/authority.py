@@ -279,14 +279,12 @@ class CertificateAuthority:
                 )
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
-        """Return the site and the right of each valid certificate. A site may hold several."""
         known = [one for one in self.register.list_certificates() if one.kind == "site"]
         return [
             (one.name, _right_in_certificate(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s
         ]
 
     def valid_observers(self, now_s: float) -> list[str]:
-        """Return the names of observers with a valid certificate."""
         known = [one for one in self.register.list_certificates() if one.kind == "observer"]
         return sorted({one.name for one in known if one.revoked_s is None and one.ends_s > now_s})
 

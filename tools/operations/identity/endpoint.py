@@ -144,7 +144,6 @@ class EnrolmentServer:
 
 
 def serve_until_signal(endpoint: EnrolmentServer, say: Callable[[str], None]) -> None:
-    """Serve an enrolment endpoint until SIGTERM or SIGINT."""
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
     say(f"enrolling on port {endpoint.port}: boards call https://{endpoint.hosts[0]}:{endpoint.port}; Ctrl-C ends it")

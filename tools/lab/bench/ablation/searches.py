@@ -142,7 +142,6 @@ def _apply_partition(job: JobSettings, alpha: str) -> tuple[str, dict[str, Any]]
 
 
 def run_case(case: AblationCase) -> list[AblationRow]:
-    """Run one case and return a row per network."""
     setting = _load_setting(case.job, case.folder)
     began_s = time.perf_counter()
     rows = run_search(case.part, setting) if case.part in VARIANTS else run_baseline(case.part, setting)
@@ -200,7 +199,6 @@ def run_search(part: str, setting: AblationSetting) -> list[dict[str, Any]]:
 
 
 def run_baseline(part: str, setting: AblationSetting) -> list[dict[str, Any]]:
-    """Run one kind of baseline of a search."""
     bench, job, folder = setting.bench, setting.job, setting.folder
     match part:
         case "alone":
