@@ -138,8 +138,10 @@ def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
 ) -> None:
     """Bytes of a connection that broke may arrive after the answer that told how far it came."""
     relayed(pair, monkeypatch, most=lambda number: 10**9 if number else 2 * CHUNK)
-    told, early = http_client._request_upload_offset, [0]
-    monkeypatch.setattr(http_client, "_request_upload_offset", lambda *of: early.pop() if early else told(*of))
+    told, early = http_client.HttpClient._request_upload_offset, [0]
+    monkeypatch.setattr(
+        http_client.HttpClient, "_request_upload_offset", lambda *of: early.pop() if early else told(*of)
+    )
     board = pair.boards["a"]
     ref = board.depot.store_bytes(noise(12 * CHUNK))
     pair.coordinator.transfers.request_blob("a", ref)

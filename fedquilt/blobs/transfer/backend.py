@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.download import BlobWriter, Download, WriterClosedError
+from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter, Download, WriterClosedError
 from fedquilt.core import (
     BlobLocation,
     BlobRef,
@@ -36,7 +36,7 @@ from fedquilt.core import (
 from fedquilt.security.handshake import LinkIdentity
 
 if TYPE_CHECKING:
-    from fedquilt.blobs.transfer import http_client
+    from fedquilt.blobs.transfer.http_client import HttpClient
 
 log = logging.getLogger("fedquilt.blobs.carriers")
 
@@ -69,7 +69,7 @@ class TransferBackend:
 
     def __init__(self, identity: LinkIdentity | None = None, ca: Path | None = None, most: int = JOBS_MOST) -> None:
         self._identity, self._ca, self._most = identity, ca, most
-        self._reached: http_client.ConnectionPool | None = None
+        self._http: HttpClient | None = None
         self._ended: deque[tuple[TransferResult, int]] = deque()  # and how many jobs had ended by then
         self._running = 0
         self._left: deque[Callable[[], None]] = deque()  # jobs that wait for one of those that run to end
@@ -125,17 +125,15 @@ class TransferBackend:
 
     def retry_at_s(self, sources: Sequence[BlobLocation]) -> float:
         """Return the earliest time to try one of the locations, in seconds of the monotonic clock."""
-        reached = self._reached
-        return min((reached.retry_at_s(each) for each in sources), default=math.inf) if reached else -math.inf
+        client = self._http
+        return min((client.retry_at_s(each) for each in sources), default=math.inf) if client else -math.inf
 
     def start_download(self, key: Key, intake: BlobWriter, sources: Sequence[BlobLocation]) -> None:
         def job() -> TransferResult:
-            from fedquilt.blobs.transfer import http_client
-
             try:
-                http_client.fetch_blob(self._get_connection_pool(), sources, intake)
+                self.http.fetch_blob(sources, intake)
             except (LinkError, StoreError) as error:
-                later = isinstance(error, http_client.BlobLocationError) and error.later
+                later = isinstance(error, BlobLocationError) and error.later
                 return failed_result(key, intake, error, later=later)
             return TransferResult(key, intake, None)
 
@@ -145,17 +143,10 @@ class TransferBackend:
         self, key: Key, depot: BlobStore, ref: BlobRef, sources: Sequence[BlobLocation], moved: Callable[[int], None]
     ) -> None:
         def job() -> TransferResult:
-            from fedquilt.blobs.transfer import http_client
-
             file = -1
             try:
                 file = depot.open_blob_file(ref.sha256)
-                return TransferResult(
-                    key,
-                    None,
-                    None,
-                    source=http_client.upload_blob(self._get_connection_pool(), sources, file, ref, moved),
-                )
+                return TransferResult(key, None, None, source=self.http.upload_blob(sources, file, ref, moved))
             except (LinkError, StoreError) as error:
                 return TransferResult(key, None, str(error))
             finally:
@@ -178,22 +169,14 @@ class TransferBackend:
         failed = TransferResult(key, intake, reason)
         self.start_job(lambda: failed_result(key, intake, LinkError(reason)), failed)
 
-    def _get_connection_pool(self) -> http_client.ConnectionPool:
-        from fedquilt.blobs.transfer import http_client
+    @property
+    def http(self) -> HttpClient:
+        """Client for the jobs, since all its calls block."""
+        from fedquilt.blobs.transfer.http_client import HttpClient
 
-        if self._reached is None:
-            self._reached = http_client.ConnectionPool(self._identity, self._ca)
-        return self._reached
-
-    def send_request(self, method: str, source: BlobLocation) -> tuple[int, str]:
-        """Return the status and date of a location's answer to a request without a body. Blocks.
-
-        Raises:
-            LinkError: If the location does not answer.
-        """
-        from fedquilt.blobs.transfer import http_client
-
-        return http_client.send_request(self._get_connection_pool(), method, source)
+        if self._http is None:
+            self._http = HttpClient(self._identity, self._ca)
+        return self._http
 
     def start_job(self, job: Callable[[], TransferResult], failed: TransferResult) -> None:
         """Run a job in a thread as soon as one is free.

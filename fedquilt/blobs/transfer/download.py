@@ -297,6 +297,14 @@ class Download:
             self._parked_s = None
 
 
+class BlobLocationError(LinkError):
+    """Error of a blob location. `later` is true if a later attempt may succeed."""
+
+    def __init__(self, sentence: str, *, later: bool) -> None:
+        super().__init__(sentence)
+        self.later = later
+
+
 class WriterClosedError(LinkError): ...
 
 
