@@ -77,6 +77,7 @@ from fedquilt.core.method import (
     UpdateSchema,
     tensor_shapes,
 )
+from fedquilt.core.retry import ATTEMPTS_MOST, REFETCH, RESEND, Retry
 from fedquilt.core.seeds import (
     derive_seed,
     derive_seeds,
@@ -93,8 +94,11 @@ from fedquilt.core.training import (
 )
 
 __all__ = [
+    "ATTEMPTS_MOST",
     "CODECS",
     "DETAILED",
+    "REFETCH",
+    "RESEND",
     "UNDECODABLE",
     "Action",
     "Aggregation",
@@ -143,6 +147,7 @@ __all__ = [
     "Profile",
     "Rates",
     "Reading",
+    "Retry",
     "Runner",
     "Seconds",
     "Sentence",
