@@ -20,6 +20,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import run_summary
 from fedquilt.core import Bundle, DeviceUpdate, DeviceView, Examples, Hooks, UpdateError
 from fedquilt.methods import _subnetworks
+from fedquilt.models import local_training
 from fedquilt.models.partial import width
 from fedquilt.testing.toy_networks import toy_bundle, write_images
 from fedquilt.tools.artefacts import prepare
@@ -85,7 +86,7 @@ def test_statistics_are_those_of_all_devices_examples_together() -> None:
     for device, weight, mean, var in (("a", 1.0, 0.0, 1.0), ("b", 3.0, 4.0, 2.0)):
         sent = {name: np.full_like(state.model[name], mean if name.endswith("mean") else var) for name in names}
         update = DeviceUpdate(device, 0, weight, {}, {"statistics.1": sent})
-        total = method.settle.fold(state, total, update)
+        total = method.settle.aggregation.fold(state, total, update)
     after = method.settle.step(state, total)
     for name in names:
         wanted = 3.0 if name.endswith("mean") else (1 + 3 * (2 + 16)) / 4 - 9
@@ -111,7 +112,7 @@ def test_what_is_no_statistics_of_a_width_is_refused(spoil: Any, said: str) -> N
     method, state = begun("heterofl")
     sent = {name: array for name, array in state.model.items() if name.endswith(("running_mean", "running_var"))}
     with pytest.raises(UpdateError, match=said):
-        method.settle.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
+        method.settle.aggregation.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
 
 
 def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batches(
@@ -158,11 +159,10 @@ def test_a_network_without_batch_normalisation_needs_no_such_round() -> None:
 
 def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count() -> None:
     """Round 5 after two such rounds has the rate of the third round of work."""
-    from fedquilt.methods import fedavg
 
     method = methods.load("heterofl")
     state = replace(method.init(bundle(), method.params(lr=0.1, lr_decay=0.5), 0), settled=2)
-    assert fedavg.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
+    assert local_training.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
 
 
 def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(tmp_path: Path) -> None:

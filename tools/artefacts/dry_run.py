@@ -21,7 +21,7 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings, parse_params
-from fedquilt.core import Bundle, Examples, FedquiltError, Method, ModelError, Tensors
+from fedquilt.core import Aggregation, Bundle, Examples, FedquiltError, Method, ModelError, Tensors
 from fedquilt.data import inputs
 from fedquilt.formats import job_bundle
 from fedquilt.metrics import task_from_network
@@ -95,7 +95,7 @@ def _dry_run_network(job: JobSettings, method: Method, made: Bundle, folder: Pat
     phases = {name: min(1, getattr(given, name)) for name in PHASES if hasattr(given, name)}
     by_memory = any(isinstance(value, tuple) and len(value) == 5 for value in vars(given).values())
     budgets = BUDGETS if by_memory else BUDGETS[-1:]
-    count = max(3 if by_memory else 2, method.least(given))
+    count = max(3 if by_memory else 2, method.minimum_updates(given))
     held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
     table = {
         "params": {**job.params, **_shorten_params(given, SHORT), **phases},
@@ -228,12 +228,15 @@ def _recording_errors(method: Method, seen: list[BaseException]) -> Method:
                 seen.append(error)
                 raise
 
-        call.__dict__.update(part.__dict__)
         return call
 
+    def record_fold(of: Aggregation) -> Aggregation:
+        return replace(of, fold=add_recording(of.fold))
+
     check = None if method.check is None else add_recording(method.check)
-    settle = method.settle and replace(method.settle, fold=add_recording(method.settle.fold))
-    return replace(method, work=add_recording(method.work), fold=add_recording(method.fold), check=check, settle=settle)
+    settle = method.settle and replace(method.settle, aggregation=record_fold(method.settle.aggregation))
+    aggregation = record_fold(method.aggregation)
+    return replace(method, work=add_recording(method.work), aggregation=aggregation, check=check, settle=settle)
 
 
 def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], held: Examples, engine: Any) -> None:

@@ -129,7 +129,7 @@ def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = 
         why := masks.describe_unmaskable_layers(plan)
     ):
         say(f"{job.method}: {why}")
-    if (frozen := methods.load(job.method).frozen) and not made.meta.get("pretrained", True):
+    if (frozen := methods.load(job.method).traits.frozen_weights) and not made.meta.get("pretrained", True):
         say(
             f"{job.method} keeps {frozen} of the first weights, and these are random: give [model] weights = a file of "
             "a pre-trained network's"

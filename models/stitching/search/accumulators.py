@@ -16,7 +16,7 @@ import numpy as np
 
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.exact_sums import ExactSum
-from fedquilt.core import DeviceUpdate, UpdateError, with_mergeable_accumulators, with_update_check
+from fedquilt.core import DeviceUpdate, UpdateError
 from fedquilt.models.stitching import vote
 from fedquilt.models.stitching.algebra import exact_moments, least_squares
 from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
@@ -110,8 +110,6 @@ def validate_update(state: SearchState, update: DeviceUpdate) -> None:
             _read_counts(update, len(state.candidates))
 
 
-@with_mergeable_accumulators(accumulator_type, validate_site_sums)
-@with_update_check(validate_update)
 def fold(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
     """Add a device's update to the accumulator of the round.
 

@@ -331,7 +331,7 @@ def _measure_bare_ms() -> float:
                 given = DeviceUpdate(
                     update.device, 0, update.weight, update.metrics, {"model": tensors.decode_tensors(model)}
                 )
-                total = method.fold(state, total, given)
+                total = method.aggregation.fold(state, total, given)
                 out.write(model)
                 out.flush()
             return 1000 * (time.process_time() - begun) / BARE

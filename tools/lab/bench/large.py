@@ -316,7 +316,7 @@ def _measure_bare_fold(home: Path, method: str, model: bytes) -> tuple[float, fl
         given = DeviceUpdate(
             f"board-{number}", 0, update_weight(method), metrics, {"model": tensors.decode_tensors(payload)}
         )
-        total = found.fold(state, total, given)
+        total = found.aggregation.fold(state, total, given)
     bare_s = (time.process_time() - begun_s) / BARE
     sum_bytes, state_bytes = (tensors.total_bytes([tensors.split_state(each)[0]]) for each in (total, state))
     most_bytes = (STORED_AT + 3) * sum_bytes + 3 * state_bytes + len(model)
