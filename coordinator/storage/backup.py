@@ -1,9 +1,9 @@
 """Backup and restoration of a coordinator's home.
 
 A backup is a tar archive that only its owner may read. The archive contains the blobs that some run still needs, all
-evaluations and limits, a consistent copy of the database and, at the end, a manifest with the SHA-256 of each file. A
-coordinator may use the home during the backup. Device telemetry (`boards.db`), on which no run depends, and bundles,
-which are outside a home, are not included.
+evaluations and limits, the bundles that a site has received, a consistent copy of the database and, at the end, a
+manifest with the SHA-256 of each file. A coordinator may use the home during the backup. Device telemetry
+(`boards.db`), on which no run depends, and bundles outside the home are not included.
 
 A file or home gets its name when it is complete and on the disk. Files of a killed command end in .part, and the next
 command for the same name replaces them.
@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, Final, NamedTuple
@@ -37,7 +37,7 @@ from fedquilt.host.disk import REAL, disk_errors
 FORMAT: Final = 1
 DATABASE: Final = "fedquilt.db"
 _MEMBER: Final = re.compile(
-    r"blobs/[0-9a-f]{64}|fedquilt\.db|limits\.toml|(evaluations|machines)/[^/]+\.json|agents/.+"
+    r"blobs/[0-9a-f]{64}|fedquilt\.db|limits\.toml|(evaluations|machines)/[^/]+\.json|(agents|sites)/.+"
 )
 _MANIFEST: Final = re.compile(r"manifest-([0-9a-f]{64})\.json")
 _WHEN_FULL: Final = "free some space or name another disk"
@@ -75,7 +75,8 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
         blobs = _add_database_and_blobs(store, archive, Path(f"{file}.part.db"))
         settings = [path for path in (store.home / limits.FILE,) if path.is_file()]
         of_runs = [path for name in ("evaluations", "machines") for path in sorted((store.home / name).glob("*.json"))]
-        for path in [*settings, *boards, *of_runs]:
+        bundles = _list_files(store.home / "sites" / row.id for row in store.all_jobs())
+        for path in [*settings, *boards, *of_runs, *bundles]:
             archive.add_file(path.relative_to(store.home).as_posix(), path)
         archive.close_with_manifest()
         raw.flush()
@@ -155,7 +156,12 @@ def _lock_agent_files(store: Store) -> list[Path]:
     if not store.acquire_lock():
         working = next((row.id for row in rows if row.status in UNENDED), rows[0].id)
         raise JobError(f"{working} is a simulated fleet at work in {store.home}: wait for its end, or stop it first")
-    return sorted(path for each in folders for path in each.rglob("*") if path.is_file() and not path.is_symlink())
+    return _list_files(folders)
+
+
+def _list_files(folders: Iterable[Path]) -> list[Path]:
+    inside = (Path(at, name) for each in folders for at, _, names in os.walk(each) for name in names)
+    return sorted(path for path in inside if path.is_file() and not path.is_symlink())
 
 
 class _BackupArchive:

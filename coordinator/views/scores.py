@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import msgspec
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import StoredJob
 from fedquilt.coordinator.views.run_summary import PersonalScores
-from fedquilt.core import EvaluationSums, JobError
+from fedquilt.core import DataError, EvaluationSums, JobError
 from fedquilt.data import spec
 from fedquilt.formats import checksummed_json
 from fedquilt.host.disk import PRIVATE, disk_errors
@@ -73,6 +75,19 @@ def make_test_table(job: JobSettings) -> dict[str, Any]:
     if found.get("synthetic"):
         found.setdefault("seed", job.seed)  # the devices' points are drawn by it too
     return {key: value for key, value in found.items() if key not in ("share", "shares", "held")}
+
+
+@contextlib.contextmanager
+def name_test_table() -> Iterator[None]:
+    """Name [test] in errors of reading a test set, where readers name [data].
+
+    Raises:
+        DataError: If the block raises one.
+    """
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error).replace("[data", "[test")) from None
 
 
 def _has_arrays_of_one_split(data: dict[str, Any]) -> bool:

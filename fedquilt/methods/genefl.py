@@ -23,7 +23,7 @@ a weight tensor with its bias and normalisation, and a gain around layers belong
 statistics stay on the device. The last layer is not shared without `share_head`, because a head of known classes is a
 worse start for unknown classes. Penalties apply to layers that some device of the cluster has sent. Both losses form
 one step (the text's "total objective"), not two alternating steps. L_t is one number for all devices, controlled by the
-coordinator with the mean accuracy on the devices' held-out examples. The smallest L_t is a fifth of all layers, because
+coordinator with the accuracy on all held-out examples of a round. The smallest L_t is a fifth of all layers, because
 the paper has no number. A device selected for the first time after the clustering is a newcomer.
 """
 
@@ -114,7 +114,7 @@ class State:
     genes: tuple[tuple[str, ...], ...] = ()  # layers of the last round, most often sent first
     size: int = 0  # L_t
     shared: tuple[str, ...] = ()  # layers that may be shared
-    recent: tuple[float, ...] = ()  # mean accuracy of each round since L_t changed, where reported
+    recent: tuple[float, ...] = ()  # accuracy of each round since L_t changed, where reported
     waited: int = 0  # rounds since then
     best: float = 0.0
 
@@ -126,8 +126,8 @@ class GeneFLSums:
     fingerprints: Mapping[str, np.ndarray]
     totals: Mapping[str, Mapping[str, exact_sums.ExactSum]]  # cluster -> tensor -> sum over devices
     counts: Mapping[str, Mapping[str, int]]  # cluster -> layer -> devices that sent it
-    accuracy: exact_sums.ExactScalar = exact_sums.ExactScalar()  # summed over `told` devices
-    told: int = 0  # devices that reported an accuracy
+    held_correct: exact_sums.ExactScalar = exact_sums.ExactScalar()  # of the devices' held-out examples
+    held_examples: exact_sums.ExactScalar = exact_sums.ExactScalar()
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
@@ -210,8 +210,11 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         "smooth": sum(strengths[name] * learngene.squared_distance(model[name], received[name]) for name in bound),
         "elastic": sum(learngene.squared_distance(model[name], elastic[name]) for name in bound),
     }
-    rated = metrics.main_metric(site.engine.evaluate(task.params["network"], model, site.held))
-    told = {} if rated is None else {"personal": rated[1]}
+    held = site.engine.evaluate(task.params["network"], model, site.held)
+    rated = metrics.main_metric(held)
+    told = {}
+    if rated is not None:
+        told = {"held_correct": float(round(rated[1] * held.examples)), "held_examples": float(held.examples)}
     gene = learngene.choose_layers(
         {layer: parts[layer] for layer in task.params["shared"]},
         model,
@@ -297,9 +300,9 @@ def fold(state: State, so_far: GeneFLSums | None, update: DeviceUpdate) -> GeneF
         raise UpdateError(f"{update.device} sent {len(sent)} layers, {state.size} are wanted")
     like = {name: array for layer in sent for name, array in state.first[layer].items()}
     tensors.require_addable(gene, like)
-    accuracy = update.metrics.get("personal")
-    if accuracy is not None and not 0 <= accuracy <= 1:
-        raise UpdateError(f"{update.device} says that its accuracy is {accuracy:g}, not 0 to 1")
+    correct, held = (update.metrics.get(name, 0.0) for name in ("held_correct", "held_examples"))
+    if not 0 <= correct <= held < math.inf:
+        raise UpdateError(f"{update.device} says that {correct:g} of {held:g} held-out examples are right")
     values = {name: array.astype(np.float64) for name, array in gene.items()}  # of counters the mean too
     total, count = exact_sums.add_arrays(so_far.totals.get(key, {}), values), dict(so_far.counts.get(key, {}))
     for layer in sent:
@@ -308,8 +311,8 @@ def fold(state: State, so_far: GeneFLSums | None, update: DeviceUpdate) -> GeneF
         so_far,
         totals={**so_far.totals, key: total},
         counts={**so_far.counts, key: count},
-        accuracy=so_far.accuracy.add_numbers(accuracy or 0.0),
-        told=so_far.told + (accuracy is not None),
+        held_correct=so_far.held_correct.add_numbers(correct),
+        held_examples=so_far.held_examples.add_numbers(held),
     )
 
 
@@ -367,10 +370,11 @@ def _average_layers(state: State, total: GeneFLSums) -> State:
 
 
 def _adapt_size(state: State, total: GeneFLSums) -> State:
-    # L_t falls by one every `shrink_every` rounds, unless the mean accuracy has fallen below its best.
+    # L_t falls by one every `shrink_every` rounds, unless the accuracy has fallen below its best.
     if not total.counts:
         return state  # nobody trained
-    recent = (*state.recent, float(total.accuracy) / total.told) if total.told else state.recent
+    held = float(total.held_examples)
+    recent = (*state.recent, float(total.held_correct) / held) if held else state.recent
     state = replace(state, recent=recent, waited=state.waited + 1)
     if state.waited < state.params["shrink_every"]:
         return state

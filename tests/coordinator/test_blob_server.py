@@ -81,6 +81,16 @@ def test_a_blob_goes_over_the_wire_a_few_times_for_one_token(site: Site) -> None
     assert found == [200] * server.AGAIN_MOST + [429] * 2
 
 
+def test_an_empty_blob_is_given_as_often_as_any(site: Site) -> None:
+    empty = site.depot.store_bytes(b"")
+    token = site.server.issue_token("a", empty)
+    found = [site.get(token, empty.sha256) for _ in range(6)]
+    assert [status for status, _ in found] == [200] * server.AGAIN_MOST + [429] * 2
+    assert found[0][1] == b""
+    site.server.issue_token("a", empty)
+    assert site.get(token, empty.sha256) == (200, b"")
+
+
 @pytest.mark.parametrize(
     "request_",
     [

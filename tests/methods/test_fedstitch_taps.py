@@ -93,7 +93,12 @@ def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
     _, task, _ = gathering(head_samples=30)
     each = task.work.total_for_examples(1).flops
     assert each > 0
-    assert [task.work.total_for_examples(own).flops for own in (20, 30, 45, 1000)] == [20 * each, 30 * each, 30 * each, 30 * each]
+    assert [task.work.total_for_examples(own).flops for own in (20, 30, 45, 1000)] == [
+        20 * each,
+        30 * each,
+        30 * each,
+        30 * each,
+    ]
     state = next(state for state in FULL if state.phase == "validate")
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None

@@ -79,10 +79,11 @@ def test_accuracy_that_falls_holds_the_schedule() -> None:
     """Below its best by more than the tolerance: as many layers as before; near it: one less."""
     state = replace(play(rounds=1)[0][1], best=0.8, waited=4, recent=(0.7, 0.7, 0.7, 0.7))
     fell = genefl._adapt_size(
-        state, genefl.GeneFLSums({}, {}, {"0": {"1": 1}}, accuracy=exact_sums.ExactScalar((1.4,)), told=2)
+        state,
+        genefl.GeneFLSums({}, {}, {"0": {"1": 1}}, exact_sums.ExactScalar((7.0,)), exact_sums.ExactScalar((10.0,))),
     )
     assert (fell.size, fell.best, fell.waited, fell.recent) == (2, 0.8, 0, ())
-    told = genefl.GeneFLSums({}, {}, {"0": {"1": 1}}, exact_sums.ExactScalar((1.6,)), 2)
+    told = genefl.GeneFLSums({}, {}, {"0": {"1": 1}}, exact_sums.ExactScalar((8.0,)), exact_sums.ExactScalar((10.0,)))
     rose = genefl._adapt_size(replace(state, recent=(0.8, 0.8, 0.8, 0.8)), told)
     assert (rose.size, rose.best) == (1, pytest.approx(0.8))
     silent = genefl._adapt_size(replace(state, recent=()), genefl.GeneFLSums({}, {}, {"0": {"1": 1}}))
@@ -183,7 +184,7 @@ def one_cluster(size: int = 1) -> Any:
 
 def gave(state: Any, device: str, layer: str, value: float) -> DeviceUpdate:
     part = {name: np.full_like(array, value) for name, array in state.first[layer].items()}
-    return DeviceUpdate(device, 3, 10.0, {"personal": 0.5}, {"gene": part})
+    return DeviceUpdate(device, 3, 10.0, {"held_correct": 5.0, "held_examples": 10.0}, {"gene": part})
 
 
 def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it() -> None:
@@ -233,11 +234,22 @@ def test_what_is_no_fingerprint_is_refused(u: np.ndarray, said: str) -> None:
         genefl.fold(one_cluster(), None, DeviceUpdate("new", 3, 1.0, {}, {"fingerprint": {"u": u}}))
 
 
-def test_an_accuracy_that_is_none_is_refused() -> None:
+def test_accuracy_is_that_of_all_held_out_examples() -> None:
+    """9 of 10 right on one device and 10 of 90 on the other are 19 %, not the mean of the two, 50.6 %."""
+    state, total = one_cluster(), None
+    for device, correct, held in (("a", 9.0, 10.0), ("b", 10.0, 90.0)):
+        told = {"held_correct": correct, "held_examples": held}
+        total = genefl.fold(state, total, replace(gave(state, device, "1", 1.0), metrics=told))
+    silent = genefl.fold(state, total, replace(gave(state, "c", "1", 1.0), metrics={}))
+    assert genefl.step(state, silent).recent == (0.19,)
+
+
+@pytest.mark.parametrize(("correct", "held"), [(7.0, 1.0), (-1.0, 5.0), (1.0, float("inf")), (float("nan"), 5.0)])
+def test_an_accuracy_that_is_none_is_refused(correct: float, held: float) -> None:
     """What devices say of their accuracy leads the schedule."""
-    state = one_cluster()
-    with pytest.raises(UpdateError, match="accuracy is 7"):
-        genefl.fold(state, None, replace(gave(state, "a", "1", 1.0), metrics={"personal": 7.0}))
+    state, told = one_cluster(), {"held_correct": correct, "held_examples": held}
+    with pytest.raises(UpdateError, match=f"{correct:g} of {held:g} held-out examples"):
+        genefl.fold(state, None, replace(gave(state, "a", "1", 1.0), metrics=told))
 
 
 # -- who comes later ------------------------------------------------------------------------------
@@ -297,7 +309,8 @@ def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> Non
     assert genefl.check(worked[0][0], site).examples == 0
     task, site, answer = trained(worked, "dev-1")[-1]
     found = compute_metrics(genefl.check(task, replace(site, local=answer.local)))
-    assert found["accuracy"] == answer.metrics["personal"]
+    assert found["accuracy"] == answer.metrics["held_correct"] / answer.metrics["held_examples"]
+    assert answer.metrics["held_examples"] == len(site.held)
     assert genefl.explain(run[-1])[0].endswith("2 of 2 layers are sent")
 
 
@@ -312,7 +325,7 @@ def test_without_held_out_examples_nobody_tells_an_accuracy() -> None:
     """Unknown is not 0: the metric is absent, and the schedule goes by time."""
     alone = [DeviceData(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_members(3)]
     run, worked = play(alone, rounds=3, shrink_every=1)
-    assert all("personal" not in answer.metrics for _, _, answer in worked)
+    assert all("held_examples" not in answer.metrics for _, _, answer in worked)
     assert run[-1].size == 1
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from saved_homes import contents, saved
 from sited import METHODS, federation, plan, states
 
 from fedquilt import methods
 from fedquilt.coordinator import settings, sites
 from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, TaskDeclined, UpdateAccepted, UpdateRejected
+from fedquilt.coordinator.storage import backup
 from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.task.protocol import WorkResult
 from fedquilt.tools.artefacts.export import export_result
@@ -150,6 +152,21 @@ def test_what_a_sites_boards_fetched_and_sent_is_counted_above_too(tmp_path: Pat
     assert sum(each.up_bytes for each in boards if each) == sum(update.usage.up_bytes for update in flat)
     assert all(update.up_bytes == update.usage.up_bytes + update.below.up_bytes for update in sited if update.below)
     assert [len(update.boards) for update in sited] == [3, 3]
+
+
+def test_a_backup_of_a_site_holds_the_bundles_of_its_runs(tmp_path: Path) -> None:
+    """The coordinator above sent them, so that no folder beside the home has them."""
+    run = "sited-20260101-000000-abcdef"
+    with federation(plan(tmp_path, rounds=1, cohort={"start_devices": 1}), (6,), run) as made:
+        assert made.play() == "done"
+        store = made._stores["site-0"]
+        (store.home / "sites" / "deleted-20260101-000000-abcdef").mkdir()
+        (store.home / "sites" / "deleted-20260101-000000-abcdef" / "bundle.json").write_text("of no run")
+        file = saved(store.home, tmp_path / "backup.tar")
+        backup.restore_backup(file, tmp_path / "again")
+        found = contents(tmp_path / "again" / "sites")
+        assert found == {f"{run}/{path}": held for path, held in contents(store.home / "sites" / run).items()}
+        assert f"{run}/bundle.json" in found
 
 
 def test_a_site_exports_nothing_and_a_deleted_run_leaves_no_folder(tmp_path: Path) -> None:

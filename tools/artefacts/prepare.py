@@ -17,6 +17,7 @@ from fedquilt.arrays import tensors
 from fedquilt.console import progress, units
 from fedquilt.coordinator.settings import NOT_NETWORK, JobSettings
 from fedquilt.coordinator.updates import job_validation
+from fedquilt.coordinator.views import scores
 from fedquilt.core import Bundle, FedquiltError, JobError, ModelError, Name
 from fedquilt.costs import peak_memory
 from fedquilt.data import compatibility, examples, inputs, measured_settings, readers, reading_settings
@@ -137,14 +138,21 @@ def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = 
     dry_run.dry_run_job(job, made, out)
     if job.data:
         spec = DataSpec.parse(job.data)
-        if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
+        if _is_here(spec):  # else boards have it
             for warning in compatibility.data_warnings(
                 made.meta, compatibility.open_compatible_data(made.meta, spec), spec
             ):
                 say(f"warning: {warning}")
             if spec.path:
                 readers.require_supported_images(spec)
+    if job.test and _is_here(spec := DataSpec.parse(scores.make_test_table(job), "[test]")):
+        with scores.name_test_table():
+            examples.open_split(spec)
     return made
+
+
+def _is_here(spec: DataSpec) -> bool:
+    return bool(spec.synthetic) or all(Path(each.path).exists() for each in spec.sources or (spec,))
 
 
 def _parts_of_model(

@@ -63,7 +63,8 @@ def load_test_set(job: JobSettings) -> Examples:
         JobError: If the job has no test set, or the table is wrong.
         DataError: If the examples cannot be read.
     """
-    return examples.load_split(DataSpec.parse(scores.make_test_table(job)))
+    with scores.name_test_table():
+        return examples.load_split(DataSpec.parse(scores.make_test_table(job)))
 
 
 # -- one state ------------------------------------------------------------------------------------

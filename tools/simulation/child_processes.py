@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 ENDING_S: Final = 10.0  # for which a process that was told to stop is waited for
 RUN: Final = (
-    "import sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
+    "import sys; from fedquilt.edge_agent.task.process import exit_with_parent; exit_with_parent(int(sys.argv[1])); "
     "from fedquilt.cli import main; sys.exit(main(sys.argv[2:]))"
 )
 

@@ -98,13 +98,13 @@ class BlobServer:
         key = (device, ref.sha256, intake is not None)
         with self._lock:
             if intake is None and (known := self._tokens.get(key)) is not None:
-                self._grants[_token_digest(known)].left_bytes = AGAIN_MOST * ref.size
+                self._grants[_token_digest(known)].left_bytes = _granted_bytes(ref)
                 return known
             if len(self._grants) >= GRANTS_MOST:
                 self._remove_token(next(iter(self._tokens)))
             self._remove_token(key)
             token = self._tokens[key] = secrets.token_urlsafe(24)
-            self._grants[_token_digest(token)] = AccessGrant(device, ref, intake, AGAIN_MOST * ref.size)
+            self._grants[_token_digest(token)] = AccessGrant(device, ref, intake, _granted_bytes(ref))
         return token
 
     def revoke_token(self, device: str, sha256: str, *, put: bool) -> None:
@@ -177,6 +177,8 @@ class BlobServer:
         size = grant.ref.size
         start, end = _parse_range(request.headers.get("range"), size)
         self._charge_bytes(grant, 0)
+        if not size:
+            self._charge_bytes(grant, 1)  # an empty blob counts as one byte
         try:
             file = self._depot.open_blob_file(grant.ref.sha256)
         except StoreError:
@@ -228,6 +230,10 @@ class BlobServer:
             grant.left_bytes -= size
             if grant.left_bytes <= 0 and not size:
                 raise RequestRefusedError(429, "the blob has been asked for too often")
+
+
+def _granted_bytes(ref: BlobRef) -> int:
+    return AGAIN_MOST * max(ref.size, 1)
 
 
 def _parse_range(asked: str | None, size: int) -> tuple[int, int]:

@@ -142,6 +142,23 @@ class OnnxEngine:
                 self._run_batch(graph, _cast_examples(loaded.session, x[first : first + size]), y[first : first + size])
         return y
 
+    def run_together(self, graph: Path, x: np.ndarray) -> np.ndarray | None:
+        """Return the output for all examples in one batch, or None if the graph takes only one example at a time.
+
+        Raises:
+            ModelError, MemoryBudgetError: As in `run`, if the graph cannot be loaded.
+        """
+        shape = onnx_session.check_graph(graph).inputs[0].shape
+        session = self._load_graph(graph).session
+        if shape and shape[0] == 1:
+            return None
+        try:
+            with _translate_errors(graph):
+                found = session.run(None, {session.get_inputs()[0].name: _cast_examples(session, x)})[0]
+        except (ModelError, MemoryBudgetError):
+            return None
+        return np.asarray(found, np.float32)
+
     @property
     def room_bytes(self) -> int:
         return self._room_bytes

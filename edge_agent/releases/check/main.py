@@ -46,10 +46,11 @@ SIDES: Final = (224, 32, 28, 64, 96, 128, 160, 192, 256, 299, 320, 384, 416, 448
 CHANNELS: Final = (3, 1)
 VECTOR_MOST: Final = 4096  # largest size that is tried for the only axis of an example
 GUESS_MOST: Final = 1 << 22  # most numbers of a guessed example
+MIXED: Final = 0.05  # change of a score within a batch, as a share of the range of the scores, that is still rounding
 TENSORRT_BATCH: Final = 16  # most examples at once that an engine is built for
 TIED: Final = (  # becomes a program that ends with this process
-    "import os, sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
-    "os.execv(sys.argv[2], sys.argv[2:])"
+    "import os, sys; from fedquilt.edge_agent.task.process import exit_with_parent; "
+    "exit_with_parent(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
 )
 
 Say = Callable[[Event], None]
@@ -100,6 +101,7 @@ def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = ex
         if order.parted is not None and (note := assemble_network(order.parted, Path(order.model), order.budget_bytes)):
             notes.append(note)
         memory_budget.reset_peak(os.getpid())
+        bare = memory_budget.resident_bytes(os.getpid())
         model = _load_model(engine, Path(order.model))
         held = _load_held_out(order, model.about, load)
         if held is None:
@@ -112,6 +114,10 @@ def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = ex
         told["latency_s"], count = _measure_latency(model, one, order.timed_s)
         say(ProgressReport(DONE))
         peak = memory_budget.read_peak_bytes(os.getpid())
+        if bare is None or peak is None or 2 * peak - bare <= order.budget_bytes or model.engine.batch(model.path) > 1:
+            _require_independent_answers(model, one, held)
+        else:
+            notes.append("answers of a batch were not compared: the budget has no room for a second example")
         if held is not None and order.before is not None and "accuracy" in told:
             told |= _measure_accuracy_before(engine, order, Path(order.before), load, notes)
         engine.close()
@@ -242,6 +248,28 @@ def _measure_latency(model: LoadedModel, one: np.ndarray, timed_s: float) -> tup
         model.run_prepared(one)
         found.append(time.perf_counter() - began_s)
     return statistics.median(found), len(found)
+
+
+def _require_independent_answers(model: LoadedModel, one: np.ndarray, held: Examples | None) -> None:
+    """Raise ModelError if the answer to an example changes with the other example of a batch."""
+    other = np.zeros_like(one) if held is None else model.about.prepare_inputs(held.x[-1:])
+    both = np.concatenate([one, np.zeros_like(one) if np.array_equal(one, other) else other])
+    together = model.engine.run_together(model.path, both)
+    if together is None:
+        return
+    alone = model.engine.run(model.path, both[:1]), model.engine.run(model.path, both[1:])
+    expected = np.concatenate(alone)
+    known = np.isfinite(expected)
+    same = together.shape == expected.shape and np.array_equal(np.isfinite(together), known)
+    if same and known.any():
+        # a common offset of all scores decides nothing
+        most = MIXED * np.ptp(expected[known]) + 1e-4 * np.abs(expected[known]).max()
+        same = bool(np.abs(together[known] - expected[known]).max() <= most)
+    if not same:
+        raise ModelError(
+            "its answer to one example depends on the other examples of a batch: export it in evaluation mode and "
+            "without operations over the first axis, or with a first axis of 1"
+        )
 
 
 # -- TensorRT -------------------------------------------------------------------------------------

@@ -181,6 +181,60 @@ def test_answers_that_are_no_scores_are_refused_with_a_fix(
     assert ": deploy a network" in found.reason or ": export it" in found.reason
 
 
+def centred(into: str) -> list[Any]:
+    """Nodes that take the mean over the batch from each example."""
+    return [
+        made_graphs.helper.make_node("ReduceMean", ["x"], ["mean"], axes=[0], keepdims=1),
+        made_graphs.helper.make_node("Sub", ["x", "mean"], [into]),
+    ]
+
+
+def averaged(into: str) -> list[Any]:
+    """Nodes that give the mean over the batch, one row for all examples."""
+    return [made_graphs.helper.make_node("ReduceMean", ["x"], [into], axes=[0], keepdims=1)]
+
+
+@pytest.mark.parametrize("mixed", [centred, averaged])
+@pytest.mark.parametrize("batch", ["n", 1])
+def test_answers_that_depend_on_the_other_examples_of_a_batch_are_refused(
+    laid: Laid, mixed: Callable[[str], list[Any]], batch: str | int
+) -> None:
+    """One at a time every answer is finite and in shape. A graph that takes one alone is never given two."""
+    output = made_graphs.value("y", (batch, 3))
+    made = made_graphs.product([batch, 6], nodes=mixed, output=output)
+    found = main.run_check(order(laid("new", made.SerializeToString()), data={}))
+    if batch == 1:
+        assert (found.code, found.reason) == ("ok", "")
+    else:
+        assert found.code == "model"
+        assert "depends on the other examples of a batch: export it in evaluation mode" in found.reason
+
+
+def test_a_batch_of_the_boards_own_examples_is_compared_too(laid: Laid) -> None:
+    """The classifier with batch statistics in place of its own is right for one example at a time, and refused."""
+    model = made_graphs.onnx.load_from_string(network())
+    flat = next(node for node in model.graph.node if node.op_type == "Flatten")
+    flat.output[0] = "x2"
+    make = made_graphs.helper.make_node
+    whole = [make("ReduceMean", ["x2"], ["flat"], axes=[0], keepdims=1)]
+    nodes = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend([*nodes[:2], *whole, *nodes[2:]])
+    found = main.run_check(order(laid("new", model.SerializeToString())))
+    assert found.code == "model"
+    assert "depends on the other examples of a batch" in found.reason
+
+
+def test_without_room_for_a_second_example_a_batch_is_not_compared(laid: Laid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself takes no more memory than one answer."""
+    made = made_graphs.product(["n", 6], nodes=centred).SerializeToString()
+    monkeypatch.setattr(main.memory_budget, "resident_bytes", lambda pid: 0)
+    monkeypatch.setattr(main.memory_budget, "read_peak_bytes", lambda pid: 300_000_000)
+    found = main.run_check(order(laid("new", made), data={}))
+    assert found.code == "ok"
+    assert "answers of a batch were not compared" in found.note
+
+
 # -- limits ---------------------------------------------------------------------------------------
 
 MEASURED = WorkResult(

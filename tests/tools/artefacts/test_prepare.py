@@ -13,7 +13,7 @@ import pytest
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.updates.job_validation import require_matching_bundle
-from fedquilt.core import FedquiltError, JobError, ModelError
+from fedquilt.core import DataError, FedquiltError, JobError, ModelError
 from fedquilt.formats import job_bundle
 
 pytest.importorskip("torch", reason="preparing cuts torch networks")
@@ -359,3 +359,16 @@ def test_random_weights_that_a_method_never_trains_are_named(tmp_path: Path, met
         msgspec.structs.replace(job, model={**SERIES, "weights": str(given)}), tmp_path / "g.bundle", said.append
     )
     assert not [line for line in said if "these are random" in line]
+
+
+def test_a_test_set_that_cannot_be_read_is_refused_with_its_table(tmp_path: Path) -> None:
+    """Arrays x and y of [test] belong to no split until they are named."""
+    path, job = tmp_path / "own.npz", settings.JobSettings(name="j", method="fedavg", model=SERIES)
+    np.savez(path, x=np.zeros((4, 2), np.float32), y=np.arange(4) % 2)
+    with pytest.raises(DataError, match=r"own.npz holds x, y, not x_test: set \[test\] x") as refused:
+        prepare_and_check(msgspec.structs.replace(job, test={"path": str(path)}), tmp_path / "j.bundle")
+    assert "[data]" not in str(refused.value)
+    named = msgspec.structs.replace(job, test={"path": str(path), "x": "x", "y": "y"})
+    prepare_and_check(named, tmp_path / "j.bundle")
+    elsewhere = msgspec.structs.replace(job, test={"path": str(tmp_path / "elsewhere.npz")})
+    prepare_and_check(elsewhere, tmp_path / "j.bundle")

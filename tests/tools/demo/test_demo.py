@@ -33,9 +33,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, str, str]) -> None:
     """Who takes part, how far it is, what came of it beside everything else, what it cost, and where it is."""
     out, shown, imported = told
-    lines = [line for line in shown.splitlines() if not line.startswith("[")]  # "[  4.0 s] ...": how far it is
-    assert len(lines) <= 40
-    assert max(len(line.replace(str(out), "")) for line in shown.splitlines()) <= 80
+    lines = shown.splitlines()
+    assert len(lines) <= 40  # progress is on standard error
+    assert max(len(line.replace(str(out), "")) for line in lines) <= 80
     assert "\x1b" not in shown
     assert "\r" not in shown
     for wanted in (
@@ -64,7 +64,9 @@ def test_no_silence_of_the_demo_is_longer_than_five_seconds(capsys: pytest.Captu
     for tenth in range(6000):
         now_s[0] = tenth / 10
         live.show_line("round 3")
-        if capsys.readouterr().out:
+        shown = capsys.readouterr()
+        assert shown.out == ""  # what a slow machine adds does not go into the result
+        if shown.err:
             told_s.append(now_s[0])
     assert max(later - before for before, later in itertools.pairwise([*told_s, 600.0])) <= 5.0
 
@@ -170,7 +172,7 @@ def test_a_demo_that_is_interrupted_ends_as_any_command_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With 130: 8 is for a job that has failed."""
-    monkeypatch.setattr(demo.agents, "really", lambda *plan, **how: ("digits", "running"))
+    monkeypatch.setattr(demo.agents, "run_fleet_on_broker", lambda *plan, **how: ("digits", "running"))
     assert main(["demo", "--out", str(tmp_path)]) == 130
-    monkeypatch.setattr(demo.agents, "really", lambda *plan, **how: ("digits", "failed"))
+    monkeypatch.setattr(demo.agents, "run_fleet_on_broker", lambda *plan, **how: ("digits", "failed"))
     assert main(["demo", "--out", str(tmp_path)]) == 8

@@ -25,7 +25,7 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.scores import EvaluationScore
-from fedquilt.core import BlobRef, Examples, JobError, StoreError
+from fedquilt.core import BlobRef, DataError, Examples, JobError, StoreError
 from fedquilt.formats import job_bundle
 from fedquilt.tools.experiments import evaluation
 from fedquilt.tools.simulation import agents
@@ -174,6 +174,13 @@ def test_a_test_set_beside_the_job_file_is_found_from_anywhere(tmp_path: Path) -
     job = settings.load_job(tmp_path / "job.toml")
     assert scores.make_test_table(job)["path"] == str(tmp_path / "points.npz")
     assert len(evaluation.load_test_set(job)) == 4
+
+
+def test_a_test_set_that_cannot_be_read_names_its_table(tmp_path: Path) -> None:
+    np.savez(tmp_path / "own.npz", x=np.zeros((4, 2)), y=np.arange(4) % 2)
+    job = settings.parse_job({**TABLE, "test": {"path": str(tmp_path / "own.npz")}})
+    with pytest.raises(DataError, match=r"own.npz holds x, y, not x_test: set \[test\] x"):
+        evaluation.load_test_set(job)
 
 
 def test_arrays_that_are_named_for_training_are_no_test_set() -> None:

@@ -27,7 +27,7 @@ class SearchConsole(Console):
 
     def __init__(self) -> None:
         super().__init__()
-        self._line = progress.ProgressLine(sys.stdout, rarely_s=EVERY_S)
+        self._line = progress.ProgressLine(rarely_s=EVERY_S)
         self._joules = 0.0
         self._part = ("", 0, 0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,14 @@ def observe_run(folder: Path, how: ExecutionOptions, simulation: Simulation, han
         return {}
     before, last = simulation.rounds[:-2], simulation.rounds[-1]
     return {
-        "mean": statistics.fmean(told["personal"] for told in before[-1].devices_metrics.values()),
+        "mean": _mean_accuracy(before[-1].devices_metrics.values()),
         "up_bytes": sum(each.up_bytes for each in before),
-        "newcomers": statistics.fmean(last.devices_metrics[name]["personal"] for name in new),
+        "newcomers": _mean_accuracy(last.devices_metrics[name] for name in new),
     }
+
+
+def _mean_accuracy(told: Iterable[Mapping[str, float]]) -> float:
+    return statistics.fmean(each["held_correct"] / each["held_examples"] for each in told)
 
 
 def train_from_scratch(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:

@@ -225,11 +225,11 @@ def _draw_weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
     # in a separate process, so that this one does not load torch
     code = (
         "import json, sys\n"
-        "from fedquilt import tensors\n"
+        "from fedquilt.arrays import tensors\n"
         "from fedquilt.models.networks import registry\n"
-        f"model = registry.load(json.loads(sys.argv[1]), seed={SEED})\n"
+        f"model = registry.load_network(json.loads(sys.argv[1]), seed={SEED})\n"
         "held = {name: value.numpy() for name, value in model.state_dict().items()}\n"
-        "sys.stdout.buffer.write(tensors.encode(held))"
+        "sys.stdout.buffer.write(tensors.encode_tensors(held))"
     )
     shown = subprocess.run([sys.executable, "-c", code, json.dumps(network)], capture_output=True, check=True)
     return tensors.decode_tensors(shown.stdout)
