@@ -27,14 +27,12 @@ from fedquilt.coordinator.rounds.rollout import (
     StatusReported,
 )
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.core import FedquiltError, Profile, StoreError, shorten_error
+from fedquilt.core import RESEND, FedquiltError, Profile, StoreError, shorten_error
 from fedquilt.host.logs import log_ids
 
 log = logging.getLogger("fedquilt.coordinator")
 
 SETTLE_S: Final = 5.0  # after a new session with the broker, until it has told which boards there are
-RESEND_S: Final = 5.0  # until a release that a board has said nothing of is sent again; then ever more rarely
-RESEND_MOST_S: Final = 60.0
 ASK_S: Final = 600.0  # until a release that a board has not ended with is sent again: it says how far it is
 LOOK_S: Final = 2.0  # between two looks for releases that are to be sent again
 FACTS_MOST: Final = 100  # that a board may add to the log of one rollout in one life of the coordinator
@@ -69,7 +67,9 @@ class RolloutRunner:
         self._owners: dict[tuple[wire.Kind, str], str] = {}  # kind and device -> the rollout that offered to it last
         self._told: list[tuple[str, wire.ReleaseStatus]] = []  # and not written yet
         self._told_s: dict[str, float] = {}  # device -> when it was offered something, or told something new
-        self._sent: dict[tuple[wire.Kind, str], tuple[float, float]] = {}  # when a release was sent, until the next
+        self._sent: dict[
+            tuple[wire.Kind, str], tuple[float, int | None]
+        ] = {}  # next time, times; None: it was reported
         self._facts: Counter[tuple[str, str]] = Counter()  # rollout and device -> facts
         self._warned: set[str] = set()  # rollouts whose rows cannot be read
         self._opened_s = math.inf  # when the session with the broker began, as far as it is known here
@@ -239,20 +239,21 @@ class RolloutRunner:
                 )
             return
         if (phase := state.device_phase(device)) not in rollout.SETTLED:
-            before = self._sent.get((kind, device), (0.0, RESEND_S / 2))[1]
-            self._sent[kind, device] = (now_s, ASK_S if phase else min(2 * before, RESEND_MOST_S))
-            self._resend_s = min(self._resend_s, now_s + self._sent[kind, device][1])
+            sends = self._sent.get((kind, device), (0.0, None))[1] or 0
+            due_s = now_s + (ASK_S if phase else RESEND.delay_s(sends))
+            self._sent[kind, device] = due_s, None if phase else sends + 1
+            self._resend_s = min(self._resend_s, due_s)
 
     def _resend_due_releases(self, now_s: float) -> None:
         views = self._registry.device_views(now_s)
-        for (kind, device), (sent_s, patience_s) in list(self._sent.items()):
+        for (kind, device), (due_s, sends) in list(self._sent.items()):
             state = self._states[self._owners[kind, device]]
             phase = state.device_phase(device)
             if phase in rollout.SETTLED:
                 del self._sent[kind, device]
-            elif phase and patience_s < ASK_S:
-                self._sent[kind, device] = (now_s, ASK_S)
-            elif now_s >= sent_s + patience_s and device in views and views[device].online:
+            elif phase and sends is not None:
+                self._sent[kind, device] = now_s + ASK_S, None
+            elif now_s >= due_s and device in views and views[device].online:
                 self._send_release(kind, device, now_s)
-        ends = (sent_s + patience_s for sent_s, patience_s in self._sent.values())
-        self._resend_s = max(min((end for end in ends if end > now_s), default=math.inf), now_s + LOOK_S)
+        later_s = (due_s for due_s, _ in self._sent.values() if due_s > now_s)
+        self._resend_s = max(min(later_s, default=math.inf), now_s + LOOK_S)

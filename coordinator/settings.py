@@ -204,13 +204,13 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
     method = methods.load(job.method)
     require_supported_task(job.method, method, job.model)
-    if (why := method.refused.get(job.wire.codec)) is not None:
+    if (why := method.traits.refused_codecs.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {why}")
-    if job.wire.codec != "raw" and method.exact:
+    if job.wire.codec != "raw" and method.traits.exact_updates:
         raise JobError(
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
-    require_minimum_updates(job, method.least(given))
+    require_minimum_updates(job, method.minimum_updates(given))
     require_energy_deadline(job.cohort)
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s
@@ -231,7 +231,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
 def require_minimum_updates(job: JobSettings, least: int) -> None:
     """Raise JobError if a round could close with fewer updates than its method requires.
 
-    `least` is the fewest updates of a round, as returned by `Method.least`.
+    `least` is the fewest updates of a round, as returned by `Method.minimum_updates`.
     """
     cohort = job.cohort
     if cohort.size and cohort.size < least:
@@ -266,10 +266,10 @@ def require_no_adversaries(job: JobSettings) -> None:
 
 
 def require_supported_task(method_name: str, method: Method, network: Mapping[str, Any]) -> None:
-    if (task := metrics.task_from_network(network)) not in method.tasks:
+    if (task := metrics.task_from_network(network)) not in method.traits.prediction_tasks:
         raise JobError(
-            f"task = {task!r}: {method_name} works with {' and '.join(map(repr, method.tasks))} only, as its rules "
-            "need a class for each example: take another method, fedavg or fedprox for instance"
+            f"task = {task!r}: {method_name} works with {' and '.join(map(repr, method.traits.prediction_tasks))} "
+            "only, as its rules need a class for each example: take another method, fedavg or fedprox for instance"
         )
 
 

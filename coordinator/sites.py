@@ -16,7 +16,6 @@ devices. So the result is bit-identical to that of one coordinator with all the 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
@@ -28,6 +27,7 @@ from fedquilt.arrays import exact_sums, tensors
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.updates import checks, site_updates
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     BlobRef,
     DeviceUpdate,
@@ -39,12 +39,6 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     UpdateSchema,
-    accumulator_check,
-    mergeable_type,
-    require_valid_update,
-    task_key,
-    update_schema,
-    with_task_key,
 )
 from fedquilt.core.site_rights import has_site_bundles
 
@@ -57,9 +51,9 @@ Half: TypeAlias = Method | EvaluationRound
 Around: TypeAlias = Callable[[Method, JobSettings, Mapping[str, BlobRef]], Method]
 
 
-def site_aggregate_type(half: Half, state: Any) -> type | None:
+def site_aggregate_type(of: Aggregation, state: Any) -> type | None:
     """Return the type of the sites' partial aggregates, or None if sites forward updates."""
-    return mergeable_type(half.fold, state) if accumulator_check(half.fold) is not None else None
+    return of.accumulator(state) if of.check_sums is not None else None
 
 
 # -- above ----------------------------------------------------------------------------------------
@@ -77,17 +71,20 @@ def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRe
     settle = method.settle
     if settle is not None:
         order = {**params, "settling": True}
-        settle = replace(settle, send=_wrap_send(settle.send, order, files), fold=_wrap_fold(settle))
-    return replace(method, send=_wrap_send(method.send, params, files), fold=_wrap_fold(method), settle=settle)
+        settle = replace(
+            settle,
+            send=_wrap_send(settle.send, order, files),
+            aggregation=_accept_site_updates(settle.aggregation),
+        )
+    send, aggregation = _wrap_send(method.send, params, files), _accept_site_updates(method.aggregation)
+    return replace(method, send=send, aggregation=aggregation, settle=settle)
 
 
 def _wrap_send(
     plain: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
 ) -> Callable[[Any, DeviceView], TaskSpec | None]:
-    common = task_key(plain)
     latest: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # the state sent last, packed once for all sites
 
-    @functools.wraps(plain)
     def send(state: Any, view: DeviceView) -> TaskSpec | None:
         order: TaskSpec | None = plain(state, view)
         if not _count_devices(view):
@@ -96,7 +93,7 @@ def _wrap_send(
             latest[:] = [(state, _bundles_from_state(state, files))]
         return replace(order or TaskSpec({}, {}), params=params, bundles=latest[0][1])
 
-    return send if common is None else with_task_key(lambda view: (_count_devices(view) > 0, common(view)))(send)
+    return send
 
 
 def _bundles_from_state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, Tensors | BlobRef]:
@@ -105,41 +102,37 @@ def _bundles_from_state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, T
     return {STATE: {"packed": np.frombuffer(tensors.encode_tensors(arrays, skeleton), np.uint8)}, **named}
 
 
-def _wrap_fold(half: Half) -> Callable[..., Any]:
-    sound, plain = accumulator_check(half.fold), half.fold
-
-    @functools.wraps(plain)
+def _accept_site_updates(plain: Aggregation) -> Aggregation:
     def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         if not has_site_bundles(update.bundles):
-            return plain(state, so_far, update)
+            return plain.fold(state, so_far, update)
         if site_updates.SUM not in update.bundles:
-            require(state, update)
+            check_update(state, update)
             for each in site_updates.split_site_update(update):
-                so_far = plain(state, so_far, each)
+                so_far = plain.fold(state, so_far, each)
             return so_far
         total = check_aggregate(state, update)
         return exact_sums.copy_accumulator(total) if so_far is None else exact_sums.merge_accumulators(so_far, total)
 
     def check_aggregate(state: Any, update: DeviceUpdate) -> Any:
-        kind = site_aggregate_type(half, state)
-        if kind is None or sound is None:
+        kind = site_aggregate_type(plain, state)
+        if kind is None or plain.check_sums is None:
             raise UpdateError(f"{update.device} sent the sum of a site, and this round takes updates alone")
         total = site_updates.aggregate_from_bundle(update.bundles[site_updates.SUM], kind)
-        sound(state, total, update.weight)
+        plain.check_sums(state, total, update.weight)
         return total
 
-    def require(state: Any, update: DeviceUpdate) -> None:
+    def check_update(state: Any, update: DeviceUpdate) -> None:
         if not has_site_bundles(update.bundles):
-            require_valid_update(plain, state, update)
+            plain.require_valid_update(state, update)
         elif site_updates.SUM in update.bundles:
             check_aggregate(state, update)
         else:
             for each in site_updates.split_site_update(update):
                 with checks.name_device_in_errors(each.device):
-                    require_valid_update(plain, state, each)
+                    plain.require_valid_update(state, each)
 
-    fold.__dict__["require"] = require
-    return fold
+    return replace(plain, fold=fold, check_update=check_update)
 
 
 def _count_devices(view: DeviceView) -> int:
@@ -200,26 +193,25 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
 
 
 def _site_functions(half: Half, of: Callable[[SiteJobState], Any]) -> dict[str, Any]:
-    plain = half.fold
+    plain = half.aggregation
 
-    def adds_up(state: SiteJobState) -> type | None:
-        return site_aggregate_type(half, of(state))
+    def accumulator(state: SiteJobState) -> type | None:
+        return site_aggregate_type(plain, of(state))
 
-    @functools.wraps(half.send)
     def send(state: SiteJobState, view: DeviceView) -> TaskSpec | None:
         found: TaskSpec | None = half.send(of(state), view)
         return found
 
     def fold(state: SiteJobState, so_far: Any, update: DeviceUpdate) -> Any:
-        if adds_up(state) is not None:
-            return plain(of(state), so_far, update)
-        require_valid_update(plain, of(state), update)
+        if accumulator(state) is not None:
+            return plain.fold(of(state), so_far, update)
+        plain.require_valid_update(of(state), update)
         held: list[DeviceUpdate] = [] if so_far is None else so_far
         held.append(update)
         return held
 
     def step(state: SiteJobState, total: Any) -> SiteJobState:
-        if adds_up(state) is not None:
+        if accumulator(state) is not None:
             arrays, told = ({}, {"state": ""}) if total is None else tensors.split_state(total)
             return SiteJobState(state.inner, arrays, told["state"])
         sent = (
@@ -227,14 +219,14 @@ def _site_functions(half: Half, of: Callable[[SiteJobState], Any]) -> dict[str, 
         )
         return SiteJobState(state.inner, sent=tuple(sent))
 
-    def require(state: SiteJobState, update: DeviceUpdate) -> None:
-        require_valid_update(plain, of(state), update)
+    def check_update(state: SiteJobState, update: DeviceUpdate) -> None:
+        plain.require_valid_update(of(state), update)
 
-    def expect_tensors(state: SiteJobState) -> UpdateSchema | None:
-        return update_schema(plain, of(state))
+    def schema(state: SiteJobState) -> UpdateSchema | None:
+        return plain.schema(of(state))
 
-    fold.__dict__.update(adds_up=adds_up, expected=expect_tensors, require=require)
-    return {"send": send, "fold": fold, "step": step}
+    aggregation = Aggregation(fold, accumulator=accumulator, schema=schema, check_update=check_update)
+    return {"send": send, "aggregation": aggregation, "step": step}
 
 
 def site_state_from_task(inner: Tensors) -> SiteJobState:

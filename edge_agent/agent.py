@@ -16,7 +16,7 @@ from fedquilt.blobs.storage.shared_store import SharedBlobStore
 from fedquilt.blobs.storage.store import SMALL_BYTES
 from fedquilt.blobs.transfer.backend import TransferBackend
 from fedquilt.blobs.transfer.transfers import Transfers
-from fedquilt.core import BlobRef, Device, LinkError, StoreError, Task, Update, WireError, WireMessage
+from fedquilt.core import BlobRef, Device, LinkError, Retry, StoreError, Task, Update, WireError, WireMessage
 from fedquilt.edge_agent import capabilities as means_of
 from fedquilt.edge_agent import events, messages, state_machine
 from fedquilt.edge_agent.engines import READ_BY_TASK
@@ -41,8 +41,7 @@ log = logging.getLogger("fedquilt.agent")
 PROGRESS_S: Final = 2.0  # shortest interval between progress messages
 FULL_S: Final = 10.0  # longest interval between telemetry messages while the disk is full
 FULL_MOST_S: Final = 60.0  # a disk counts as full for so long: free bytes do not show every quota
-RETELL_S: Final = 5.0  # presence and profile are sent again after this, then after twice as long, and so on:
-RETELL_MOST_S: Final = 600.0  # a broker retains them, but may lose messages it acknowledged
+REPUBLISH: Final = Retry(5.0, 600.0)  # presence and profile: a broker may lose retained messages that it acknowledged
 
 
 class Agent:
@@ -109,7 +108,7 @@ class Agent:
         self.releases = ReleaseManager(self.local, kinds, self.duty, self, settings.releases, clock)
         if durable and (short := memory_budget.describe_engine_shortage(means.budget_bytes, means.engines)):
             log.warning("%s: %s", self.device, short)
-        self._tell_s, self._patience_s = math.inf, RETELL_S
+        self._tell_s, self._published = math.inf, 0  # next time of presence and profile, times in this session
         self._means, self.told = means, None  # `told`: the last telemetry
         self._unable = kinds["agent"].unsupported_reason() if "agent" in kinds else ""
         self._profile = messages.profile_message(self.device, board, means, self._unable)
@@ -176,7 +175,7 @@ class Agent:
 
     def _republish_state(self, now_s: float) -> None:
         # The broker may have lost everything published before.
-        self._patience_s, self._telemetry_s = RETELL_S, -math.inf
+        self._published, self._telemetry_s = 0, -math.inf
         self._publish_presence_and_profile(now_s)
         self.releases.republish_progress(now_s)
         self.duty.handle_event(SessionStarted(), now_s)
@@ -386,7 +385,7 @@ class Agent:
     def _publish_presence_and_profile(self, now_s: float) -> None:
         self._publish_presence(online=True)
         self.publish_message("profile", self._profile, retain=True)
-        self._tell_s, self._patience_s = now_s + self._patience_s, min(self._patience_s * 2, RETELL_MOST_S)
+        self._tell_s, self._published = now_s + REPUBLISH.delay_s(self._published), self._published + 1
 
     def _publish_presence(self, online: bool) -> None:
         self._presence += 1

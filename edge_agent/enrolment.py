@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fedquilt.core import FedquiltError, JobError, LinkError, StoreError
+from fedquilt.core import FedquiltError, JobError, LinkError, Retry, StoreError
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.host import disk
 from fedquilt.security import enrolment
@@ -39,7 +39,7 @@ from fedquilt.transport.mqtt import errors
 log = logging.getLogger("fedquilt.enrol")
 
 ANSWER_S: Final = 10.0
-PAUSE_S: Final = (2.0, 60.0)  # pauses between attempts while waiting: the first and the longest
+RETRY: Final = Retry(2.0, 60.0, jitter=0.5)  # while the endpoint is not reached, by many devices flashed at once
 _NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 Step = Literal["enrol", "renew", "keep"]
@@ -143,7 +143,7 @@ def enrol_with_retries(
         JobError: If the endpoint refuses, or a setting or file is unusable.
         StoreError: If a file cannot be read or written.
     """
-    patience_s, said = PAUSE_S[0], ""
+    attempts, said = 0, ""
     while True:
         try:
             return enrol(settings, clock(), post)
@@ -151,8 +151,8 @@ def enrol_with_retries(
             if str(error) != said:
                 said = str(error)
                 log.warning("%s; trying again until it answers", error)
-        pause(patience_s * random.uniform(0.5, 1.0))
-        patience_s = min(patience_s * 2, PAUSE_S[1])
+        pause(RETRY.delay_s(attempts, random.random()))
+        attempts += 1
 
 
 # -- the board's own files ------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
 
 import msgspec
 from msgspec import field
@@ -18,9 +17,6 @@ from fedquilt.edge_agent.power.learned_model import LearnedModel
 from fedquilt.edge_agent.storage.job_records import CountedRound
 from fedquilt.edge_agent.task.memory_budget import MemoryMargin
 from fedquilt.wire import Claim, RefusalCode
-
-RESEND_S: Final = 5.0  # an unanswered update is offered again after this, then after twice as long, and so on
-REFETCH_S: Final = 2.0  # likewise for a blob that could not be fetched
 
 Key = tuple[str, int]  # job, round
 
@@ -150,7 +146,7 @@ class OpenTask(msgspec.Struct, frozen=True):
     down_bytes: int = 0  # size of the fetched blobs
     again: frozenset[BlobRef] = frozenset()  # part of `missing` that failed, to be fetched again at `again_s`
     again_s: float = math.inf
-    patience_s: float = REFETCH_S
+    failures: int = 0  # to fetch a blob, since one last arrived
     killed: int = 0  # times its process was killed from outside
 
     @property
@@ -162,7 +158,7 @@ class OutboxUpdate(msgspec.Struct, frozen=True):
     update: Update
     private: bool
     due_s: float
-    patience_s: float = RESEND_S
+    sends: int = 0  # in this session with the coordinator
     since_s: float | None = None  # when it was first offered; None: before this process began
 
 

@@ -24,10 +24,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from fedquilt.core import BlobRef, Reading, Task, Update, shorten_error
+from fedquilt.core import REFETCH, RESEND, BlobRef, Reading, Task, Update, shorten_error
 from fedquilt.edge_agent.events import (
-    REFETCH_S,
-    RESEND_S,
     Action,
     BlobFetched,
     CancelFetch,
@@ -57,8 +55,6 @@ from fedquilt.edge_agent.storage.job_records import CountedRound
 from fedquilt.edge_agent.task import memory_budget
 from fedquilt.wire import Claim, RefusalCode
 
-RESEND_MOST_S: Final = 60.0
-REFETCH_MOST_S: Final = 60.0
 REMEMBERED_JOBS: Final = 64
 REMEMBERED_WORKLOADS: Final = 16  # that something was learned of
 REMEMBERED_WAYS: Final = 3  # answered updates of a job: their median leaves out one that met an outage
@@ -94,7 +90,7 @@ def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = R
         case UpdateAcked():
             return _handle_ack(state, event, now_s)
         case SessionStarted():
-            offers = {key: replace(offer, due_s=now_s, patience_s=RESEND_S) for key, offer in state.outbox.items()}
+            offers = {key: replace(offer, due_s=now_s, sends=0) for key, offer in state.outbox.items()}
             return _repeat_due_actions(replace(state, outbox=offers), now_s)
         case TimerFired():
             return _repeat_due_actions(state, now_s)
@@ -113,7 +109,7 @@ def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading:
     if key in state.outbox and _is_from_same_state(state.outbox[key].update, task):
         offer = state.outbox[key]
         update = replace(offer.update, attempt=task.attempt, epoch=max(task.epoch, offer.update.epoch))
-        again = replace(offer, update=update, due_s=now_s + RESEND_S, patience_s=RESEND_S)
+        again = _with_send(replace(offer, update=update, sends=0), now_s)
         return replace(state, outbox={**state.outbox, key: again}), (SendUpdate(update),)
     last = state.counted.get(task.job)
     if last is not None and task.round <= last.round and task.epoch <= last.epoch:
@@ -256,13 +252,13 @@ def _handle_fetched(state: DeviceState, event: BlobFetched, now_s: float) -> Ste
     if open is None or not found:
         return state, ()
     if event.error is None:
-        left = replace(open, missing=open.missing.difference(found), patience_s=REFETCH_S)
+        left = replace(open, missing=open.missing.difference(found), failures=0)
         return _start_if_ready(replace(state, open=left))
     later = replace(
         open,
         again=open.again.union(found),
-        again_s=min(open.again_s, now_s + open.patience_s),
-        patience_s=min(open.patience_s * 2, REFETCH_MOST_S),
+        again_s=min(open.again_s, now_s + REFETCH.delay_s(open.failures)),
+        failures=open.failures + 1,
     )
     return replace(state, open=later), ()
 
@@ -295,7 +291,7 @@ def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -
         )  # of a bare process: this one may have been warm
         seen = _memory_margin(state, state.open.task).with_peak(peak - base, event.planned_bytes)
         state = _with_memory_margin(state, state.open.task, seen)
-    offer = OutboxUpdate(update, event.private, now_s + RESEND_S, since_s=now_s)
+    offer = _with_send(OutboxUpdate(update, event.private, now_s, since_s=now_s), now_s)
     outbox = {**state.outbox, (update.job, update.round): offer}
     return replace(_without_task(state), outbox=outbox, base_bytes=bases), (SendUpdate(update), *noted)
 
@@ -337,6 +333,10 @@ def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
     return _start_if_ready(state)
 
 
+def _with_send(offer: OutboxUpdate, now_s: float) -> OutboxUpdate:
+    return replace(offer, due_s=now_s + RESEND.delay_s(offer.sends), sends=offer.sends + 1)
+
+
 def _repeat_due_actions(state: DeviceState, now_s: float) -> Step:
     if now_s < next_due_s(state):
         return state, ()
@@ -344,9 +344,7 @@ def _repeat_due_actions(state: DeviceState, now_s: float) -> Step:
     outbox = dict(state.outbox)
     for key, offer in state.outbox.items():
         if offer.due_s <= now_s:
-            outbox[key] = replace(
-                offer, due_s=now_s + offer.patience_s, patience_s=min(offer.patience_s * 2, RESEND_MOST_S)
-            )
+            outbox[key] = _with_send(offer, now_s)
             actions.append(SendUpdate(offer.update))
     open = state.open
     if open is not None and open.again_s <= now_s:

@@ -1,7 +1,7 @@
 """Diagonal of the empirical Fisher information, from squared gradients of single examples.
 
-F_j = mean over examples of (d log p(y | x) / d theta_j)^2, with the labels that the examples have. A mean
-over gradients of mini-batches would be another figure: squares are taken first, example by example.
+F_j = mean over examples of (d log p(y | x) / d theta_j)^2, with the labels of the examples. Gradients of mini-batches
+would give another value, because gradients are squared before the mean.
 """
 
 from __future__ import annotations

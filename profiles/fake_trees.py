@@ -55,7 +55,7 @@ def write_fake_board(root: Path, board: str, jetpack: int) -> None:
         celsius = 100 if zone == "PMIC-Die" else 40 + number / 2  # that one always says 100
         _write_files(root, f"sys/class/thermal/thermal_zone{number}", {"type": zone, "temp": int(1000 * celsius)})
     _write_power_modes(root, layout, jetpack)
-    (root / "sys/kernel/debug").chmod(0o700)  # as it is mounted by the kernel's own default: root alone looks into it
+    (root / "sys/kernel/debug").chmod(0o700)  # the kernel's default, which only root may read
 
 
 def _write_files(root: Path, folder: str, files: Mapping[str, object]) -> None:

@@ -139,7 +139,7 @@ def _fit_with_errors(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> tuple[
     for i in range(len(y)):
         rest = np.arange(len(y)) != i
         if rest.sum() < x.shape[1] or np.linalg.matrix_rank(x[rest] / x.max(0)) < x.shape[1]:
-            left_out.append(None)  # what was left out is all that told of some clock
+            left_out.append(None)  # the other points do not vary all clocks
         else:
             left_out.append(float(x[i] @ _solve_non_negative(x[rest], y[rest], floor) / y[i] - 1))
     return [float(value) for value in found], RelativeErrors(

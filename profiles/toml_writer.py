@@ -40,5 +40,5 @@ def _format_value(value: Any) -> str:
         return "[" + ", ".join(_format_value(each) for each in value) + "]"
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 2**63 else repr(value)
-    # JSON's strings are TOML's, but for surrogate pairs, which TOML writes as what they stand for, and DEL
+    # JSON strings are TOML strings, except for DEL and surrogate pairs, which TOML writes as characters
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")

@@ -11,7 +11,7 @@ from two_sides import noise
 from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.backend import TransferResult
-from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.blobs.transfer.download import BlobWriter
 from fedquilt.coordinator.delivery.blobs.server import BlobServer
 from fedquilt.core import BlobRef
 from fedquilt.host.connection_limits import ConnectionLimiter

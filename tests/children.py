@@ -67,14 +67,14 @@ HEAD = """
 import os, sys, time
 from dataclasses import dataclass
 import numpy as np
-from fedquilt.core import ClientResult, Method
+from fedquilt.core import Aggregation, ClientResult, Method
 """
 FOOT = """
 @dataclass
 class Nothing: pass
 no = lambda *given: None
 METHOD = Method(paper="", params=Nothing, state=Nothing, engines=("numpy",), init=no, send=no, work=work, check=None,
-                fold=no, step=no, result=no)
+                aggregation=Aggregation(no), step=no, result=no)
 """
 
 

@@ -37,6 +37,7 @@ from fedquilt.edge_agent import enrolment as edge_agent_enrolment
 from fedquilt.edge_agent import settings as agent_settings
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import masks
 from fedquilt.onnx import graph_check
 from fedquilt.security import authenticated_link, enrolment, message_signature
@@ -263,7 +264,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
     roll = np.random.default_rng(0)
     model = {"a.weight": roll.random((3, 4), np.float32), "a.bias": np.zeros(3, np.float32), "n": np.array(7)}
     plain = tensors.encode_tensors(model)
-    state = fedavg.State({"lr": 0.1}, {"name": "mlp", "hidden": [2]}, model, 9.0, 4)
+    state = NetworkState({"lr": 0.1}, {"name": "mlp", "hidden": [2]}, model, 9.0, 4)
     path = folder / "floats"
 
     def floats(payload: bytes) -> object:
@@ -276,7 +277,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 
     def state_file(payload: bytes) -> object:
         path.write_bytes(payload)
-        return safetensors_files.read_state(path, fedavg.State)
+        return safetensors_files.read_state(path, NetworkState)
 
     found = {
         "large update": Decoder(
@@ -294,7 +295,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
         ),
         "state": Decoder(
             "fedquilt/arrays/tensors.py",
-            lambda payload: tensors.unpack_state(payload, fedavg.State),
+            lambda payload: tensors.unpack_state(payload, NetworkState),
             (StoreError,),
             (tensors.pack_state(state),),
             measured,
@@ -327,7 +328,7 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
     return found
 
 
-def _summed(state: fedavg.State) -> Decoder:
+def _summed(state: NetworkState) -> Decoder:
     """Decoder of the accumulator that a site sends to the coordinator above it."""
     method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
     boards = [DeviceUpdate(name, 0, 3.0, {}, {"model": state.model}) for name in ("a", "b")]
@@ -335,14 +336,14 @@ def _summed(state: fedavg.State) -> Decoder:
 
     def read(payload: bytes) -> object:
         bundles = {site_updates.SUM: tensors.decode_tensors(payload)}
-        return method.step(state, method.fold(state, None, DeviceUpdate("site", 0, 6.0, {}, bundles)))
+        return method.step(state, method.aggregation.fold(state, None, DeviceUpdate("site", 0, 6.0, {}, bundles)))
 
     arrays, skeleton = tensors.split_state(total)
     sent = tensors.encode_tensors(site_updates.bundle_from_aggregate(arrays, skeleton["state"], ["a", "b"]))
     return Decoder("coordinator/sites.py", read, (UpdateError,), (sent,), measured)
 
 
-def _passed(state: fedavg.State) -> Decoder:
+def _passed(state: NetworkState) -> Decoder:
     """Decoder of a bundle in which a site passes its boards' updates up."""
     method = sites.adapt_for_sites(fedavg.METHOD, settings.parse_job({"name": "j", "method": "fedavg"}), {})
     boards = [DeviceUpdate(name, 0, 3.0, {"loss": 0.5}, {"model": state.model}) for name in ("a", "b")]
@@ -351,7 +352,7 @@ def _passed(state: fedavg.State) -> Decoder:
     def read(payload: bytes) -> object:
         update = DeviceUpdate("site", 0, 6.0, {}, {"site.0": tensors.decode_tensors(payload)})
         site_updates.parts_of_site(update)
-        return method.step(state, method.fold(state, None, update))
+        return method.step(state, method.aggregation.fold(state, None, update))
 
     return Decoder("coordinator/updates/site_updates.py", read, (UpdateError,), seeds, measured)
 

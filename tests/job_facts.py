@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
 from fedquilt.coordinator.rounds.events import (
+    PHASES,
+    TRANSITIONS,
     AnyEvent,
     CohortSelected,
     JobConstants,
@@ -17,6 +21,7 @@ from fedquilt.coordinator.rounds.events import (
     apply_event,
 )
 from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import BlobRef, Update, Usage, WorkEstimate
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
@@ -39,6 +44,27 @@ def after(state: JobState, *facts: AnyEvent, now_s: float = 0.0) -> JobState:
     for fact in facts:
         state = apply_event(state, fact, now_s)
     return state
+
+
+def summarised(facts: Iterable[AnyEvent | tuple[float, AnyEvent]], rounds: int = 100) -> RunSummary:
+    """Return the summary of events, with the starts and ends of rounds that such a log must have between them."""
+    found = RunSummary(JobState(JobConstants(0, rounds, CohortSettings(), 0)))
+    for each in facts:
+        at, fact = each if isinstance(each, tuple) else (0.0, each)
+        while type(fact).__name__ not in ALLOWED[found.state.phase] or found.state.round < getattr(fact, "round", 0):
+            number = found.state.round
+            step: dict[str, AnyEvent] = {
+                "new": JobStarted(BLOB),
+                "selecting": CohortSelected(number, 0, ("a",)),
+                "open": RoundClosed(number),
+                "closing": committed(number),
+            }
+            found = found.after(step[found.state.phase], at)
+        found = found.after(fact, at)
+    return found
+
+
+ALLOWED = {phase: [name for name, moves in TRANSITIONS.items() if phase in moves] for phase in PHASES}
 
 
 def committed(round: int, finished: bool = False) -> RoundCommitted:

@@ -65,8 +65,8 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
         "second": ("second.weight", "norm2.weight", "norm2.bias"),
         "head": ("head.weight", "head.bias"),
     },
-    "typed": {"first": ("first.weight", "first.bias"), "head": ("head.weight", "head.bias")},
-    "normalised": {
+    "typed_buffers": {"first": ("first.weight", "first.bias"), "head": ("head.weight", "head.bias")},
+    "weight_normalisation": {
         "first": ("first.weight", "first.bias"),
         "scale": ("scale.weight", "scale.bias"),
         "second": ("second.bias", *(f"second.parametrizations.weight.original{index}" for index in (0, 1))),
@@ -89,8 +89,8 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
         "outer.weight",
     ),
     "maps": ("first.weight", "second.weight"),
-    "typed": ("first.weight",),
-    "normalised": ("first.weight",),  # the other layer's weight is made of two tensors
+    "typed_buffers": ("first.weight",),
+    "weight_normalisation": ("first.weight",),  # the other layer's weight is made of two tensors
 }
 """Weights of convolutions, or without any the weight matrices before the head."""
 
@@ -196,7 +196,7 @@ ADAPTED = {
     "tied": ("first", "second"),
     "shared": ("1", "2.0"),
     "moving_average": ("1",),
-    "typed": ("first",),
+    "typed_buffers": ("first",),
 }
 HEAD = {"shared": "4", "moving_average": "4"}
 

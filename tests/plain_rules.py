@@ -167,7 +167,7 @@ def norms(network: str) -> set[str]:
         if isinstance(each, kinds)
         for leaf in each.state_dict()
     }
-    return found | ({"level"} if network == "typed" else set())  # a statistic in a buffer of the network itself
+    return found | ({"level"} if network == "typed_buffers" else set())  # a statistic in a buffer of the network itself
 
 
 def fedrep(network: str, model: Model, run: Played) -> Model:

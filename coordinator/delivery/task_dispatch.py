@@ -8,23 +8,21 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from fedquilt import wire
-from fedquilt.core import Task
+from fedquilt.core import ATTEMPTS_MOST, RESEND, Task
 from fedquilt.transport.link import Link
 
 KINDS: Final[tuple[wire.Kind, ...]] = get_args(wire.Kind)
-REISSUE_S = 5.0  # an unclaimed task is sent again after this time, then ever more rarely
-REISSUE_MOST_S = 60.0
 
 
 @dataclass
 class DispatchedTask:
     sent_s: float  # or when it was last to be sent
-    patience_s: float
+    sends: int  # to this device, in a row
     blobs: set[str]
 
     @property
     def due_s(self) -> float:
-        return self.sent_s + self.patience_s
+        return self.sent_s + RESEND.delay_s(self.sends - 1)
 
 
 class TaskDispatcher:
@@ -44,9 +42,9 @@ class TaskDispatcher:
         return list(self._open)
 
     def send_task(self, device: str, task: Task, payload: bytes, now_s: float) -> None:
-        patience_s = self._open[device].patience_s if device in self._open else REISSUE_S / 2
+        sends = self._open[device].sends if device in self._open else 0
         blobs = {ref.sha256 for ref in task.bundles.values()}
-        self._open[device] = issue = DispatchedTask(now_s, min(patience_s * 2, REISSUE_MOST_S), blobs)
+        self._open[device] = issue = DispatchedTask(now_s, sends + 1, blobs)
         self._schedule_repetition(device, issue.due_s)
         self._link.publish(self._topics.device_topic(device, "dn", "task"), payload, retain=True)
 
@@ -57,7 +55,7 @@ class TaskDispatcher:
     def slow_resends(self, device: str) -> None:
         """Resend a device's task at the longest interval, because the device is working on the task."""
         if device in self._open:
-            self._open[device].patience_s = REISSUE_MOST_S
+            self._open[device].sends = ATTEMPTS_MOST
 
     def take_due_devices(self, now_s: float) -> list[str]:
         """Return the devices whose task must be sent again, and schedule the next repetition.

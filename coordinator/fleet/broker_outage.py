@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from fedquilt.transport.mqtt.connection import FIRST_S, LONGEST_S
+from fedquilt.transport.mqtt.connection import RECONNECT
 
 RETURN_S = 5.0  # after each connection, until a device that its broker reports offline counts as such
 
@@ -42,8 +42,8 @@ class BrokerOutage:
             self._since_s = now_s
         elif reached and self._since_s is not None:
             gone_s, self._since_s = now_s - self._since_s, None
-            began = self._known or gone_s < FIRST_S  # here, or it was not away: a connection takes a moment
-            back_off_s = min(gone_s, LONGEST_S) if began else LONGEST_S
+            began = self._known or gone_s < RECONNECT.first_s  # here, or it was not away: a connection takes a moment
+            back_off_s = min(gone_s, RECONNECT.most_s) if began else RECONNECT.most_s
             self.lost_s, self._back_s = self.lost_s + gone_s + back_off_s, now_s + max(back_off_s, RETURN_S)
         if reached and not self._known:
             self._known, self._back_s = True, max(self._back_s, now_s + RETURN_S)

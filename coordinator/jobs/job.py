@@ -59,7 +59,6 @@ from fedquilt.core import (
     UpdateSchema,
     WorkEstimate,
     seed_deriver,
-    update_schema,
 )
 from fedquilt.costs import tiers
 
@@ -219,7 +218,7 @@ class RunningJob:
 
     def _workload_of_order(self, order: TaskSpec, engine: str, actions: tuple[Action, ...]) -> DeviceWorkload:
         return self._alike.workload_of_order(
-            order, actions, engine, self._active_method is self.method and self.method.uneven
+            order, actions, engine, self._active_method is self.method and self.method.traits.unequal_epochs
         )
 
     def _cache_order(self, device: str, order: TaskSpec) -> None:
@@ -260,7 +259,7 @@ class RunningJob:
             return ""
         if self._manifests is None:
             known = (
-                update_schema(self._active_method.fold, self.state)
+                self._active_method.aggregation.schema(self.state)
                 if "work" in self.rounds.actions
                 else UpdateSchema({})
             )
@@ -437,7 +436,7 @@ class RunningJob:
     def _reset_round_caches(self) -> None:
         self._alike = tasks.TaskSpecCache(self._held)
         self._common, self._seeded, self._manifests = {}, None, None
-        known = update_schema(self._active_method.fold, self.state)
+        known = self._active_method.aggregation.schema(self.state)
         of_update = tensors.total_bytes(known.bundles.values()) if known else 0
         of_state = self.rounds.state.size if self.rounds.state else 0
         largest = max(of_update, of_state, *map(total_blob_bytes, self.rounds.answered.values()))
@@ -446,7 +445,9 @@ class RunningJob:
 
     def _device_order(self, device: str, profile: Profile | None) -> TaskSpec | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
-        order = self._alike.order_for_device(self._active_method.send, self.state, view)
+        active = self._active_method
+        common = active is self.method and self.method.common_task
+        order = self._alike.order_for_device(active.send, self.state, view, common=common)
         return tasks.with_epochs(order, self.rounds.epochs.get(device))
 
     @property

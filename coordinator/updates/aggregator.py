@@ -34,8 +34,6 @@ from fedquilt.core import (
     Tensors,
     Update,
     UpdateError,
-    mergeable_type,
-    require_valid_update,
 )
 from fedquilt.core.site_rights import has_site_bundles
 from fedquilt.host import process_memory
@@ -60,8 +58,8 @@ class Aggregator:
     def __init__(
         self, depot: BlobStore, half: Method | EvaluationRound, state: Any, job: JobSettings, *, large: bool = False
     ) -> None:
-        self._depot, self._fold, self._state, self._job = depot, half.fold, state, job
-        self._sums, self.large = mergeable_type(half.fold, state), large
+        self._depot, self._aggregation, self._state, self._job = depot, half.aggregation, state, job
+        self._sums, self.large = half.aggregation.accumulator(state), large
         if large:
             process_memory.release_freed_memory()  # of the round before
         self._folding = self._new_folding()
@@ -90,7 +88,7 @@ class Aggregator:
             if next_one:
                 total = self._fold_update(given)
             else:
-                require_valid_update(self._fold, self._state, given)
+                self._aggregation.require_valid_update(self._state, given)
         try:
             update = self._store_decoded(update, given)
         except StoreError:
@@ -168,7 +166,7 @@ class Aggregator:
                 tensors.require_finite(bundle)
             given = self._decode_update(given, base)
             update = self._with_permitted_devices(update, given, bounds)
-            require_valid_update(self._fold, self._state, given)
+            self._aggregation.require_valid_update(self._state, given)
         return self._store_decoded(update, given)
 
     def has_foldable_update(self, rounds: JobState) -> bool:
@@ -253,7 +251,7 @@ class Aggregator:
                 boards[device] = partial(self._open_update, update)
         total = None
         for device in sorted(boards):
-            total = self._fold(self._state, total, boards[device]())
+            total = self._aggregation.fold(self._state, total, boards[device]())
         return total
 
     def _foldable_updates(self, rounds: JobState) -> dict[str, Update]:
@@ -301,7 +299,7 @@ class Aggregator:
         # after an error, which may have come halfway, the aggregate is computed again
         try:
             with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
-                return self._fold(self._state, self._folding.total, given)
+                return self._aggregation.fold(self._state, self._folding.total, given)
         except UpdateError:  # checked before anything was added, also of a site
             raise
         except Exception:

@@ -12,7 +12,7 @@ from fedquilt.coordinator.rounds.events import JobState, RoundCommitted
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.updates import aggregator, blob_recovery
 from fedquilt.coordinator.updates.job_validation import create_initial_state
-from fedquilt.core import BlobRef, Bundle, DeviceView, Method, Tensors, task_key
+from fedquilt.core import BlobRef, Bundle, DeviceView, Method, Tensors
 
 Encoded = dict[int, tuple[Tensors, BlobRef]]  # bundles that are stored, by their identity
 
@@ -27,7 +27,7 @@ class CommitResult(NamedTuple):
 
 def can_encode_early(method: Method, ref: BlobRef) -> bool:
     """Return whether a stored state is large and all devices receive the same bundles."""
-    return ref.size > blob_recovery.WHOLE_BYTES and task_key(method.send) is not None
+    return ref.size > blob_recovery.WHOLE_BYTES and method.common_task
 
 
 def encode_common_bundles(method: Method, state: Any, ref: BlobRef, depot: BlobStore) -> Encoded:

@@ -1,8 +1,8 @@
 """Incremental aggregation of a round's updates: each update is folded once, on arrival.
 
-A fold that adds up (`core.adds_up`) takes updates in any order, with bit-identical results. Any other fold takes
-updates in the order of device ids, as far as they arrive in this order. If a folded update does not count in the end,
-or differs from the update that does, the commit folds all updates again.
+Mergeable accumulators (`Aggregation.accumulator`) take updates in any order, with bit-identical results. Any others
+take updates in the order of device ids, as far as they arrive in this order. If a folded update does not count in the
+end, or differs from the update that does, the commit folds all updates again.
 """
 
 from __future__ import annotations

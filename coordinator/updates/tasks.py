@@ -10,7 +10,7 @@ import msgspec
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.deadline import DeviceWorkload
-from fedquilt.core import Action, BlobRef, DeviceView, Task, TaskSpec, Tensors, WorkEstimate, task_key
+from fedquilt.core import Action, BlobRef, DeviceView, Task, TaskSpec, Tensors, WorkEstimate
 from fedquilt.core.messages import ADDED
 from fedquilt.costs import layer_costs
 
@@ -32,22 +32,21 @@ class TaskSpecCache:
 
     def __init__(self, held: float) -> None:
         self._held = held
-        self._orders: dict[Hashable, TaskSpec | None] = {}  # by what the devices have in common
+        self._orders: dict[bool, TaskSpec | None] = {}  # common to all sites (True), or to all other devices (False)
         self._asks: dict[
             tuple[int, str, tuple[Action, ...], bool], DeviceWorkload
         ] = {}  # of those orders, by their identity
         self._made: tuple[Hashable, Task] | None = None  # its latest task, and what it follows from
 
     def order_for_device(
-        self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView
+        self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
     ) -> TaskSpec | None:
-        common = task_key(send)
-        if common is None:
+        if not common:
             return send(state, view)
-        key = common(view)
-        if key not in self._orders:
-            self._orders[key] = send(state, view)
-        return self._orders[key]
+        is_site = view.profile is not None and view.profile.boards > 0
+        if is_site not in self._orders:
+            self._orders[is_site] = send(state, view)
+        return self._orders[is_site]
 
     def workload_of_order(
         self, order: TaskSpec, actions: tuple[Action, ...], engine: str, uneven: bool

@@ -7,124 +7,97 @@ sum is a bound. Rejected updates are in no sum.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any, Final
 
-from fedquilt import metrics
-from fedquilt.coordinator.rounds.events import AnyEvent, RoundCommitted, TaskDeclined, UpdateAccepted, UpdateRejected
+import msgspec
+from msgspec.structs import replace
+
 from fedquilt.core import Update
-from fedquilt.metrics import ACCURACY, Metric
+
+COLUMNS: Final = (
+    *("tasks", "metered", "declined", "examples", "wall_s", "energy_j", "net_j", "energy_error_j", "energy_source"),
+    *("task_j", "example_j", "peak_bytes", "base_bytes", "down_bytes", "up_bytes"),
+)
 
 
-@dataclass(frozen=True)
-class CostLedger:
+class CostLedger(msgspec.Struct, frozen=True):
     tasks: int = 0
     metered: int = 0  # of them
     declined: int = 0
-    examples: float = 0.0  # weights of the updates, mostly their numbers of examples
-    wall_s: float = 0.0
+    examples: float = 0  # weights of the updates, mostly their numbers of examples
+    metered_examples: float = 0  # of the metered tasks
+    wall_s: float = 0
     energy_j: float | None = None
-    net_j: float | None = None
+    idle_j: float | None = None
     energy_error_j: float | None = None
-    energy_source: str | None = None  # of the metered tasks, each source once
-    task_j: float | None = None  # gross, of a metered task on average
-    example_j: float | None = None
+    meters: frozenset[str] = frozenset()  # sources of the joules
     peak_bytes: int | None = None
     base_bytes: int | None = None  # of the task with that peak
     down_bytes: int = 0
     up_bytes: int = 0
 
+    @property
+    def net_j(self) -> float | None:
+        return None if self.energy_j is None or self.idle_j is None else self.energy_j - self.idle_j
 
-def sum_costs(updates: Sequence[Update], declined: int = 0) -> CostLedger:
-    usages = [update.usage for update in updates]
-    metered = [update for update in updates if update.usage.energy_j is not None]
-    energy_j = _sum_known([update.usage.energy_j for update in metered])
-    idle_j = _sum_known([update.usage.idle_j for update in metered])
-    examples = sum(update.weight for update in metered)
-    highest = max(usages, key=lambda usage: usage.peak_bytes or -1, default=None)
-    return CostLedger(
-        tasks=len(updates),
-        metered=len(metered),
-        declined=declined,
-        examples=sum(update.weight for update in updates),
-        wall_s=sum(usage.wall_s for usage in usages),
-        energy_j=energy_j,
-        net_j=None if energy_j is None or idle_j is None else energy_j - idle_j,
-        energy_error_j=_sum_known([update.usage.energy_error_j for update in metered]),
-        energy_source="; ".join(sorted({str(update.usage.energy_source) for update in metered})) or None,
-        task_j=None if energy_j is None else energy_j / len(metered),
-        example_j=None if energy_j is None or not examples else energy_j / examples,
-        peak_bytes=highest.peak_bytes if highest else None,
-        base_bytes=highest.base_bytes if highest else None,
-        down_bytes=sum(update.down_bytes for update in updates),
-        up_bytes=sum(update.up_bytes for update in updates),
-    )
+    @property
+    def whole_j(self) -> float | None:
+        """Gross joules of all tasks, or None if one of them was not metered."""
+        return self.energy_j if self.metered == self.tasks else None
 
+    @property
+    def task_j(self) -> float | None:
+        """Gross joules of a metered task on average."""
+        return None if self.energy_j is None else self.energy_j / self.metered
 
-def _sum_known(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known and len(known) == len(values) else None
+    @property
+    def example_j(self) -> float | None:
+        return None if self.energy_j is None or not self.metered_examples else self.energy_j / self.metered_examples
 
+    @property
+    def energy_source(self) -> str | None:
+        """Meters of the metered tasks, each once."""
+        return "; ".join(sorted(self.meters)) or None
 
-@dataclass(frozen=True)
-class EvaluationCost:
-    round: int
-    value: float  # of `metric`; accuracy runs from 0 to 1
-    energy_j: float | None  # gross; None: some task was not metered
-    metric: Metric = ACCURACY
+    def add_update(self, update: Update) -> CostLedger:
+        usage, found = update.usage, self
+        if usage.energy_j is not None:
+            first = not self.metered
+            found = replace(
+                found,
+                metered=self.metered + 1,
+                metered_examples=self.metered_examples + update.weight,
+                energy_j=(self.energy_j or 0.0) + usage.energy_j,
+                idle_j=_add_known(0.0 if first else self.idle_j, usage.idle_j),
+                energy_error_j=_add_known(0.0 if first else self.energy_error_j, usage.energy_error_j),
+                meters=self.meters | {str(usage.energy_source)},
+            )
+        if not self.tasks or (usage.peak_bytes or -1) > (self.peak_bytes or -1):
+            found = replace(found, peak_bytes=usage.peak_bytes, base_bytes=usage.base_bytes)
+        return replace(
+            found,
+            tasks=self.tasks + 1,
+            examples=self.examples + update.weight,
+            wall_s=self.wall_s + usage.wall_s,
+            down_bytes=self.down_bytes + update.down_bytes,
+            up_bytes=self.up_bytes + update.up_bytes,
+        )
 
+    def to_table(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in COLUMNS}
 
-@dataclass(frozen=True)
-class JobCost:
-    whole: CostLedger
-    rounds: dict[int, CostLedger]
-    devices: dict[str, CostLedger]
-    checks: tuple[EvaluationCost, ...] = ()
-    point_j: float | None = None  # gross, for each per cent of the main metric from the first check to the best
-
-
-def compute_job_cost(facts: Iterable[AnyEvent]) -> JobCost:
-    updates: list[Update] = []
-    checked: dict[int, tuple[Metric, float]] = {}
-    refused: dict[str, int] = defaultdict(int)
-    refused_in: dict[int, int] = defaultdict(int)
-    for fact in facts:
-        if isinstance(fact, UpdateAccepted):
-            updates.append(fact.update)
-        elif isinstance(fact, TaskDeclined | UpdateRejected):
-            refused[fact.device] += 1
-            refused_in[fact.round] += 1
-        elif isinstance(fact, RoundCommitted) and (main := metrics.main_metric(fact.evaluation)) is not None:
-            checked[fact.round] = main
-    by_device, by_round = defaultdict(list), defaultdict(list)
-    for update in updates:
-        by_device[update.device].append(update)
-        by_round[update.round].append(update)
-    rounds = {n: sum_costs(by_round[n], refused_in[n]) for n in sorted({*by_round, *refused_in})}
-    devices = {name: sum_costs(by_device[name], refused[name]) for name in sorted({*by_device, *refused})}
-    checks = tuple(
-        EvaluationCost(n, value, _energy_before_round_j(rounds, n), metric)
-        for n, (metric, value) in sorted(checked.items())
-    )
-    return JobCost(sum_costs(updates, sum(refused.values())), rounds, devices, checks, _energy_per_point_j(checks))
+    def add_decline(self) -> CostLedger:
+        return replace(self, declined=self.declined + 1)
 
 
-def _energy_before_round_j(rounds: dict[int, CostLedger], round: int) -> float | None:
-    earlier = [ledger for n, ledger in rounds.items() if n < round]
-    if any(ledger.metered < ledger.tasks for ledger in earlier):
-        return None
-    return sum(ledger.energy_j or 0.0 for ledger in earlier)
+def sum_costs(updates: Iterable[Update]) -> CostLedger:
+    return reduce(CostLedger.add_update, updates, CostLedger())
 
 
-def _energy_per_point_j(checks: Sequence[EvaluationCost]) -> float | None:
-    if not checks or not checks[0].metric.share:
-        return None
-    first, best = checks[0], max(checks, key=lambda check: check.value)
-    points = 100 * (best.value - first.value)
-    if points <= 0 or first.energy_j is None or best.energy_j is None or best.energy_j <= first.energy_j:
-        return None
-    return (best.energy_j - first.energy_j) / points
+def _add_known(total: float | None, value: float | None) -> float | None:
+    return None if total is None or value is None else total + value
 
 
 def format_number(value: float) -> str:
@@ -136,20 +109,3 @@ def format_energy(energy_j: float, net_j: float | None, error_j: float | None) -
     more = [] if net_j is None else [f"{format_number(net_j)} J above idle"]
     more += [] if error_j is None else [f"± {format_number(error_j)} J"]
     return f"{format_number(energy_j)} J" + (f" ({', '.join(more)})" if more else "")
-
-
-def format_energy_summary(found: JobCost) -> list[str]:
-    whole = found.whole
-    if whole.energy_j is None or whole.task_j is None:
-        return []
-    parts = [f"{format_number(whole.task_j)} J per task"]
-    if found.rounds:
-        parts.append(f"{format_number(whole.energy_j / len(found.rounds))} J per round")
-    if whole.example_j is not None:
-        parts.append(f"{format_number(whole.example_j)} J per example")
-    if found.point_j is not None:
-        parts.append(f"{format_number(found.point_j)} J per point of {found.checks[0].metric.title}")
-    took = format_energy(whole.energy_j, whole.net_j, whole.energy_error_j)
-    tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
-    some = "" if whole.metered == whole.tasks else f" of {whole.tasks}; the others were not metered"
-    return [f"energy: {took} for {tasks}{some}: {', '.join(parts)}", f"energy measured by: {whole.energy_source}"]

@@ -31,22 +31,20 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
-from fedquilt.coordinator.views import costs, progress, wait_reasons
+from fedquilt.coordinator.views import costs, wait_reasons
+from fedquilt.coordinator.views.costs import CostLedger
+from fedquilt.coordinator.views.run_summary import (
+    RunSummary,
+    energy_per_point_j,
+    is_of_final_evaluation,
+    progress_points,
+    summarise_events,
+)
 from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
 FINAL: Final = "final evaluation"  # instead of a round's number
 UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
 """Metrics that a line does not show."""
-
-
-def is_of_final_evaluation(state: JobState, fact: AnyEvent) -> bool:
-    """Return whether an event belongs to the evaluation after the last round.
-
-    `state` is the job state after the event. An evaluation round before that evaluation does not belong to it.
-    """
-    if isinstance(fact, RoundCommitted):
-        return state.checked
-    return state.is_work_done and not state.settling and getattr(fact, "round", None) == state.round
 
 
 def format_status(state: JobState) -> str:
@@ -57,29 +55,20 @@ def format_status(state: JobState) -> str:
     return f"{what}: {there}; {state.completed_rounds} of at most {state.plan.rounds} rounds done"
 
 
-class EventFormatter:
-    """Formatter of a run's events in order, which also counts the devices and costs of each round."""
+def format_event(before: RunSummary, fact: AnyEvent, after: RunSummary) -> list[str]:
+    """Return an event as text, with the devices and costs of a committed round.
 
-    def __init__(self) -> None:
-        self._before: JobState | None = None  # state after the last fact told
-        self._selected: set[str] = set()
-        self._answered: Mapping[str, Update] = {}
-
-    def format_event(self, fact: AnyEvent, after: JobState) -> list[str]:
-        last, before = is_of_final_evaluation(after, fact), self._before
-        self._before = after
-        if not isinstance(fact, RoundCommitted):  # from the state, which knows earlier events as well
-            if not self._selected:
-                self._selected = {*after.asked, *after.answered}
-            if isinstance(fact, CohortSelected):
-                self._selected.update(fact.devices)
-            self._answered = after.answered
-            if isinstance(fact, RoundRetried) and before is not None:
-                return [f"{FINAL if last else f'round {fact.round}'}: {_describe_retry(fact, before)}"]
-            return format_single_event(fact, last)
-        told = _describe_commit(fact, last, list(self._answered.values()), len(self._selected))
-        self._selected, self._answered = set(), {}
-        return told
+    Args:
+        before: The summary of the run before the event.
+        fact: The event.
+        after: The summary of the run after the event.
+    """
+    last = is_of_final_evaluation(after.state, fact)
+    if isinstance(fact, RoundCommitted):
+        return _describe_commit(fact, last, list(before.state.answered.values()), len(before.selected))
+    if isinstance(fact, RoundRetried) and before.state.phase != "new":  # else earlier events are not known
+        return [f"{FINAL if last else f'round {fact.round}'}: {_describe_retry(fact, before.state)}"]
+    return format_single_event(fact, last)
 
 
 def format_single_event(fact: AnyEvent, closing: bool = False) -> list[str]:
@@ -228,6 +217,25 @@ def format_usage(usage: Usage) -> str:
     return ", ".join(parts)
 
 
+def format_energy_summary(summary: RunSummary) -> list[str]:
+    whole = summary.total
+    if whole.energy_j is None or whole.task_j is None:
+        return []
+    parts, rounds = [f"{costs.format_number(whole.task_j)} J per task"], len(summary.round_costs())
+    if rounds:
+        parts.append(f"{costs.format_number(whole.energy_j / rounds)} J per round")
+    if whole.example_j is not None:
+        parts.append(f"{costs.format_number(whole.example_j)} J per example")
+    points = progress_points(summary)
+    if (point_j := energy_per_point_j(points)) is not None:
+        metric = next(point.personal.metric for point in points if point.personal is not None)
+        parts.append(f"{costs.format_number(point_j)} J per point of {metrics.KNOWN[metric].title}")
+    took = costs.format_energy(whole.energy_j, whole.net_j, whole.energy_error_j)
+    tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
+    some = "" if whole.metered == whole.tasks else f" of {whole.tasks}; the others were not metered"
+    return [f"energy: {took} for {tasks}{some}: {', '.join(parts)}", f"energy measured by: {whole.energy_source}"]
+
+
 def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str, int] = {}) -> dict[str, Any]:
     """Return the values for a line of `fedquilt ls`.
 
@@ -238,35 +246,33 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str
         store: The home of the run.
         own: The bytes on disk of each run.
     """
-    facts: list[AnyEvent] = []
+    summary = None
     problem = row.reason if isinstance(row, UnreadableRow) else None
     if isinstance(row, StoredJob):
         try:
-            facts = [fact for _, _, fact in store.read_events(row.id)]
+            summary = summarise_events(row.job, store.read_events(row.id))
         except JobError as error:
             problem = str(error)
-    taken = costs.compute_job_cost(facts)
+    taken = CostLedger() if summary is None else summary.total
     return {
         "run": row.id,
         "status": store.current_status(row) if isinstance(row, StoredJob) else row.status,
         "waits": wait_reasons.describe_wait(row, store) if isinstance(row, StoredJob) and not problem else None,
         "submitter": row.submitter if isinstance(row, StoredJob) else None,
         "method": row.job.method if isinstance(row, StoredJob) else None,
-        "rounds": progress.count_completed_rounds(facts, row.job.rounds)
-        if isinstance(row, StoredJob) and problem is None
-        else None,
+        "rounds": None if summary is None else summary.completed_rounds,
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created)),
         "problem": problem,
-        "energy_j": taken.whole.energy_j,
-        "net_j": taken.whole.net_j,
-        "energy_error_j": taken.whole.energy_error_j,
-        "task_j": taken.whole.task_j,
-        "example_j": taken.whole.example_j,
-        "point_j": taken.point_j,
-        "round_j": [each.energy_j for each in taken.rounds.values()],
+        "energy_j": taken.energy_j,
+        "net_j": taken.net_j,
+        "energy_error_j": taken.energy_error_j,
+        "task_j": taken.task_j,
+        "example_j": taken.example_j,
+        "point_j": None if summary is None else energy_per_point_j(progress_points(summary)),
+        "round_j": [] if summary is None else [each.energy_j for each in summary.round_costs().values()],
         "bytes": own.get(row.id, 0),
-        "tasks": taken.whole.tasks,
-        "metered": taken.whole.metered,
+        "tasks": taken.tasks,
+        "metered": taken.metered,
     }
 
 

@@ -21,12 +21,12 @@ from fedquilt.coordinator.rounds.events import (
     TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
-    apply_event,
 )
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import event_messages
 from fedquilt.coordinator.views.devices import load_devices
+from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import JobError
 
 
@@ -47,8 +47,8 @@ def load_outcomes(store: Store, run: str) -> RoundOutcomes:
     """
     row = store.find_job(run)
     told = RoundOutcomes(JobConstants.from_job(row.job))
-    for _, _, fact in store.read_events(row.id):
-        told.apply_event(fact)
+    for _, at_s, fact in store.read_events(row.id):
+        told.apply_event(fact, at_s)
     if store.current_status(row) == "running":
         _mark_queued_uploads(
             told.found,
@@ -118,14 +118,13 @@ class RoundOutcomes:
     """
 
     def __init__(self, plan: JobConstants) -> None:
-        self.state = JobState(plan)  # after the last fact
+        self.summary = RunSummary(JobState(plan))  # after the last event
         self.found: dict[
             int, dict[str, DeviceOutcome]
-        ] = {}  # as in `outcomes_by_round`; callers may delete earlier rounds
-        self.final: int | None = None  # number of the evaluation after the last round, once begun
+        ] = {}  # as of `outcomes_by_round`; whoever follows a run may drop earlier rounds
 
-    def apply_event(self, fact: AnyEvent, at: float = 0.0) -> None:
-        state, found = self.state, self.found
+    def apply_event(self, fact: AnyEvent, at_s: float = 0.0) -> None:
+        state, found = self.summary.state, self.found
         match fact:
             case CohortSelected():
                 _set_outcomes(found, fact.round, _selection_outcomes(state, fact), anew=fact.devices)
@@ -155,9 +154,8 @@ class RoundOutcomes:
                     )
             case _:
                 pass
-        self.state = state = apply_event(state, fact, at)
-        if event_messages.is_of_final_evaluation(state, fact):
-            self.final = getattr(fact, "round", None)
+        self.summary = self.summary.after(fact, at_s)
+        state = self.summary.state
         if isinstance(fact, EligibilityRecorded) and state.phase == "selecting":  # in case that nobody can be asked
             barred = {
                 device: DeviceOutcome(eligibility.reason_key(code), eligibility.reason_text(code))
@@ -215,7 +213,7 @@ def format_outcomes(told: RoundOutcomes, round: int | None = None, device: str |
         JobError: If the log does not contain the round or the device.
     """
     chosen = filter_outcomes(told.found, round, device)
-    names = {number: event_messages.FINAL if number == told.final else f"round {number}" for number in chosen}
+    names = {number: event_messages.FINAL if number == told.summary.final else f"round {number}" for number in chosen}
     if device is not None:
         return [f"{names[number]}: {parts[device].text}" for number, parts in chosen.items()]
     shown = []

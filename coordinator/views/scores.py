@@ -12,7 +12,7 @@ import msgspec
 
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import StoredJob
-from fedquilt.coordinator.views.progress import PersonalScores
+from fedquilt.coordinator.views.run_summary import PersonalScores
 from fedquilt.core import DataError, EvaluationSums, JobError
 from fedquilt.data import spec
 from fedquilt.formats import checksummed_json

@@ -29,20 +29,18 @@ from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
-    JobConstants,
     JobEnded,
-    JobState,
     RoundClosed,
     TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
-    apply_event,
 )
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import costs, event_messages, round_outcomes, wait_reasons
+from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons
 from fedquilt.coordinator.views import rollouts as rollout_view
+from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import JobError
 from fedquilt.host import connection_limits, process_memory
 from fedquilt.security.handshake import LinkIdentity
@@ -150,13 +148,15 @@ class Console:
         self._contact, self._mend = ConnectionReporter(), mend
         self._waiting: dict[str, WaitReporter] = {}  # by run
         self._wait_s = -math.inf  # when it was last looked at
-        self._tellers: dict[str, event_messages.EventFormatter] = {}  # run -> its teller
+        self._summaries: dict[str, RunSummary] = {}  # by run, since its first event of this process
         self._declines = defaultdict[tuple[str, int, str], list[str]](list)  # (run, round, code) -> unprinted lines
 
     def observe(self, job: JobView, fact: AnyEvent) -> None:
-        first, *more = self._tellers.setdefault(job.id, event_messages.EventFormatter()).format_event(fact, job.rounds)
+        before = self._summaries.get(job.id) or RunSummary.from_job(job.job)
+        self._summaries[job.id] = after = before.after(fact, state=job.rounds)
+        first, *more = event_messages.format_event(before, fact, after)
         if isinstance(fact, JobEnded):
-            del self._tellers[job.id]
+            del self._summaries[job.id]
         if isinstance(fact, TaskDeclined | UpdateRejected) and not self._wordy:
             said = f"{job.id}: {first}" if self._named else first
             self._declines[job.id, fact.round, fact.code].append(said)
@@ -365,23 +365,18 @@ def print_log(
         InactiveRunError: If `follow` is set and no coordinator has run for AWAY_S.
     """
     row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
-    seen, state, waiting, teller = (
-        0,
-        JobState(JobConstants.from_job(row.job)),
-        WaitReporter(),
-        event_messages.EventFormatter(),
-    )
+    seen, summary, waiting = 0, RunSummary.from_job(row.job), WaitReporter()
     while True:
         status = store.stored_status(id)  # read first, so that no last fact is missed
         ended = status in ("done", "failed", "stopped")
         if not status:
             raise JobError(f"{id} has been deleted meanwhile")
         for number, at_s, fact in store.read_events(id, after=seen):
-            seen, state = number, apply_event(state, fact, at_s)
+            seen, before, summary = number, summary, summary.after(fact, at_s)
             if json:
                 print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
             else:
-                _print_lines(at_s, *teller.format_event(fact, state))
+                _print_lines(at_s, *event_messages.format_event(before, fact, summary))
         sys.stdout.flush()
         served, now_s = store.is_served(), time.monotonic()
         served_s = now_s if served else served_s
@@ -395,14 +390,10 @@ def print_log(
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )
         if ended or not follow:
-            for told in (
-                []
-                if json
-                else costs.format_energy_summary(costs.compute_job_cost(fact for _, _, fact in store.read_events(id)))
-            ):
+            for told in [] if json else event_messages.format_energy_summary(summary):
                 print(told)
             return
-        hold = store.holds.current_suspension(id)
+        state, hold = summary.state, store.holds.current_suspension(id)
         wait = (
             wait_reasons.WaitReason(str(hold), hold, "lost")
             if hold

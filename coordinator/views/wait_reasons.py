@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,9 +16,10 @@ from fedquilt.coordinator import triggers
 from fedquilt.coordinator.fleet.device_status import DeviceStatus, TelemetrySample
 from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
 from fedquilt.coordinator.rounds import eligibility, next_event
-from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants, JobState, apply_event
+from fedquilt.coordinator.rounds.events import JobState
 from fedquilt.coordinator.storage.store import ARMED, UNAPPROVED, Store, StoredJob
 from fedquilt.coordinator.views import devices
+from fedquilt.coordinator.views.run_summary import summarise_events
 from fedquilt.core import FedquiltError, JobError
 
 
@@ -34,15 +35,8 @@ def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
             with contextlib.suppress(JobError):  # a damaged log says nothing
-                found |= dict.fromkeys(replay_events(row, store.read_events(row.id)).asked, row.id)
+                found |= dict.fromkeys(summarise_events(row.job, store.read_events(row.id)).state.asked, row.id)
     return found
-
-
-def replay_events(row: StoredJob, facts: Iterable[tuple[int, float, AnyEvent]]) -> JobState:
-    state = JobState(JobConstants.from_job(row.job))
-    for _, at, fact in facts:
-        state = apply_event(state, fact, at)
-    return state
 
 
 def describe_wait(row: StoredJob, store: Store) -> str | None:
@@ -60,7 +54,7 @@ def describe_wait(row: StoredJob, store: Store) -> str | None:
         return None
     if row.origin == "run" and (away := devices.describe_outage(store.home, time.time())):
         return f"{away}: what is known of boards is as of then"
-    state = replay_events(row, store.read_events(row.id))
+    state = summarise_events(row.job, store.read_events(row.id)).state
     if state.phase not in ("selecting", "open"):
         return None
     wait = find_round_wait(row, state, load_device_statuses(store.home), devices_of_other_runs(store, row.id).keys())

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
 
 from fedquilt.core import AnyDigest, BlobRef, Label, Metrics, Reading, Sentence, WireMessage
 from fedquilt.wire import DesiredRelease
-
-REFETCH_S: Final = 2.0  # pause before a blob is fetched again; it doubles with each failure
 
 # -- state ----------------------------------------------------------------------------------------
 
@@ -39,7 +37,7 @@ class ReleaseState(msgspec.Struct, frozen=True):
     waits: str = ""  # condition that the release waits for
     again_s: float = math.inf  # when to look again
     until_s: float = math.inf  # end of the soak
-    patience_s: float = REFETCH_S
+    failures: int = 0  # to fetch the blob
 
 
 # -- events ---------------------------------------------------------------------------------------

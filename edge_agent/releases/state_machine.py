@@ -25,10 +25,9 @@ from typing import Any, Final, Literal
 
 from msgspec.structs import replace
 
-from fedquilt.core import shorten_error
+from fedquilt.core import REFETCH, shorten_error
 from fedquilt.edge_agent.releases import window
 from fedquilt.edge_agent.releases.events import (
-    REFETCH_S,
     Action,
     ActionFailed,
     ActivateRelease,
@@ -60,7 +59,6 @@ from fedquilt.wire import DesiredRelease, ReleaseStatus
 
 LOOK_S: Final = 5.0  # interval of polls while a release waits
 SOAK_LOOK_S: Final = 1.0  # interval of polls while a release soaks
-REFETCH_MOST_S: Final = 60.0
 
 _WITHIN: Final[dict[str, Any]] = {
     "gate": "waiting",
@@ -115,9 +113,9 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
             return _handle_cancellation(state, noted)
         case ReleaseFetched() if noted.step == "wanted" and state.stage == "fetching":
             if event.error is None:
-                return replace(state, stage="fetched", waits="", again_s=now_s, patience_s=REFETCH_S), ()
-            later_s, patience_s = now_s + state.patience_s, min(2 * state.patience_s, REFETCH_MOST_S)
-            return replace(state, waits=shorten_error(event.error), again_s=later_s, patience_s=patience_s), ()
+                return replace(state, stage="fetched", waits="", again_s=now_s, failures=0), ()
+            later_s, failures = now_s + REFETCH.delay_s(state.failures), state.failures + 1
+            return replace(state, waits=shorten_error(event.error), again_s=later_s, failures=failures), ()
         case CheckFinished() if noted.step == "wanted" and state.stage == "checking":
             noted = replace(noted, metrics=dict(event.metrics))
             if event.refused:

@@ -208,7 +208,7 @@ def load_private_state(path: str | None, sha256: str, lost: str, job: str) -> tu
 
 def require_fresh_state_allowed(method: Method, name: str, lost: str) -> None:
     """Raise StoreError if private state was lost and the method requires it."""
-    if lost and not method.anew:
+    if lost and not method.traits.replaces_private_state:
         raise StoreError(
             f"{lost}, and {name} does not allow a device to begin it anew: run the job anew, or leave this device out"
         )

@@ -15,6 +15,7 @@ from msgspec import Meta
 from fedquilt.arrays import tensors
 from fedquilt.data.spec import DataSpec
 from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     velocity: dict[str, np.ndarray]
 
 

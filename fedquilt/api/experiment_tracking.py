@@ -14,6 +14,7 @@ from fedquilt.api import trackers
 from fedquilt.api.trackers import Tracker
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.views import scores
+from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import JobError
 from fedquilt.formats import toml
 from fedquilt.tools.report import columns
@@ -67,18 +68,17 @@ class LogFollower:
     def __init__(self, home: Path, id: str) -> None:
         self._home, self._id = home, id
         self._seen, self._told = 0, 0
-        self._made: columns.RoundRows | None = None
+        self._summary: RunSummary | None = None
 
     def read_new_rows(self, *, ended: bool) -> list[dict[str, Any]]:
         """Return the rows finished since the last call. With `ended`, all remaining rows are finished."""
         with Store(self._home, durable=False) as store:
             row = store.find_job(self._id)
-            if self._made is None:
-                self._made = columns.collect_rounds((), row.job)
-            for number, _, fact in store.read_events(self._id, after=self._seen):
-                self._seen = number
-                self._made.add_event(fact)
-            rows = self._made.merge_scores(scores.read_scores(self._home, row))
+            summary = self._summary or RunSummary.from_job(row.job)
+            for number, at_s, fact in store.read_events(self._id, after=self._seen):
+                self._seen, summary = number, summary.after(fact, at_s)
+            self._summary = summary
+            rows = columns.make_scored_rows(summary, row.job, scores.read_scores(self._home, row))
         checked_later = row.job.check.every and not row.job.check.beside
         ready = rows if ended or not checked_later else rows[:-1]
         new = ready[self._told :]

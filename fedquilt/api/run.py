@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from fedquilt import extras, metrics
 from fedquilt.api.job import Job
 from fedquilt.api.table import Table
-from fedquilt.coordinator.rounds import events as history
-from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants
 from fedquilt.coordinator.storage.store import Store, StoredJob
-from fedquilt.coordinator.views import costs, event_messages, round_outcomes, scores
+from fedquilt.coordinator.views import event_messages, round_outcomes, scores
+from fedquilt.coordinator.views.run_summary import RunSummary, is_of_final_evaluation, summarise_events
 from fedquilt.core import StoreError
 from fedquilt.tools.report import columns
 
@@ -72,8 +71,8 @@ class Run:
         Another main metric replaces accuracy in the names: rmse, held_rmse. Unknown values are None.
         """
         with self._open_store() as store:
-            row, facts = self._read_events(store)
-            return Table(columns.make_round_columns(facts, row.job, scores.read_scores(self.home, row)))
+            row, summary = store.find_job(self.id), self._summarise(store)
+            return Table(columns.make_round_columns(summary, row.job, scores.read_scores(self.home, row)))
 
     def devices(self) -> Table:
         """Return one row per device: tasks, their cost, and accuracy on the held-out share.
@@ -82,8 +81,8 @@ class Run:
         peak_bytes, accuracy (0..1). Unknown values are None.
         """
         with self._open_store() as store:
-            row, facts = self._read_events(store)
-            return Table(columns.make_device_columns(facts, row.job, scores.read_scores(self.home, row)))
+            row, summary = store.find_job(self.id), self._summarise(store)
+            return Table(columns.make_device_columns(summary, row.job, scores.read_scores(self.home, row)))
 
     def why(self, device: str | None = None, round: int | None = None) -> list[str]:
         """Explain the outcome of each device in each round, as sentences.
@@ -103,13 +102,13 @@ class Run:
 
     def log(self) -> list[str]:
         """Return the events of the run as sentences, oldest first, followed by the total cost."""
+        said = list[str]()
         with self._open_store() as store:
-            row, facts = self._read_events(store)
-        state, said = history.JobState(JobConstants.from_job(row.job)), []
-        for fact in facts:
-            state = history.apply_event(state, fact, 0.0)
-            said += event_messages.format_single_event(fact, event_messages.is_of_final_evaluation(state, fact))
-        return said + costs.format_energy_summary(costs.compute_job_cost(facts))
+            summary = RunSummary.from_job(store.find_job(self.id).job)
+            for _, at_s, fact in store.read_events(self.id):
+                summary = summary.after(fact, at_s)
+                said += event_messages.format_single_event(fact, is_of_final_evaluation(summary.state, fact))
+        return said + event_messages.format_energy_summary(summary)
 
     def weights(self) -> dict[str, np.ndarray]:
         """Return the tensors of the last committed state, by name.
@@ -185,5 +184,5 @@ class Run:
         with self._open_store() as store:
             return store.find_job(self.id)
 
-    def _read_events(self, store: Store) -> tuple[StoredJob, list[AnyEvent]]:
-        return store.find_job(self.id), [fact for _, _, fact in store.read_events(self.id)]
+    def _summarise(self, store: Store) -> RunSummary:
+        return summarise_events(store.find_job(self.id).job, store.read_events(self.id))

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -65,6 +65,10 @@ class ExactSum:
             odd = np.any([limb != 0 for limb in rest[1:]], axis=0)
             found[odd] = [math.fsum(parts) for parts in zip(*(limb[odd] for limb in (first, *rest)), strict=True)]
         return np.add(found, 0.0, out=found)
+
+    def mean(self, weight: float) -> np.ndarray:
+        """Return the sum divided by its weight in float64, or a counter undivided."""
+        return self.rounded_value() if self.is_counter else np.asarray(self.rounded_value() / weight)
 
 
 def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -> ExactSum:
@@ -187,8 +191,8 @@ def merge_accumulators(one: Any, other: Any) -> Any:
     """Merge two accumulators of different devices, in place of the first.
 
     Args:
-        one: Dataclass or mapping of exact sums, integers and further such values (`core.adds_up`). A value with a
-            method `merged` is merged by this method.
+        one: Dataclass or mapping of exact sums, integers and further such values. A value with a method
+            `merge_with` is merged by this method.
         other: Accumulator of the same type.
 
     Raises:
@@ -196,8 +200,8 @@ def merge_accumulators(one: Any, other: Any) -> Any:
     """
     if isinstance(one, ExactSum):
         return merge_sums(one, other)
-    if hasattr(one, "merged"):
-        return one.merged(other)
+    if hasattr(one, "merge_with"):
+        return one.merge_with(other)
     if isinstance(one, int):
         return one + other
     if isinstance(one, Mapping):
@@ -255,5 +259,22 @@ class ExactScalar:
             parts = [*kept, rest]
         return ExactScalar(tuple(parts))
 
-    def merged(self, other: ExactScalar) -> ExactScalar:
+    def merge_with(self, other: ExactScalar) -> ExactScalar:
         return self.add_numbers(*other.parts)
+
+
+@dataclass(frozen=True)
+class WeightedSums:
+    """Sums of a round: sum_k n_k * x_k and sum_k n_k. Empty without arguments."""
+
+    total: dict[str, ExactSum] = field(default_factory=dict)
+    weights: ExactScalar = ExactScalar()
+
+    @property
+    def weight(self) -> float:
+        """Total weight of the updates, sum_k n_k."""
+        return float(self.weights)
+
+    def mean(self) -> dict[str, np.ndarray]:
+        """Return sum_k n_k x_k / sum_k n_k in float64. Counters are not divided."""
+        return {name: each.mean(self.weight) for name, each in self.total.items()}

@@ -77,6 +77,11 @@ def _spec_from_text(name: str, told: str) -> TensorSpec:
 _LAYOUT: Final = re.compile(r"(b1|[iu][1248]|f[248]):((?:[0-9]{1,10}(?:,[0-9]{1,10})*)?)")
 
 
+def cast_like(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
+    """Convert the tensors to the types of the tensors in `like`."""
+    return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
+
+
 def map_arrays(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
     """Apply a function to the arrays of the same name in every mapping.
 

@@ -1,4 +1,4 @@
-"""Chunks of a blob: manifest, verification and order of sending. No I/O.
+"""Chunks of a blob: manifest and verification. No I/O.
 
 The receiving side requests the manifest of a blob, then chunks (`fedquilt.blobs.transfer.download`). The sending side
 only responds, so a slow receiver never fills a broker's queue, and lost messages are requested again. An upload is a
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from fedquilt import wire
@@ -21,13 +20,9 @@ HEADROOM_BYTES: Final = 1024  # of a packet, for its topic and MQTT's own header
 MANIFEST: Final = -1  # index under which the manifest itself is requested and queued
 
 _MANIFEST_BYTES: Final = 256  # most bytes of an encoded manifest without its digests
-_QUEUED_MOST: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest one requests fewer
 
 
 class DamagedBlobError(StoreError): ...
-
-
-# -- cutting --------------------------------------------------------------------------------------
 
 
 def chunk_size_for(max_payload: int) -> int:
@@ -135,52 +130,6 @@ def build_manifest(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) 
     made = ManifestBuilder(ref, chunk, read).hash_chunks()
     assert made is not None
     return made
-
-
-# -- serving --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OutgoingChunk:
-    device: str
-    sha256: str
-    chunk: int  # bytes of a chunk: how the blob is cut for this device
-    index: int
-
-
-class OutgoingChunkQueue:
-    """Queue of outgoing chunks. Devices take turns, and the backlog of the link is limited."""
-
-    def __init__(self, budget_bytes: int = 4 << 20) -> None:
-        self._budget_bytes = budget_bytes
-        self._queues: dict[str, dict[OutgoingChunk, None]] = {}  # device -> items, both in order
-
-    def __len__(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
-
-    def __bool__(self) -> bool:
-        return bool(self._queues)
-
-    def add(self, item: OutgoingChunk) -> None:
-        queue = self._queues.setdefault(item.device, {})
-        if len(queue) < _QUEUED_MOST:
-            queue[item] = None
-
-    def take_next(self, backlog_bytes: int) -> OutgoingChunk | None:
-        """Return the next chunk to send, or None if the queue is empty or the link is busy.
-
-        `backlog_bytes` is the backlog of the link.
-        """
-        if not self._queues:
-            return None
-        device, queue = next(iter(self._queues.items()))
-        item = next(iter(queue))
-        if backlog_bytes > 0 and backlog_bytes + item.chunk > self._budget_bytes:
-            return None
-        del self._queues[device], queue[item]
-        if queue:
-            self._queues[device] = queue  # at the end: the others first
-        return item
 
 
 def damaged_arrival_error(ref: BlobRef) -> DamagedBlobError:

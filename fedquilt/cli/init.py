@@ -161,7 +161,11 @@ def _job_lines(
         yield "[check]"
         yield "every = 1             # rounds between evaluations on the examples that each device holds out"
     yield ""
-    yield from _donor_lines() if donors else _model_lines(math.prod(shape), classes, methods.load(method).frozen)
+    yield from (
+        _donor_lines()
+        if donors
+        else _model_lines(math.prod(shape), classes, methods.load(method).traits.frozen_weights)
+    )
     yield ""
     yield "[data]                # of simulated devices; a board of your own names its data in agent.toml"
     yield f"path = {json.dumps(str(data))}"

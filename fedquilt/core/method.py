@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedquilt.core.messages import BlobRef, EvaluationSums, Profile, Task, WorkEstimate
 
@@ -106,7 +106,7 @@ class ClientResult:
 
 @dataclass(frozen=True)
 class DeviceUpdate:
-    """Update of a device with its tensors: the argument of `Method.fold`.
+    """Update of a device with its tensors: the argument of `Aggregation.fold`.
 
     Tensors of a large update are read from the disk at each access and are not kept in memory.
     """
@@ -135,115 +135,48 @@ class UpdateSchema:
     whole: bool = True  # all of it and exactly so; else any part: fewer bundles, fewer tensors, fewer entries in each
 
 
-Fold = TypeVar("Fold", bound=Callable[..., Any])
-Sound: TypeAlias = Callable[[Any, Any, float], None]
+@dataclass(frozen=True)
+class Aggregation:
+    """Aggregation of a round's updates. S is a method state, A an accumulator.
 
-
-def with_update_schema(known: Callable[[Any], UpdateSchema | None]) -> Callable[[Fold], Fold]:
-    """Decorate a `Method.fold` with the schema of the updates that the fold accepts.
-
-    The schema belongs to the fold: a method that reuses the rest of another method does not inherit the schema.
-
-    Args:
-        known: Function of the state, which returns None if the schema is not known in advance.
+    An accumulator belongs to one round, and `fold` may change it in place after all checks of the update.
     """
 
-    def decorate(fold: Fold) -> Fold:
-        fold.__dict__["expected"] = known
-        return fold
+    fold: Callable[[Any, Any, DeviceUpdate], Any]  # (S, A | None, update) -> A; raises UpdateError to reject
+    accumulator: Callable[[Any], type | None] = lambda state: None
+    """Function of S that returns the type A if accumulators consist of exact sums and device counts, else None.
 
-    return decorate
+    Updates are then folded in any order, and `fedquilt.arrays.exact_sums.merge_accumulators` merges accumulators of
+    different devices.
+    """
+    schema: Callable[[Any], UpdateSchema | None] = lambda state: None  # of valid updates; None: not known in advance
+    check_update: Callable[[Any, DeviceUpdate], None] | None = None
+    """Function (S, update) that raises UpdateError if `fold` would. Without it, a fold on its own is the check."""
+    check_sums: Callable[[Any, Any, float], None] | None = None
+    """Function (S, A, weight) that raises UpdateError unless A can be the accumulator of a site's devices.
 
-
-def update_schema(fold: Callable[..., Any], state: Any) -> UpdateSchema | None:
-    """Return the schema of the updates that a fold accepts, or None if unknown."""
-    known = getattr(fold, "expected", None)
-    return None if known is None else known(state)
-
-
-def with_mergeable_accumulators(
-    kind: type | Callable[[Any], type | None], sound: Sound | None = None
-) -> Callable[[Fold], Fold]:
-    """Decorate a `Method.fold` whose accumulators consist of exact sums and device counts.
-
-    Updates are then folded in any order, and `fedquilt.arrays.exact_sums.join` merges accumulators of different
-    devices. A fold that rejects an update leaves the accumulator unchanged.
-
-    Args:
-        kind: The type of the accumulators, or a function of the state that returns None if they cannot be merged.
-        sound: A function `sound(state, total, weight)` that raises UpdateError unless `total` can be the accumulator of
-            a site's devices with this total weight. Without this function, sites cannot take part.
+    Without it, sites forward the updates of their devices.
     """
 
-    def decorate(fold: Fold) -> Fold:
-        of = (lambda state: kind) if isinstance(kind, type) else kind
-        fold.__dict__["adds_up"], fold.__dict__["sound"] = of, sound
-        return fold
-
-    return decorate
-
-
-def mergeable_type(fold: Callable[..., Any], state: Any) -> type | None:
-    """Return the type of a fold's accumulators in a state, or None if they cannot be merged."""
-    kind: Callable[[Any], type | None] | None = getattr(fold, "adds_up", None)
-    return None if kind is None else kind(state)
+    def require_valid_update(self, state: Any, update: DeviceUpdate) -> None:
+        """Raise UpdateError if an update is invalid in this state, without keeping a sum."""
+        if self.check_update is None:
+            self.fold(state, None, update)
+        else:
+            self.check_update(state, update)
 
 
-def with_update_check(require: Callable[[Any, DeviceUpdate], None]) -> Callable[[Fold], Fold]:
-    """Decorate a `Method.fold` with a check of updates that requires no accumulator.
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a method that the rest of fedquilt heeds."""
 
-    The fold must call the check before it changes the accumulator.
-
-    Args:
-        require: A function `require(state, update)` that raises UpdateError for an invalid update.
-    """
-
-    def decorate(fold: Fold) -> Fold:
-        fold.__dict__["require"] = require
-        return fold
-
-    return decorate
-
-
-def accumulator_check(fold: Callable[..., Any]) -> Sound | None:
-    """Return the check of a site's accumulators, or None if the method accepts no sites."""
-    return getattr(fold, "sound", None)
-
-
-def with_task_key(key: Callable[[DeviceView], Hashable]) -> Callable[[Fold], Fold]:
-    """Decorate a `Method.send` that returns equal tasks for devices with equal keys.
-
-    In a round, `Method.send` is then called once for each key.
-    """
-
-    def decorate(send: Fold) -> Fold:
-        send.__dict__["same_for"] = key
-        return send
-
-    return decorate
-
-
-def require_valid_update(fold: Callable[..., Any], state: Any, update: DeviceUpdate) -> None:
-    """Raise UpdateError if a fold would reject an update.
-
-    Raises:
-        UpdateError: If the update is invalid in this state.
-    """
-    require = getattr(fold, "require", None)
-    if require is None:
-        fold(state, None, update)
-    else:
-        require(state, update)
-
-
-def with_common_task(send: Fold) -> Fold:
-    """Decorate a `Method.send` that returns the same task for all devices of a round."""
-    return with_task_key(lambda device: None)(send)
-
-
-def task_key(send: Callable[..., Any]) -> Callable[[DeviceView], Hashable] | None:
-    """Return the key of devices with equal tasks, or None if tasks are made for each device."""
-    return getattr(send, "same_for", None)
+    exact_updates: bool = False  # updates may not be rounded: no lossy codec
+    refused_codecs: Mapping[str, str] = field(default_factory=dict)  # further codec -> a sentence why not
+    unequal_epochs: bool = False  # devices of a round may train for unequal numbers of `epochs`, one of the params
+    replaces_private_state: bool = False  # a device whose private state is lost starts without; else it declines
+    prediction_tasks: Sequence[str] = ("classes", "regression", "labels")  # `fedquilt.metrics`
+    per_device_data: str = ""  # what a round keeps of each device's update beside its sums; "": nothing
+    frozen_weights: str = ""  # first weights that are never trained, in words; `prepare` warns if they are random
 
 
 @dataclass(frozen=True)
@@ -266,7 +199,7 @@ class EvaluationRound:
 
     wanted: Callable[[Any], bool]  # (S) -> whether states of this job need it: called once, with the first
     send: Callable[[Any, DeviceView], TaskSpec | None]  # as of `Method`
-    fold: Callable[[Any, Any, DeviceUpdate], Any]
+    aggregation: Aggregation
     step: Callable[[Any, Any], Any]
 
 
@@ -276,7 +209,7 @@ class Method:
 
     S is a frozen dataclass of arrays, scalars, strings, tuples and mappings with annotated types
     (so that `fedquilt.arrays.tensors.pack_state` can store it); A, a round's accumulator, is any value.
-    The server half (init, send, fold, step, done, result) is numpy only; the client half
+    The server half (init, send, aggregation, step, done, result) is numpy only; the client half
     (work, check) runs in the device's task process and gets a Task and a Site, nothing else.
     """
 
@@ -288,23 +221,18 @@ class Method:
     send: Callable[[Any, DeviceView], TaskSpec | None]  # returns None without a task for the device
     work: Callable[[Task, ClientContext], ClientResult]
     check: Callable[[Task, ClientContext], EvaluationSums] | None  # evaluation on the held-out examples
-    fold: Callable[[Any, Any, DeviceUpdate], Any]  # (S, A | None, contribution) -> A, in place; UpdateError refuses it
+    aggregation: Aggregation  # of a round's updates in an accumulator A
     step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round; neither A is used by anybody afterwards
     result: Callable[[Any], Artefact]
+    traits: Traits = Traits()
+    common_task: bool = False  # `send` returns the same task for all devices of a round, and is called once
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
     explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the last step, for the log
-    least: Callable[[Any], int] = lambda params: 1  # (params) -> fewest updates of which a round can be made
+    minimum_updates: Callable[[Any], int] = lambda params: 1  # (params) -> fewest updates that a round may close with
     settle: EvaluationRound | None = None  # round before each evaluation, if the state needs one
-    exact: bool = False  # updates may not be rounded: no lossy codec
-    tasks: Sequence[str] = ("classes", "regression", "labels")  # predictions supported (`fedquilt.metrics`)
-    anew: bool = False  # whether a device may restart lost private state instead of declining
-    refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it refuses -> a sentence why
-    uneven: bool = False  # devices of a round may train for unequal numbers of `epochs`, one of its params
     personal: Callable[[Task, ClientContext], Tensors] | None = None
     """A device's own network, all its tensors, as `check` evaluates it; None: what a device runs is the `result`.
 
     The task is one for a device that has not taken part; the site has the private state, and no examples. Raises
     ModelError where a device has to take part before it has a network.
     """
-    keeps: str = ""  # data of each update that a round holds besides its sums, in words, or empty
-    frozen: str = ""  # initial weights that are never trained, in words: `prepare` warns if these are random

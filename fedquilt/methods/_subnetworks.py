@@ -16,6 +16,7 @@ import numpy as np
 
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
+    Aggregation,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -29,19 +30,18 @@ from fedquilt.core import (
     UpdateError,
     UpdateSchema,
     WorkEstimate,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.costs import layer_costs, tiers
 from fedquilt.formats import tensor_register
-from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import width
 from fedquilt.models.partial.masks import MaskPlan
 from fedquilt.models.partial.width import Places
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Global model, dependencies between its units, and batch norm statistics of each sub-network."""
 
     plan: MaskPlan
@@ -49,11 +49,11 @@ class State(fedavg.State):
     settled: int  # rounds so far that gathered statistics: counted in a task's round, not in the learning rate
 
 
-def subnetwork_state(state: fedavg.State, at: Places, own: Tensors | None = None) -> fedavg.State:
+def subnetwork_state(state: NetworkState, at: Places, own: Tensors | None = None) -> NetworkState:
     """Return the state of a sub-network, with its cost. Tensors in `own` replace those cut out."""
     sub = {**width.cut_tensors(state.model, at), **(own or {})}
     flops, activations = layer_costs.part_shares(state.costs_by_layer(), state.model, sub)
-    return fedavg.State(
+    return NetworkState(
         state.params,
         state.network,
         sub,
@@ -95,9 +95,9 @@ def statistics_round(
         own, asked, bundles, work = rate_of(state, device), [], {}, WorkEstimate()
         for rate, at in parts(state).items():
             light = subnetwork_state(state, at, state.widths.get(f"{rate:g}"))
-            found = fedavg.evaluation_work(light)
+            found = local_training.evaluation_work(light)
             peak = max(
-                fedavg.training_task_spec(light, {}, moved={}).work.peak_bytes, 2 * tensors.total_bytes([state.model])
+                local_training.training_work(light, moved={}).peak_bytes, 2 * tensors.total_bytes([state.model])
             )  # it is built whole, as for training
             if rate > own and not _fits_device(device, msgspec.structs.replace(found, peak_bytes=peak)):
                 continue
@@ -120,8 +120,6 @@ def statistics_round(
             )
         return UpdateSchema(found, whole=False)
 
-    @with_mergeable_accumulators(BatchNormSums)
-    @with_update_schema(update_schema)
     def fold(state: State, so_far: BatchNormSums | None, update: DeviceUpdate) -> BatchNormSums:
         so_far = so_far or BatchNormSums()
         total, weight = dict(so_far.total), dict(so_far.weight)
@@ -158,7 +156,8 @@ def statistics_round(
                 after = replace(after, model={**after.model, **found})
         return after
 
-    return EvaluationRound(lambda state: bool(statistic_names(state)), send, fold, step)
+    sums = Aggregation(fold, accumulator=lambda state: BatchNormSums, schema=update_schema)
+    return EvaluationRound(lambda state: bool(statistic_names(state)), send, sums, step)
 
 
 def _fits_device(device: DeviceView, work: WorkEstimate) -> bool:

@@ -33,6 +33,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     BlobRef,
     Bundle,
@@ -45,10 +46,9 @@ from fedquilt.core import (
     ModelError,
     Task,
     TaskSpec,
+    Traits,
     UpdateError,
     derive_seed,
-    with_mergeable_accumulators,
-    with_update_check,
 )
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import exact_moments, joint_head, least_squares
@@ -149,8 +149,6 @@ def validate_update(state: State, update: DeviceUpdate) -> None:
         exact_moments.validate_update_moments(update, len(state.stock.labels), _feature_width(state), exact=True)
 
 
-@with_mergeable_accumulators(ExactMomentSums, validate_site_sums)
-@with_update_check(validate_update)
 def fold(state: State, so_far: ExactMomentSums | None, update: DeviceUpdate) -> ExactMomentSums:
     """Add a device's moments in place, unless they were added in an earlier round.
 
@@ -262,11 +260,12 @@ METHOD = Method(
     send=send,
     work=work,
     check=None,
-    fold=fold,
+    aggregation=Aggregation(
+        fold, accumulator=lambda state: ExactMomentSums, check_update=validate_update, check_sums=validate_site_sums
+    ),
     step=step,
     result=result,
     done=done,
     explain=lambda state: state.log,
-    tasks=("classes",),
-    exact=True,  # moments are solved for
+    traits=Traits(prediction_tasks=("classes",), exact_updates=True),  # moments are solved for
 )

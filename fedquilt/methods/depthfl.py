@@ -29,6 +29,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -40,11 +41,11 @@ from fedquilt.core import (
     Step,
     Task,
     TaskSpec,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.formats import tensor_register
 from fedquilt.methods import fedavg, heterofl
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
 from fedquilt.models.partial import width as by_width
@@ -62,7 +63,7 @@ class Params(fedavg.Params):
     ramp: Depth = 300  # rounds until c is 1
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
+def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
     """Return the first state, with a random linear classifier after each stage but the last."""
     begun = fedavg.init(bundle, params, seed)
     found = by_depth.split_stages(begun.model, params.exits, begun.register)
@@ -75,12 +76,12 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     return replace(begun, model=model)
 
 
-def plain_network(state: fedavg.State) -> dict[str, np.ndarray]:
+def plain_network(state: NetworkState) -> dict[str, np.ndarray]:
     """Return the tensors of the plain network, without `exit.*`."""
     return {name: array for name, array in state.model.items() if not name.startswith("exit.")}
 
 
-def leading_stage_places(state: fedavg.State, depth: int) -> Places:
+def leading_stage_places(state: NetworkState, depth: int) -> Places:
     """Return the places of the tensors of the first `depth` stages and of their exits."""
     found = by_depth.split_stages(plain_network(state), state.params["exits"], state.register)
     names = [name for stage in found.stages[:depth] for name in stage.names]
@@ -95,7 +96,7 @@ def exit_inputs(body: by_depth.StagedNetwork) -> list[list[Any]]:
     return [[stage.entrance, stage.width] for stage in body.stages[1:]]
 
 
-def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the first stages that the device's memory tier allows."""
     depth = by_width.select_by_tier(device.profile, state.params["depths"])
     order = heterofl.part_task_spec(state, leading_stage_places(state, depth), 1.0)
@@ -184,9 +185,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
-@with_mergeable_accumulators(WeightedEntrySums)
-@with_update_schema(fedavg.partial_model_schema)
-def fold(state: fedavg.State, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
+def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The tensors present identify the depth."""
     sent = heterofl.sent_model(update)
     cuts = [leading_stage_places(state, depth) for depth in sorted(set(state.params["depths"]))]
@@ -195,12 +194,12 @@ def fold(state: fedavg.State, so_far: WeightedEntrySums | None, update: DeviceUp
     )
 
 
-def step(state: fedavg.State, total: WeightedEntrySums | None) -> fedavg.State:
+def step(state: NetworkState, total: WeightedEntrySums | None) -> NetworkState:
     """Average each entry over the devices that sent it."""
     return replace(state, model=by_width.average_entries(state.model, total))
 
 
-def result(state: fedavg.State) -> Artefact:
+def result(state: NetworkState) -> Artefact:
     """Return the network with its classifiers, or the plain network if there is one exit."""
     found, table = (
         by_depth.split_stages(plain_network(state), state.params["exits"], state.register),
@@ -209,7 +208,7 @@ def result(state: fedavg.State) -> Artefact:
     if len(found.stages) > 1:
         inputs = {"input": table["input"]} if "input" in table else {}
         table = {"name": "exits", "of": table, "looks": exit_inputs(found), "classes": found.classes, **inputs}
-    return Artefact("weights", {"network": table}, fedavg.with_aliases(state.network, state.model))
+    return Artefact("weights", {"network": table}, local_training.with_aliases(state.network, state.model))
 
 
 METHOD = replace(
@@ -217,12 +216,15 @@ METHOD = replace(
     paper="ICLR 2023 (DepthFL)",
     params=Params,
     engines=("torch",),
-    tasks=("classes",),  # exits teach each other their distributions over classes
+    traits=replace(fedavg.METHOD.traits, prediction_tasks=("classes",)),  # exits share distributions over classes
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(
+        fold, accumulator=lambda state: WeightedEntrySums, schema=local_training.partial_model_schema
+    ),
     step=step,
     result=result,
 )

@@ -32,9 +32,9 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
 )
 from fedquilt.methods import fedavg, fedlora
+from fedquilt.models import local_training
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,14 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedlora.State:
     return fedlora.State(**vars(fedavg.init(bundle, params, seed)), backbone={})
 
 
-@with_common_task
 def send(state: fedlora.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train two models, with twice FedAvg's cost."""
     if not state.backbone:
-        return fedavg.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
+        return local_training.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
     whole = fedlora.adapted_state(state)
     bundles = {"model": state.model, "backbone": state.backbone}
     return fedlora.with_adapted_layers(
-        fedavg.training_task_spec(whole, bundles, trainings=2, anchors=2, moved=state.model), state.network
+        local_training.training_task_spec(whole, bundles, trainings=2, anchors=2, moved=state.model), state.network
     )
 
 
@@ -71,12 +70,12 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     still, hooks = load_backbone_and_hooks(task, site, received)
     start = {**still, **received}
     again = copy.deepcopy(site.rng)  # the same mini-batches a second time
-    answer = fedavg.train_from(task, replace(site, progress=lambda done: site.progress(done / 2)), start, hooks)
+    answer = local_training.train_from(task, replace(site, progress=lambda done: site.progress(done / 2)), start, hooks)
     if pull:
         correct = lambda gradient, value, at: gradient + pull * (value - at["received"])  # noqa: E731
         hooks = replace(hooks, correct=correct, anchors={"received": start})
     second = replace(site, rng=again, progress=lambda done: site.progress(0.5 + done / 2))
-    mine = fedavg.train_from(task, second, {**still, **personal_model(site, received)}, hooks)
+    mine = local_training.train_from(task, second, {**still, **personal_model(site, received)}, hooks)
     model, local = ({name: each.bundles["model"][name] for name in received} for each in (answer, mine))
     told = {**answer.metrics, "own_loss": mine.metrics["loss"]}
     return replace(answer, bundles={"model": model}, local=local, metrics=told)

@@ -28,19 +28,20 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
 )
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Shared tensors as `model`, and the first batch norm tensors of every device."""
 
     norm: dict[str, np.ndarray]
 
 
-def private_names(state: fedavg.State) -> set[str]:
+def private_names(state: NetworkState) -> set[str]:
     """Return the names of running statistics and of normalisations' tensors, which stay private."""
     register = state.register
     running = [entry for entry in register.tensors if register.is_running_statistic(entry.name)]
@@ -58,15 +59,14 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(replace(begun, model=shared)), norm=norm)
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the network. The first batch norm tensors are sent once."""
-    return fedavg.training_task_spec(state, {"model": state.model, "norm": state.norm})
+    return local_training.training_task_spec(state, {"model": state.model, "norm": state.norm})
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the whole network. Batch norm tensors stay on the device."""
-    answer = fedavg.train_from(task, site, personal(task, site))
+    answer = local_training.train_from(task, site, personal(task, site))
     model, own = answer.bundles["model"], site.load("norm").keys()
     shared = {name: array for name, array in model.items() if name not in own}
     return replace(answer, bundles={"model": shared}, local={name: model[name] for name in own})
@@ -79,7 +79,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 
 def result(state: State) -> Artefact:
     """Return the shared model with the batch normalisation's tensors of the job's start."""
-    return fedavg.weights_artefact(state.network, {**state.model, **state.norm}, private=sorted(state.norm))
+    return local_training.weights_artefact(state.network, {**state.model, **state.norm}, private=sorted(state.norm))
 
 
 def personal(task: Task, site: ClientContext) -> Tensors:

@@ -29,6 +29,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -41,11 +42,11 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     WorkEstimate,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.costs import layer_costs
 from fedquilt.methods import depthfl, fedavg, heterofl
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
 from fedquilt.models.partial import width as by_width
@@ -71,7 +72,7 @@ class StageGroup:
     end: int  # stage behind it; of the network's last group: the number of stages
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
+def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
     """Return the first state, with a random link before each stage but the first."""
     begun = fedavg.init(bundle, params, seed)
     found = by_depth.split_stages(begun.model, params.stages, begun.register)
@@ -88,7 +89,7 @@ def link_name(end: int) -> str:
     return f"link.s{end}.weight"
 
 
-def plain_network(state: fedavg.State) -> dict[str, np.ndarray]:
+def plain_network(state: NetworkState) -> dict[str, np.ndarray]:
     """Return the tensors of the plain network, without links."""
     return {name: array for name, array in state.model.items() if not name.startswith("link.")}
 
@@ -101,25 +102,25 @@ def split_into_groups(body: StagedNetwork, count: int) -> list[StageGroup]:
     return found
 
 
-def places_for_groups(state: fedavg.State, body: StagedNetwork, count: int) -> Places:
+def places_for_groups(state: NetworkState, body: StagedNetwork, count: int) -> Places:
     """Return the places of the whole network and of the links for `count` groups."""
     links = [link_name(group.end) for group in split_into_groups(body, count)[:-1]]
     return dict.fromkeys(sorted([*plain_network(state), *links]), (None, None))
 
 
-def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train as many groups of blocks as the device's memory tier requires."""
     count = by_width.select_by_tier(device.profile, state.params["groups"])
     body = by_depth.split_stages(plain_network(state), state.params["stages"], state.register)
     found, at = split_into_groups(body, count), places_for_groups(state, body, count)
     sub = by_width.cut_tensors(state.model, at)
-    order = fedavg.training_task_spec(state, {"model": sub})
+    order = local_training.training_task_spec(state, {"model": sub})
     ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in found[:-1]]
     table = {"groups": [list(group.names) for group in found], "ends": ends, "head": body.head}
     return replace(order, params={**order.params, **table}, work=_groups_work(state, order, found))
 
 
-def _groups_work(state: fedavg.State, order: TaskSpec, found: list[StageGroup]) -> Any:
+def _groups_work(state: NetworkState, order: TaskSpec, found: list[StageGroup]) -> Any:
     # Each group costs a forward pass up to its end and a backward pass through itself.
     if len(found) == 1:
         return order.work
@@ -137,9 +138,9 @@ def _groups_work(state: fedavg.State, order: TaskSpec, found: list[StageGroup]) 
             flops=state.flops * layer_costs.part_shares(state.costs_by_layer(), model, before)[0],
             layers=layer_costs.scale_layers(state.layers, state.model, part.model),
         )
-        works.append(fedavg.training_task_spec(part, {}, moved={**own, **head}).work)
+        works.append(local_training.training_work(part, moved={**own, **head}))
         light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
-        peaks.append(fedavg.training_task_spec(light, {}, moved={**own, **head}).work.peak_bytes)
+        peaks.append(local_training.training_work(light, moved={**own, **head}).peak_bytes)
     return msgspec.structs.replace(reduce(WorkEstimate.add, works), peak_bytes=max(peaks))
 
 
@@ -167,7 +168,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         hooks = Hooks(prepare=prepare, steps=(Step(rate=lambda name, moved=moved: float(name in moved)),))  # type: ignore[misc]
         done = index / len(parts)
         at = replace(site, progress=lambda share, done=done: site.progress(done + share / len(parts)))  # type: ignore[misc]
-        answer = fedavg.train_from(task, at, start, hooks)
+        answer = local_training.train_from(task, at, start, hooks)
         model = {**model, **answer.bundles["model"]}
         told, steps = dict(answer.metrics), steps + answer.metrics["steps"]
     return ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps})
@@ -198,9 +199,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
-@with_mergeable_accumulators(WeightedEntrySums)
-@with_update_schema(fedavg.partial_model_schema)
-def fold(state: fedavg.State, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
+def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The links present identify the number of groups."""
     sent = heterofl.sent_model(update)
     body = by_depth.split_stages(plain_network(state), state.params["stages"], state.register)
@@ -210,9 +209,9 @@ def fold(state: fedavg.State, so_far: WeightedEntrySums | None, update: DeviceUp
     )
 
 
-def result(state: fedavg.State) -> Artefact:
+def result(state: NetworkState) -> Artefact:
     """Return the global network without its links."""
-    return fedavg.weights_artefact(state.network, plain_network(state))
+    return local_training.weights_artefact(state.network, plain_network(state))
 
 
 METHOD = replace(
@@ -222,9 +221,12 @@ METHOD = replace(
     engines=("torch",),
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(
+        fold, accumulator=lambda state: WeightedEntrySums, schema=local_training.partial_model_schema
+    ),
     step=depthfl.step,
     result=result,
 )

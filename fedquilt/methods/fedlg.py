@@ -24,7 +24,9 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.arrays import tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -34,10 +36,9 @@ from fedquilt.core import (
     TaskSpec,
     UpdateError,
     UpdateSchema,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg, fedrep, parfed
+from fedquilt.models import local_training
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,16 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     work = sent.work
     if not state.shared:  # one more pass, forward and back, for the gradients of the trained network
         again = replace(state.plain_state_with({**state.own, **state.model}), params={**state.params, "epochs": 1})
-        work = work.add(fedavg.training_task_spec(again, {}).work)
+        work = work.add(local_training.training_work(again))
     params = {**sent.params, "candidates": list(state.candidates), "shared": list(state.shared)}
     return replace(sent, params=params, work=work)
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the device's network. Return gradient sizes while probing, afterwards the learnGene."""
-    answer = fedrep.split_result(fedavg.train_from(task, site, fedrep.load_device_network(site)), task.params["shared"])
+    answer = fedrep.split_result(
+        local_training.train_from(task, site, fedrep.load_device_network(site)), task.params["shared"]
+    )
     if task.params["shared"]:
         return answer
     squares = site.engine.fisher(task.params["network"], answer.local, site.train, each=task.params["batch"])
@@ -99,9 +102,7 @@ def update_schema(state: State) -> UpdateSchema:
     return UpdateSchema({"sizes": {name: np.zeros(1) for name in state.candidates}})
 
 
-@with_mergeable_accumulators(fedavg.FedAvgSums)
-@with_update_schema(update_schema)
-def fold(state: State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
+def fold(state: State, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
     """Add an update to the sums: the learnGene or, while probing, the gradient sizes."""
     if state.shared:
         like = {name: state.own[name] for name in state.shared}
@@ -114,14 +115,14 @@ def fold(state: State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -
     return fedavg.fold(replace(state, model=like), so_far, replace(update, bundles={"model": sizes}))
 
 
-def step(state: State, total: fedavg.FedAvgSums | None) -> State:
+def step(state: State, total: WeightedSums | None) -> State:
     """Average the learnGene, or add the gradient sizes and choose after the last probing round."""
     if total is None or total.weight == 0:
         return state
     if state.shared:
         like: Mapping[str, np.ndarray] = {name: state.own[name] for name in state.shared}
-        return replace(state, model=fedavg.cast_like(fedavg.weighted_mean(total), like))
-    mean = fedavg.weighted_mean(total)
+        return replace(state, model=tensors.cast_like(total.mean(), like))
+    mean = total.mean()
     sizes = {name: size + float(mean[name][0]) for name, size in state.sizes.items()}
     least = sorted(sizes, key=lambda name: (sizes[name], name))[: state.params["layers"]]
     chosen = tuple(sorted(least)) if state.probed + 1 >= state.params["probe"] else ()
@@ -141,7 +142,7 @@ METHOD = replace(
     init=init,
     send=send,
     work=work,
-    fold=fold,
+    aggregation=Aggregation(fold, accumulator=lambda state: WeightedSums, schema=update_schema),
     step=step,
     explain=explain,
 )

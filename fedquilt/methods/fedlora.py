@@ -32,11 +32,12 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
 )
 from fedquilt.costs import layer_costs
 from fedquilt.formats import tensor_register
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import lora
 
 
@@ -53,7 +54,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Adapters and head as `model`, and the frozen backbone."""
 
     backbone: dict[str, np.ndarray]
@@ -92,13 +93,13 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
     return register.parameters_by_layer()[last]
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train adapters and head. The frozen backbone is sent once."""
     anchors = 1 if state.params.get("mu", 1.0) else 0
     bundles = {"model": state.model, "backbone": state.backbone}
     return with_adapted_layers(
-        fedavg.training_task_spec(adapted_state(state), bundles, anchors=anchors, moved=state.model), state.network
+        local_training.training_task_spec(adapted_state(state), bundles, anchors=anchors, moved=state.model),
+        state.network,
     )
 
 
@@ -107,7 +108,7 @@ def with_adapted_layers(order: TaskSpec, network: Mapping[str, Any]) -> TaskSpec
     return replace(order, params={**order.params, "places": adapted_layers(network)})
 
 
-def adapted_state(state: State) -> fedavg.State:
+def adapted_state(state: State) -> NetworkState:
     """Return a plain state of the backbone with its adapters, for size and cost."""
     whole = state.plain_state_with({**state.backbone, **state.model})
     added = {name: array for name, array in state.model.items() if name not in state.backbone}
@@ -135,7 +136,7 @@ def adapter_hooks(task: Task, moved: Tensors) -> Hooks:
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the adapters and the head in the frozen backbone, and return those alone."""
     backbone, received = site.load("backbone"), site.load("model")
-    answer = fedavg.train_from(task, site, {**backbone, **received}, adapter_hooks(task, received))
+    answer = local_training.train_from(task, site, {**backbone, **received}, adapter_hooks(task, received))
     model = answer.bundles["model"]
     return replace(answer, bundles={"model": {name: model[name] for name in received}})
 
@@ -149,7 +150,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 
 def result(state: State) -> Artefact:
     """Return the job's network with the adapters merged into its weights."""
-    return fedavg.weights_artefact(state.network, merged_model(state))
+    return local_training.weights_artefact(state.network, merged_model(state))
 
 
 def merged_model(state: State) -> dict[str, np.ndarray]:
@@ -174,5 +175,5 @@ METHOD = replace(
     work=work,
     check=check,
     result=result,
-    frozen="all but the head",
+    traits=replace(fedavg.METHOD.traits, frozen_weights="all but the head"),
 )

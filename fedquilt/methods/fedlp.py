@@ -19,8 +19,10 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.arrays import exact_sums
+from fedquilt.arrays import exact_sums, tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.core import (
+    Aggregation,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -28,11 +30,10 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     UpdateError,
-    with_common_task,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class FedLPSums(fedavg.FedAvgSums):
+class FedLPSums(WeightedSums):
     """Sums of a round: sum_k n_k * w_k of the layers received, and sum_k n_k of each tensor."""
 
     senders: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
 
 
-def layer_units(state: fedavg.State) -> list[tuple[str, ...]]:
+def layer_units(state: NetworkState) -> list[tuple[str, ...]]:
     """Return the names of the tensors of each layer, including its normalisation's statistics."""
     found = {layer: set(names) for layer, names in state.register.parameters_by_layer().items()}
     for entry in state.register.tensors:
@@ -57,8 +58,7 @@ def layer_units(state: fedavg.State) -> list[tuple[str, ...]]:
     return [tuple(sorted(names)) for names in found.values()]
 
 
-@with_common_task
-def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return FedAvg's task spec, with the layers that a device sends or drops."""
     order = fedavg.send(state, device)
     return replace(order, params={**order.params, "units": layer_units(state)})
@@ -72,9 +72,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
 
 
-@with_mergeable_accumulators(FedLPSums)
-@with_update_schema(fedavg.partial_model_schema)
-def fold(state: fedavg.State, so_far: FedLPSums | None, update: DeviceUpdate) -> FedLPSums:
+def fold(state: NetworkState, so_far: FedLPSums | None, update: DeviceUpdate) -> FedLPSums:
     """Add the layers in an update to their sums."""
     if "model" not in update.bundles:
         raise UpdateError(f"{update.device} sent no model, not even an empty one")
@@ -89,15 +87,23 @@ def fold(state: fedavg.State, so_far: FedLPSums | None, update: DeviceUpdate) ->
     return FedLPSums(one.total, one.weights, {**so_far.senders, **senders})
 
 
-def step(state: fedavg.State, total: FedLPSums | None) -> fedavg.State:
+def step(state: NetworkState, total: FedLPSums | None) -> NetworkState:
     """Average each layer over its senders. A layer without senders stays."""
     if total is None:
         return state
     mean: dict[str, np.ndarray] = {}
     for name, weight in total.senders.items():
         if float(weight):
-            mean[name] = fedavg.divide_sum(total.total[name], float(weight))
-    return replace(state, model={**state.model, **fedavg.cast_like(mean, state.model)})
+            mean[name] = total.total[name].mean(float(weight))
+    return replace(state, model={**state.model, **tensors.cast_like(mean, state.model)})
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 2303.06360", params=Params, send=send, work=work, fold=fold, step=step)
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2303.06360",
+    params=Params,
+    send=send,
+    work=work,
+    aggregation=Aggregation(fold, accumulator=lambda state: FedLPSums, schema=local_training.partial_model_schema),
+    step=step,
+)

@@ -25,6 +25,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -37,11 +38,10 @@ from fedquilt.core import (
     Step,
     Task,
     TaskSpec,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.methods import _subnetworks, fedavg, heterofl
 from fedquilt.methods.heterofl import HeteroFLSums
+from fedquilt.models import local_training
 from fedquilt.models.partial import masks, width
 from fedquilt.models.partial.masks import TensorGroups
 from fedquilt.models.partial.width import Places
@@ -149,8 +149,6 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
-@with_mergeable_accumulators(HeteroFLSums)
-@with_update_schema(fedavg.partial_model_schema)
 def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> HeteroFLSums:
     """Add a device's predictor entries to the sums of its ratio."""
     sent, held = heterofl.sent_model(update), encoder_names(state)
@@ -170,6 +168,6 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=local_training.partial_model_schema),
     settle=_subnetworks.statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
 )

@@ -22,8 +22,11 @@ from typing import Any
 import numpy as np
 
 from fedquilt.arrays import exact_sums, tensors
-from fedquilt.core import DeviceUpdate, UpdateError, with_mergeable_accumulators, with_update_schema
+from fedquilt.arrays.exact_sums import WeightedSums
+from fedquilt.core import Aggregation, DeviceUpdate, UpdateError
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class FedNovaSums(fedavg.FedAvgSums):
+class FedNovaSums(WeightedSums):
     """Sums of a round: n_i y_i / a_i of trained tensors, n_i y_i of statistics, and the divisors."""
 
     inverse: exact_sums.ExactScalar = exact_sums.ExactScalar()  # sum_i n_i / a_i
@@ -53,7 +56,7 @@ def effective_steps(steps: float, params: Mapping[str, Any]) -> float:
     return steps + rho * heavy if params["nesterov"] else heavy
 
 
-def validate_site_sums(state: fedavg.State, total: FedNovaSums, weight: float) -> None:
+def validate_site_sums(state: NetworkState, total: FedNovaSums, weight: float) -> None:
     """Validate the sums of a site before they are merged.
 
     Raises:
@@ -64,12 +67,10 @@ def validate_site_sums(state: fedavg.State, total: FedNovaSums, weight: float) -
         raise UpdateError("the sums of 1 / a_i and of a_i are none of devices that took a step or more each")
 
 
-@with_mergeable_accumulators(FedNovaSums, validate_site_sums)
-@with_update_schema(fedavg.full_model_schema)
-def fold(state: fedavg.State, so_far: FedNovaSums | None, update: DeviceUpdate) -> FedNovaSums:
+def fold(state: NetworkState, so_far: FedNovaSums | None, update: DeviceUpdate) -> FedNovaSums:
     """Add an update to the sums, with trained tensors divided by a_i."""
-    weight, a = update.weight, effective_steps(fedavg.reported_steps(update), state.params)
-    model, learned = update.bundles.get("model", {}), set(fedavg.trained_names(state))
+    weight, a = update.weight, effective_steps(local_training.reported_steps(update), state.params)
+    model, learned = update.bundles.get("model", {}), set(state.trained_names())
     tensors.require_addable(model, state.model)
     so_far = so_far or FedNovaSums()
     total = {
@@ -80,16 +81,28 @@ def fold(state: fedavg.State, so_far: FedNovaSums | None, update: DeviceUpdate) 
     return FedNovaSums(total, so_far.weights.add_numbers(weight), inverse, lengths)
 
 
-def step(state: fedavg.State, total: FedNovaSums | None) -> fedavg.State:
+def step(state: NetworkState, total: FedNovaSums | None) -> NetworkState:
     """Move the model along the mean normalised update (Eq. 7) and average other tensors."""
     if total is None or total.weight == 0:
         return state
-    model = fedavg.weighted_mean(total)
+    model = total.mean()
     effective = float(total.lengths) / total.weight
-    for name in fedavg.trained_names(state):
+    for name in state.trained_names():
         kept = 1 - effective * float(total.inverse) / total.weight
         model[name] = kept * state.model[name].astype(np.float64) + effective * model[name]
-    return replace(state, model=fedavg.cast_like(model, state.model))
+    return replace(state, model=tensors.cast_like(model, state.model))
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 2007.07481", params=Params, fold=fold, step=step, uneven=True)
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2007.07481",
+    params=Params,
+    aggregation=Aggregation(
+        fold,
+        accumulator=lambda state: FedNovaSums,
+        schema=local_training.full_model_schema,
+        check_sums=validate_site_sums,
+    ),
+    step=step,
+    traits=replace(fedavg.METHOD.traits, unequal_epochs=True),
+)

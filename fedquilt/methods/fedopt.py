@@ -24,8 +24,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
+from fedquilt.arrays import tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.core import Bundle
 from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Global model, and the server optimizer's moments of the trained tensors, float32."""
 
     first: dict[str, np.ndarray]  # m
@@ -50,17 +53,17 @@ class State(fedavg.State):
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Return the first state, with first moments of 0 and second moments of tau^2."""
     begun = fedavg.init(bundle, params, seed)
-    names = fedavg.trained_names(begun)
+    names = begun.trained_names()
     first = {name: np.zeros_like(begun.model[name]) for name in names}
     second = {name: np.full_like(begun.model[name], params.tau**2) for name in names}
     return State(**vars(begun), first=first, second={} if params.server == "sgd" else second)
 
 
-def step(state: State, total: fedavg.FedAvgSums | None) -> State:
+def step(state: State, total: WeightedSums | None) -> State:
     """Apply the server's optimizer to the mean change of the round (Algorithm 2)."""
     if total is None or total.weight == 0:
         return state
-    params, model = state.params, fedavg.weighted_mean(total)
+    params, model = state.params, total.mean()
     eta, beta1 = params["server_lr"], params["beta1"]
     first, second = {}, {}
     for name in state.first:
@@ -76,9 +79,9 @@ def step(state: State, total: fedavg.FedAvgSums | None) -> State:
             model[name] = x + eta * first[name] / (np.sqrt(second[name]) + params["tau"])
     return replace(
         state,
-        model=fedavg.cast_like(model, state.model),
-        first=fedavg.cast_like(first, state.model),
-        second=fedavg.cast_like(second, state.model),
+        model=tensors.cast_like(model, state.model),
+        first=tensors.cast_like(first, state.model),
+        second=tensors.cast_like(second, state.model),
     )
 
 

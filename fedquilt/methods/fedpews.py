@@ -30,7 +30,9 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.arrays import exact_sums, tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -42,9 +44,10 @@ from fedquilt.core import (
     TaskSpec,
     UpdateError,
     UpdateSchema,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import masks
 from fedquilt.models.partial.masks import MaskPlan
 
@@ -77,7 +80,7 @@ class Params(WarmupParams):
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Global model, dependencies between its neurons, and the masks that devices have published."""
 
     plan: MaskPlan
@@ -126,13 +129,13 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     bundles = {"model": state.model, "plan": {"json": masks.plan_to_array(state.plan)}}
     if others is not None:
         bundles["others"] = {"theta": others}
-    order = fedavg.training_task_spec(state, bundles, trainings=2, anchors=anchors)
+    order = local_training.training_task_spec(state, bundles, trainings=2, anchors=anchors)
     return replace(order, params={**order.params, "masked": True, "alone": others is None})
 
 
 def full_task_spec(state: State) -> TaskSpec:
     """Return the task spec to train the whole network."""
-    return fedavg.training_task_spec(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
+    return local_training.training_task_spec(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
 
 
 def _mean_of_others(state: State, device: str) -> np.ndarray | None:
@@ -169,10 +172,11 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     others = None if task.params["alone"] else torch.from_numpy(site.load("others")["theta"])
     gates = MaskHooks(plan, others, task.params["diversity"], task.params["mu"])
     hooks = Hooks(
-        prepare=gates.prepare, steps=gates.training_steps(task.params["mask_lr"] / fedavg.fit_from_task(task).lr)
+        prepare=gates.prepare,
+        steps=gates.training_steps(task.params["mask_lr"] / local_training.fit_from_task(task).lr),
     )
     first = np.full(plan.neurons, task.params["first_score"], np.float32)
-    answer = fedavg.train_from(task, site, {**received, SCORES: site.local.get("scores", first)}, hooks)
+    answer = local_training.train_from(task, site, {**received, SCORES: site.local.get("scores", first)}, hooks)
     model = dict(answer.bundles["model"])
     scores = model.pop(SCORES)
     theta = (1 / (1 + np.exp(-scores.astype(np.float64)))).astype(np.float32)
@@ -200,17 +204,14 @@ def update_weight(state: State, update: DeviceUpdate) -> float:
 def update_schema(state: State) -> UpdateSchema:
     """Return the schema of an update: in the warm-up a mask and the covered entries, later a model."""
     if not is_warmup(state):
-        return fedavg.full_model_schema(state)
+        return local_training.full_model_schema(state)
     count = state.plan.neurons
     mask = {"bits": tensors.TensorSpec((-(-count // 8),), np.dtype(np.uint8))}
     theta = {"theta": tensors.TensorSpec((count,), np.dtype(np.float16))}
     return UpdateSchema({"model": state.model, "mask": {**mask, **theta}}, whole=False)
 
 
-@with_update_schema(update_schema)
-def fold(
-    state: State, so_far: MaskedSums | fedavg.FedAvgSums | None, update: DeviceUpdate
-) -> MaskedSums | fedavg.FedAvgSums:
+def fold(state: State, so_far: MaskedSums | WeightedSums | None, update: DeviceUpdate) -> MaskedSums | WeightedSums:
     """Add an update to the sums: covered entries in the warm-up, the whole model afterwards.
 
     Raises:
@@ -219,7 +220,7 @@ def fold(
     if not is_warmup(state):
         assert not isinstance(so_far, MaskedSums)
         return fold_full_model(state, so_far, update)
-    assert not isinstance(so_far, fedavg.FedAvgSums)
+    assert not isinstance(so_far, WeightedSums)
     told, wanted = update.bundles.get("mask", {}), {"bits", "theta"}
     if state.params["publish"] == "bits":
         wanted = {"bits"}
@@ -233,7 +234,7 @@ def fold(
     return add_covered(state, so_far, update, neurons, {update.device: value})
 
 
-def fold_full_model(state: State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
+def fold_full_model(state: State, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
     """Add an update with the whole model to the sums."""
     return fedavg.fold(state, so_far, replace(update, weight=update_weight(state, update)))
 
@@ -262,16 +263,14 @@ def add_covered(
     return MaskedSums(total, exact_sums.add_arrays(so_far.cover, cover), {**so_far.published, **told})
 
 
-def step(state: State, total: MaskedSums | fedavg.FedAvgSums | None) -> State:
+def step(state: State, total: MaskedSums | WeightedSums | None) -> State:
     """Move each entry towards its mean over the devices that cover the entry (Eq. 4)."""
-    if total is None or (isinstance(total, fedavg.FedAvgSums) and total.weight == 0):
+    if total is None or (isinstance(total, WeightedSums) and total.weight == 0):
         return state
     rate = state.params["server_lr"]
-    if isinstance(total, fedavg.FedAvgSums):
-        found = {
-            name: _step_towards(state.model[name], array, rate) for name, array in fedavg.weighted_mean(total).items()
-        }
-        return replace(state, model=fedavg.cast_like(found, state.model), round=state.round + 1, published={})
+    if isinstance(total, WeightedSums):
+        found = {name: _step_towards(state.model[name], array, rate) for name, array in total.mean().items()}
+        return replace(state, model=tensors.cast_like(found, state.model), round=state.round + 1, published={})
     found, reached, entries = {}, 0, 0
     for name, before in state.model.items():
         cover, given = total.cover[name].rounded_value(), total.total[name].rounded_value()
@@ -284,7 +283,7 @@ def step(state: State, total: MaskedSums | fedavg.FedAvgSums | None) -> State:
         reached, entries = reached + int(some.sum()), entries + before.size
     return replace(
         state,
-        model=fedavg.cast_like(found, state.model),
+        model=tensors.cast_like(found, state.model),
         round=state.round + 1,
         reached=reached / entries,
         published={**state.published, **total.published} if total.published else {},
@@ -312,9 +311,10 @@ METHOD = replace(
     engines=("torch",),
     init=init,
     send=send,
+    common_task=False,
     work=work,
-    fold=fold,
+    aggregation=Aggregation(fold, schema=update_schema),
     step=step,
     explain=explain,
-    keeps="what every device has published of its mask",
+    traits=replace(fedavg.METHOD.traits, per_device_data="what every device has published of its mask"),
 )

@@ -22,7 +22,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.core import (
+    Aggregation,
     ClientContext,
     ClientResult,
     DeviceUpdate,
@@ -32,9 +34,9 @@ from fedquilt.core import (
     TaskSpec,
     Tensors,
     derive_seed,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg, fedpews
+from fedquilt.models import local_training
 from fedquilt.models.partial import masks
 
 
@@ -64,7 +66,7 @@ def send(state: fedpews.State, device: DeviceView) -> TaskSpec:
     neurons = device_mask(state, device.device)
     sent = masks.select_covered(state.model, masks.covered_entries(state.plan, neurons))
     bundles = {"model": sent, "plan": {"json": masks.plan_to_array(state.plan)}}
-    order = fedavg.training_task_spec(state, bundles, anchors=int(state.params["mu"] > 0))
+    order = local_training.training_task_spec(state, bundles, anchors=int(state.params["mu"] > 0))
     return replace(order, params={**order.params, "masked": True, "part": part_index(state, device.device)})
 
 
@@ -73,7 +75,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     if not task.params.get("masked"):
         return fedavg.work(task, site, fedpews.proximal_hooks(task))
     part, marks = _load_part(task, site)
-    answer = fedavg.train_from(task, site, part, fedpews.proximal_hooks(task))
+    answer = local_training.train_from(task, site, part, fedpews.proximal_hooks(task))
     return replace(answer, bundles={"model": masks.select_covered(answer.bundles["model"], marks)})
 
 
@@ -89,15 +91,14 @@ def _load_part(task: Task, site: ClientContext) -> tuple[Tensors, Mapping[str, n
     return masks.restore_covered(site.load("model"), marks), marks
 
 
-@with_update_schema(fedpews.update_schema)
 def fold(
-    state: fedpews.State, so_far: fedpews.MaskedSums | fedavg.FedAvgSums | None, update: DeviceUpdate
-) -> fedpews.MaskedSums | fedavg.FedAvgSums:
+    state: fedpews.State, so_far: fedpews.MaskedSums | WeightedSums | None, update: DeviceUpdate
+) -> fedpews.MaskedSums | WeightedSums:
     """Add an update to the sums: the device's part in the warm-up, the whole model afterwards."""
     if not fedpews.is_warmup(state):
         assert not isinstance(so_far, fedpews.MaskedSums)
         return fedpews.fold_full_model(state, so_far, update)
-    assert not isinstance(so_far, fedavg.FedAvgSums)
+    assert not isinstance(so_far, WeightedSums)
     return fedpews.add_covered(state, so_far, update, device_mask(state, update.device), {})
 
 
@@ -108,6 +109,6 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    fold=fold,
-    keeps="",  # it publishes no mask
+    aggregation=Aggregation(fold, schema=fedpews.update_schema),
+    traits=fedavg.METHOD.traits,  # devices publish no masks
 )

@@ -3,9 +3,8 @@
 Paper: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020 (arXiv 1812.06127),
 Eq. 2: the local objective gains mu/2 * ||w - w_t||^2, hence its gradient mu * (w - w_t).
 
-Deviations: none in the objective. Every device runs all its local epochs, except in rounds that are planned for energy
-(`[cohort] deadline`). There devices run unequal numbers of epochs, as in the paper's partial work, and are weighted by
-their examples.
+Deviations: none in the objective. Devices run unequal numbers of epochs, as in the paper's partial work, only in rounds
+planned for energy (`[cohort] deadline`), and are weighted by their examples.
 """
 
 from dataclasses import dataclass, replace
@@ -31,4 +30,5 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return fedavg.work(task, site, pull)
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 1812.06127", params=Params, work=work, uneven=True)
+TRAITS = replace(fedavg.METHOD.traits, unequal_epochs=True)
+METHOD = replace(fedavg.METHOD, paper="arXiv 1812.06127", params=Params, work=work, traits=TRAITS)

@@ -38,9 +38,10 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
 )
 from fedquilt.methods import fedavg, fedlora
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Shared tensors as `model`, first values of devices' own tensors, and frozen tensors."""
 
     own: dict[str, np.ndarray]
@@ -64,14 +65,13 @@ class State(fedavg.State):
 # -- sharing a part -------------------------------------------------------------------------------
 
 
-def split_state(begun: fedavg.State, own: Collection[str]) -> State:
+def split_state(begun: NetworkState, own: Collection[str]) -> State:
     """Return FedRep's state, in which the tensors named in `own` stay on the devices."""
     shared = {name: array for name, array in begun.model.items() if name not in own}
     rest = {name: array for name, array in begun.model.items() if name in own}
     return State(**vars(replace(begun, model=shared)), own=rest, backbone={})
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train the whole network. Only the shared part is sent in every round."""
     trained = {**state.own, **state.model}
@@ -80,7 +80,7 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     if state.backbone:
         plain = fedlora.adapted_state(fedlora.State(**vars(state.plain_state_with(trained)), backbone=state.backbone))
     still = {"backbone": state.backbone} if state.backbone else {}
-    order = fedavg.training_task_spec(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
+    order = local_training.training_task_spec(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
     return fedlora.with_adapted_layers(order, state.network) if state.backbone else order
 
 
@@ -100,7 +100,7 @@ def split_result(answer: ClientResult, shared: Collection[str]) -> ClientResult:
 
 def train_whole_network(task: Task, site: ClientContext) -> ClientResult:
     """Train all tensors together and send the shared part."""
-    return split_result(fedavg.train_from(task, site, load_device_network(site)), site.load("model"))
+    return split_result(local_training.train_from(task, site, load_device_network(site)), site.load("model"))
 
 
 def load_backbone_and_insertion(task: Task, site: ClientContext) -> tuple[Tensors, Any]:
@@ -131,7 +131,7 @@ def result(state: State) -> Artefact:
         model = fedlora.merged_model(
             fedlora.State(**vars(state.plain_state_with(state.model)), backbone=state.backbone)
         )
-    return fedavg.weights_artefact(state.network, model, private=private)
+    return local_training.weights_artefact(state.network, model, private=private)
 
 
 # -- the method -----------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def fedrep_task_spec(state: State, device: DeviceView) -> TaskSpec:
         return sent
     all_of_it = state.plain_state_with({**state.backbone, **state.own, **state.model})
     light = replace(all_of_it, params={**state.params, "epochs": state.params["head_epochs"]})
-    head = fedavg.training_task_spec(light, {}, moved=state.own).work
+    head = local_training.training_work(light, moved=state.own)
     return replace(sent, work=sent.work.add(head))
 
 
@@ -181,7 +181,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     head, model, steps = set(site.load("own")), load_device_network(site), 0.0
     body = model.keys() - head
     still, prepare = load_backbone_and_insertion(task, site)
-    fit, epochs = fedavg.fit_from_task(task), task.params["head_epochs"] if head else 0
+    fit, epochs = local_training.fit_from_task(task), task.params["head_epochs"] if head else 0
     first = epochs / (epochs + fit.epochs)  # share of the work
 
     def train_tensors(

@@ -34,6 +34,7 @@ from msgspec import Meta
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -49,11 +50,10 @@ from fedquilt.core import (
     Tensors,
     UpdateSchema,
     derive_seed,
-    with_common_task,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.methods.robust import CollectedUpdates, collect_update
+from fedquilt.models import local_training
 from fedquilt.models.partial import lora
 
 EPS = 1e-8
@@ -145,14 +145,12 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**begun_with, backbone=begun.model, seed=seed)
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return FedLoRA's task spec with the names of the head's tensors."""
     sent = fedlora.send(state, device)
     return replace(sent, params={**sent.params, "head_names": fedlora.head_names(state.network)})
 
 
-@with_update_schema(lambda state: UpdateSchema({"delta": state.model}))
 def fold(state: State, so_far: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
     """Collect an update's change of the shared part, for up to `most` devices in a round."""
     return collect_update(so_far, update, "delta", state.model, state.params["most"], state.seed)
@@ -173,7 +171,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
         told.append("no change agreed with the mean change: the plain mean was taken")
     elif apart := [device for device, share in zip(devices, shares, strict=True) if share == 0]:
         told.append(f"against the mean change, and so left aside: {', '.join(apart)}")
-    return replace(state, model=fedavg.cast_like(model, state.model), told=tuple(told))
+    return replace(state, model=tensors.cast_like(model, state.model), told=tuple(told))
 
 
 def aggregation_weights(deltas: Sequence[Tensors], rule: str) -> tuple[np.ndarray, bool]:
@@ -212,7 +210,7 @@ def result(state: State) -> Artefact:
     private = {f"{layer}.weight" for spot in spots for layer in spot.layers}  # a device's own branch adds to these
     if state.params["head"] == "private":
         private.update(fedlora.head_names(state.network))
-    return fedavg.weights_artefact(state.network, fedlora.merged_model(state), private=sorted(private))
+    return local_training.weights_artefact(state.network, fedlora.merged_model(state), private=sorted(private))
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -222,7 +220,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the shared part, the own branch and the gates (Eq. 5 to 8), and send the change (Eq. 9)."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = load_own_branch(task, site, backbone)
-    answer = fedavg.train_from(task, site, {**backbone, **received, **mine}, branch_hooks(task, received, mine))
+    answer = local_training.train_from(task, site, {**backbone, **received, **mine}, branch_hooks(task, received, mine))
     model = answer.bundles["model"]
     delta = {name: model[name] - received[name] for name in received}
     kept = {name: model[name] for name in mine}
@@ -335,10 +333,12 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold, schema=lambda state: UpdateSchema({"delta": state.model})),
     step=step,
     result=result,
     explain=lambda state: state.told,
     personal=personal,
-    keeps="changes of adapters and head, `most` of them, which are compared",
+    traits=replace(
+        fedlora.METHOD.traits, per_device_data="changes of adapters and head, `most` of them, which are compared"
+    ),
 )

@@ -44,6 +44,8 @@ from fedquilt.costs import layer_costs
 from fedquilt.formats import tensor_register
 from fedquilt.formats.tensor_register import BATCH_NORMS, TensorRegister
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import output_cache
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Trained tensors of w_QK as `model`, and the frozen pre-trained network w_SK."""
 
     frozen: dict[str, np.ndarray]  # w_SK, whole
@@ -116,7 +118,7 @@ def require_separable(register: TensorRegister) -> None:
             )
 
 
-def tensors_to_send(begun: fedavg.State, trained: list[str], bn: str) -> dict[str, np.ndarray]:
+def tensors_to_send(begun: NetworkState, trained: list[str], bn: str) -> dict[str, np.ndarray]:
     """Return the trained modules' tensors, with batch norm statistics only if bn is "train"."""
     entries = [entry for entry in begun.register.tensors if is_trained(trained, entry.name)]
     kept = [each.name for each in entries if bn == "train" or each.kind == "parameter" or not each.normalises]
@@ -130,13 +132,13 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     in every epoch. The prediction ignores `cache_mb`, because only the device knows the size of its examples.
     """
     whole = replace(state, model=state.frozen)  # for the size in memory
-    order = fedavg.training_task_spec(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
+    order = local_training.training_task_spec(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
     if not state.layers:
         return order
     tail = replace(whole, layers=layer_costs.split_at_trained(state.layers, state.model)[1])
     cached, new = state.params["cache"] != "off", not device.rounds
-    each = fedavg.training_task_spec(tail, {}, moved=state.model)
-    frozen = fedavg.evaluation_work(whole)  # w_SK, and what lies before its trained part
+    each = local_training.training_task_spec(tail, {}, moved=state.model)
+    frozen = local_training.evaluation_work(whole)  # w_SK, and what lies before its trained part
     epochs = 1 if cached else int(state.params["epochs"])
     work, check = each.work, each.check or frozen
     if new or not cached:
@@ -160,7 +162,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         task.params["network"],
         start,
         examples,
-        fedavg.fit_from_task(task),
+        local_training.fit_from_task(task),
         site.rng,
         hooks=hooks,
         progress=site.progress,
@@ -257,8 +259,9 @@ METHOD = replace(
     engines=("torch",),
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
     result=result,
-    frozen="the choice of units that are on",
+    traits=replace(fedavg.METHOD.traits, frozen_weights="the choice of units that are on"),
 )

@@ -66,6 +66,7 @@ import numpy as np
 from fedquilt import profiles
 from fedquilt.arrays import exact_sums
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -76,6 +77,7 @@ from fedquilt.core import (
     ModelError,
     Task,
     TaskSpec,
+    Traits,
 )
 from fedquilt.models.stitching import display_names, stitched_network
 from fedquilt.models.stitching.algebra import least_squares
@@ -288,12 +290,19 @@ METHOD = Method(
     send=send,
     work=work,
     check=None,
-    fold=accumulators.fold,
+    aggregation=Aggregation(
+        accumulators.fold,
+        accumulator=accumulators.accumulator_type,
+        check_update=accumulators.validate_update,
+        check_sums=accumulators.validate_site_sums,
+    ),
     step=step,
     result=result,
     done=lambda state: state.phase == "done",
     explain=lambda state: state.log,
-    tasks=("classes",),  # donors are classifiers
-    exact=True,  # linear systems are solved from the moments, and votes are counted
-    keeps="every device's ballot, and sums and moments of devices apart from each other, up to a bound",
+    traits=Traits(
+        prediction_tasks=("classes",),  # donors are classifiers
+        exact_updates=True,  # linear systems are solved from the moments, and votes are counted
+        per_device_data="every device's ballot, and sums and moments of devices apart from each other, up to a bound",
+    ),
 )

@@ -20,6 +20,8 @@ from msgspec import Meta
 from fedquilt.core import DeviceView, TaskSpec
 from fedquilt.costs import tiers
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Params(fedavg.Params):
 
 
 def limit_by_memory(
-    order: TaskSpec, state: fedavg.State, device: DeviceView, engines: tuple[str, ...], counted: int
+    order: TaskSpec, state: NetworkState, device: DeviceView, engines: tuple[str, ...], counted: int
 ) -> TaskSpec | None:
     """Return the task spec with memory for `at_once` examples, or None if the device has less.
 
@@ -50,9 +52,11 @@ def limit_by_memory(
     return replace(order, work=work)
 
 
-def send(state: fedavg.State, device: DeviceView) -> TaskSpec | None:
+def send(state: NetworkState, device: DeviceView) -> TaskSpec | None:
     """Return the task spec to train the whole network, or None if the device lacks the memory."""
-    return limit_by_memory(fedavg.send(state, device), state, device, ("torch", "numpy"), fedavg.minimum_batch(state))
+    return limit_by_memory(
+        fedavg.send(state, device), state, device, ("torch", "numpy"), local_training.minimum_batch(state)
+    )
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 2409.07202, section V-A3", params=Params, send=send)
+METHOD = replace(fedavg.METHOD, paper="arXiv 2409.07202, section V-A3", params=Params, send=send, common_task=False)

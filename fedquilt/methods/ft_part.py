@@ -29,6 +29,7 @@ from fedquilt.core import (
     TaskSpec,
 )
 from fedquilt.methods import fedavg, fedrep, ft_full
+from fedquilt.models import local_training
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def send(state: fedrep.State, device: DeviceView) -> TaskSpec | None:
     """Return the task spec to train the last layers, or None if the device lacks the memory."""
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     whole = replace(light, model={**state.own, **state.model})
-    order = fedavg.training_task_spec(whole, {"model": state.model, "own": state.own}, moved=state.model)
-    counted = fedavg.minimum_batch(whole, state.model)
+    order = local_training.training_task_spec(whole, {"model": state.model, "own": state.own}, moved=state.model)
+    counted = local_training.minimum_batch(whole, state.model)
     return ft_full.limit_by_memory(order, light, device, ("torch", "numpy"), counted)
 
 
@@ -67,7 +68,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the last layers in the frozen network."""
     model = site.load("model")
     start = {**site.load("own"), **model}
-    answer = fedavg.train_from(task, site, start, Hooks(steps=(Step(rate=lambda name: float(name in model)),)))
+    answer = local_training.train_from(task, site, start, Hooks(steps=(Step(rate=lambda name: float(name in model)),)))
     return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in model}})
 
 
@@ -78,7 +79,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 
 def result(state: fedrep.State) -> Artefact:
     """Return the whole network. Its frozen layers are the same on all devices."""
-    return fedavg.weights_artefact(state.network, {**state.own, **state.model})
+    return local_training.weights_artefact(state.network, {**state.own, **state.model})
 
 
 METHOD = replace(
@@ -87,9 +88,10 @@ METHOD = replace(
     params=Params,
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
     result=result,
     personal=None,
-    frozen="all but the last layers",
+    traits=replace(fedrep.METHOD.traits, frozen_weights="all but the last layers"),
 )

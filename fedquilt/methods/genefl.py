@@ -41,6 +41,7 @@ from msgspec import Meta
 from fedquilt import metrics
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -53,13 +54,15 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
+    Traits,
     UpdateError,
 )
 from fedquilt.costs import layer_costs
 from fedquilt.formats import tensor_register
 from fedquilt.formats.tensor_register import ATTENTION, TensorRegister
 from fedquilt.methods import fedavg
-from fedquilt.models import learngene, subspaces
+from fedquilt.models import learngene, local_training, subspaces
+from fedquilt.models.local_training import NetworkState
 
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -177,8 +180,8 @@ def send(state: State, device: DeviceView) -> TaskSpec | None:
     parts = {layer: told[layer] if layer in taken else held for layer, held in state.first.items()}
     bundles: dict[str, Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
     model = {name: array for part in state.first.values() for name, array in part.items()} | state.statistics
-    plain = fedavg.State(state.params, state.network, model, state.flops, state.example_bytes, layers=state.layers)
-    order = fedavg.training_task_spec(plain, {**bundles, "statistics": state.statistics}, anchors=2)
+    plain = NetworkState(state.params, state.network, model, state.flops, state.example_bytes, layers=state.layers)
+    order = local_training.training_task_spec(plain, {**bundles, "statistics": state.statistics}, anchors=2)
     bound = [] if newcomer else list(taken)
     asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
     samples = state.params["fisher_samples"] if bound and state.params["elastic"] else 0
@@ -201,7 +204,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     strengths = learngene.layer_strengths(task.params["strength"], parts, received)
     pulled = {name: strengths[name] for name in bound}
     hooks = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, received, elastic, pulled)
-    answer = fedavg.train_from(task, site, before, hooks)
+    answer = local_training.train_from(task, site, before, hooks)
     model = answer.bundles["model"]
     terms = {
         "smooth": sum(strengths[name] * learngene.squared_distance(model[name], received[name]) for name in bound),
@@ -353,11 +356,11 @@ def _assign_newcomers(state: State, found: Mapping[str, np.ndarray]) -> State:
 
 def _average_layers(state: State, total: GeneFLSums) -> State:
     # Eq. 10. Layers without senders stay.
-    clusters, genes, mean = list(state.clusters), list(state.genes), fedavg.divide_sum
+    clusters, genes = list(state.clusters), list(state.genes)
     for key, counts in total.counts.items():
         k, sums = int(key), total.totals[key]
         new = {
-            layer: {name: mean(sums[name], count).astype(old.dtype) for name, old in state.first[layer].items()}
+            layer: {name: sums[name].mean(count).astype(old.dtype) for name, old in state.first[layer].items()}
             for layer, count in counts.items()
         }
         clusters[k] = {**clusters[k], **new}
@@ -413,15 +416,18 @@ METHOD = replace(
     state=State,
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold),
     step=step,
     result=result,
     explain=explain,
     personal=personal,
-    tasks=("classes",),  # L_t follows the devices' accuracy
-    exact=True,  # fingerprints are directions of length 1
-    anew=False,  # the own model is what a device trains for
-    keeps="every fingerprint of the first round, and the sums of each cluster",
+    traits=Traits(
+        prediction_tasks=("classes",),  # L_t follows the devices' accuracy
+        exact_updates=True,  # fingerprints are directions of length 1
+        per_device_data="every fingerprint of the first round, and the sums of each cluster",
+        replaces_private_state=False,  # the own model is what a device trains for
+    ),
 )

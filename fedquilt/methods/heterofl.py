@@ -37,6 +37,7 @@ from msgspec import Meta
 from fedquilt import metrics
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -50,11 +51,11 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     UpdateSchema,
-    with_mergeable_accumulators,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
 from fedquilt.methods._subnetworks import State, gather_statistics, statistics_round, subnetwork_state
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import masks
 from fedquilt.models.partial import width as width_parts
 from fedquilt.models.partial.width import Places, WeightedEntrySums
@@ -133,7 +134,7 @@ def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float)
     return max(other for other in (*rates, 1.0) if unit_counts(other) == unit_counts(rate))
 
 
-def part_task_spec(state: fedavg.State, at: Places, rate: float, own: Tensors | None = None) -> TaskSpec:
+def part_task_spec(state: NetworkState, at: Places, rate: float, own: Tensors | None = None) -> TaskSpec:
     """Return the task spec to train a part, with the part's own FLOPs, bytes and memory.
 
     Args:
@@ -143,7 +144,7 @@ def part_task_spec(state: fedavg.State, at: Places, rate: float, own: Tensors | 
         own: Tensors that replace the network's, or None.
     """
     light = subnetwork_state(state, at, own)
-    found = fedavg.training_task_spec(light, {"model": light.model})
+    found = local_training.training_task_spec(light, {"model": light.model})
     built = tensors.total_bytes([state.model])  # the network is built whole before it is cut
     work = msgspec.structs.replace(found.work, peak_bytes=max(found.work.peak_bytes, 2 * built))
     return replace(found, params={**found.params, "rate": rate}, work=work)
@@ -224,14 +225,12 @@ def sent_model(update: DeviceUpdate) -> Mapping[str, Any]:
 def update_schema(state: State) -> UpdateSchema:
     """Return the schema of an update: a part of the model and, with `masked`, the device's classes."""
     if not state.params.get("masked"):
-        return fedavg.partial_model_schema(state)
+        return local_training.partial_model_schema(state)
     last = f"{state.register.classifier()}.weight"
     held = {"held": tensors.TensorSpec(state.model[last].shape[:1], np.dtype(np.uint8))}
     return UpdateSchema({"model": state.model, "classes": held}, whole=False)
 
 
-@with_mergeable_accumulators(HeteroFLSums)
-@with_update_schema(update_schema)
 def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> HeteroFLSums:
     """Add a device's part to the sums, without classifier rows of classes that the device lacks."""
     sent = sent_model(update)
@@ -313,9 +312,10 @@ METHOD = replace(
     engines=("torch",),
     init=init,
     send=send,
+    common_task=False,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=update_schema),
     step=step,
     settle=statistics_round(places_by_rate, device_rate, scaled=True),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedquilt.arrays import tensors
 from fedquilt.core import (
+    Aggregation,
     Artefact,
     Bundle,
     ClientContext,
@@ -19,15 +20,17 @@ from fedquilt.core import (
     EvaluationSums,
     Task,
     Tensors,
+    Traits,
     UpdateError,
     UpdateSchema,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """First model of all devices as `model`, which never changes."""
 
     rounds: int = 0  # rounds that had training
@@ -40,7 +43,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the device's own model further. No tensors are sent."""
-    answer = fedavg.train_from(task, site, personal(task, site))
+    answer = local_training.train_from(task, site, personal(task, site))
     return replace(answer, bundles={}, local=answer.bundles["model"])
 
 
@@ -57,7 +60,6 @@ def personal(task: Task, site: ClientContext) -> Tensors:
     return site.local or first
 
 
-@with_update_schema(lambda state: UpdateSchema({}))
 def fold(state: State, so_far: int | None, update: DeviceUpdate) -> int:
     """Count an update.
 
@@ -76,7 +78,7 @@ def step(state: State, total: int | None) -> State:
 
 def result(state: State) -> Artefact:
     """Return the job's first model. The devices' models never leave them."""
-    return fedavg.weights_artefact(state.network, state.model, private=sorted(state.model))
+    return local_training.weights_artefact(state.network, state.model, private=sorted(state.model))
 
 
 METHOD = replace(
@@ -86,9 +88,9 @@ METHOD = replace(
     init=init,
     work=work,
     check=check,
-    fold=fold,
+    aggregation=Aggregation(fold, schema=lambda state: UpdateSchema({})),
     step=step,
     result=result,
     personal=personal,
-    anew=False,  # the own model is what a device trains for
+    traits=Traits(replaces_private_state=False),  # the own model is what a device trains for
 )

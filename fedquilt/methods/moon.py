@@ -22,6 +22,8 @@ from msgspec import Meta
 
 from fedquilt.core import Bundle, ClientContext, ClientResult, DeviceView, Hooks, ModelError, Step, Task, TaskSpec
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class ContrastiveHooks:
         self._seen = inputs[0]
 
 
-def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
+def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
     """Return FedAvg's first state for a network with a last linear layer.
 
     Raises:
@@ -82,9 +84,9 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     return begun
 
 
-def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train, with two more forward passes if the device has a previous model."""
-    order = fedavg.training_task_spec(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
+    order = local_training.training_task_spec(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
     return replace(order, params={**order.params, "head": state.register.classifier()})
 
 
@@ -109,5 +111,6 @@ METHOD = replace(
     engines=("torch",),
     init=init,
     send=send,
+    common_task=False,
     work=work,
 )

@@ -19,6 +19,7 @@ from msgspec import Meta
 from fedquilt.core import Bundle, ModelError
 from fedquilt.formats.tensor_register import ATTENTION, CONVOLUTIONS, MADE_OF
 from fedquilt.methods import fedavg, fedrep
+from fedquilt.models.local_training import NetworkState
 
 MATRICES = ("Linear", "Embedding", "Bilinear", "GRU", "LSTM", "RNN", ATTENTION)  # modules whose weights are matrices
 
@@ -30,7 +31,7 @@ class Params(fedavg.Params):
     layers: Annotated[int, Meta(ge=0)] = 4  # convolutions that stay on the device; 0 shares all learned tensors
 
 
-def convolution_weights(begun: fedavg.State) -> list[str]:
+def convolution_weights(begun: NetworkState) -> list[str]:
     """Return the weight names of convolutions larger than 1x1 or, without any, of linear layers.
 
     Matrices of attention and recurrent layers count as weights of linear layers.
@@ -39,7 +40,7 @@ def convolution_weights(begun: fedavg.State) -> list[str]:
         ModelError: If there are neither, or only the head's.
     """
     register, model = begun.register, begun.model
-    names = register.in_call_order(fedavg.trained_names(begun))
+    names = register.in_call_order(begun.trained_names())
     types = {entry.name: "" if MADE_OF in entry.name else entry.type for entry in register.tensors}
     found = [name for name in names if types[name] in CONVOLUTIONS and max(model[name].shape[2:], default=0) > 1]
     if not found:
@@ -50,7 +51,7 @@ def convolution_weights(begun: fedavg.State) -> list[str]:
     return found
 
 
-def last_weights(begun: fedavg.State, count: int) -> set[str]:
+def last_weights(begun: NetworkState, count: int) -> set[str]:
     """Return the last `count` names of `convolution_weights`."""
     return set(convolution_weights(begun)[-count:]) if count else set()
 
@@ -58,7 +59,7 @@ def last_weights(begun: fedavg.State, count: int) -> set[str]:
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
     """Split the bundle's network: the last convolutions and all statistics stay on the devices."""
     begun = fedavg.init(bundle, params, seed)
-    shared = set(fedavg.trained_names(begun)) - last_weights(begun, params.layers)
+    shared = set(begun.trained_names()) - last_weights(begun, params.layers)
     return fedrep.split_state(begun, begun.model.keys() - shared)
 
 

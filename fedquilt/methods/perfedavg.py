@@ -29,9 +29,10 @@ from fedquilt.core import (
     Step,
     Task,
     TaskSpec,
-    with_common_task,
 )
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -75,25 +76,24 @@ class MetaStep:
         self._ahead = True
 
 
-@with_common_task
-def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train at twice FedAvg's cost, with one more copy of the model."""
-    return fedavg.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Take both steps on every mini-batch, or train as in FedAvg if alpha is 0."""
     if not task.params["alpha"]:
         return fedavg.work(task, site)
-    received, ahead = site.load("model"), MetaStep(task.params["alpha"], fedavg.fit_from_task(task).lr)
-    return fedavg.train_from(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
+    received, ahead = site.load("model"), MetaStep(task.params["alpha"], local_training.fit_from_task(task).lr)
+    return local_training.train_from(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Adapt the received model to the device's examples and evaluate the adapted model."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):
-        fit = replace(fedavg.fit_from_task(task), lr=alpha, epochs=epochs)
+        fit = replace(local_training.fit_from_task(task), lr=alpha, epochs=epochs)
         model, _ = site.engine.train(task.params["network"], model, site.train, fit, site.rng, progress=site.progress)
     return site.engine.evaluate(task.params["network"], model, site.held)
 

@@ -21,6 +21,8 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
+from fedquilt.arrays import tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.core import (
     ClientContext,
     ClientResult,
@@ -31,12 +33,10 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     Tensors,
-    with_common_task,
-    with_mergeable_accumulators,
-    with_update_check,
-    with_update_schema,
 )
 from fedquilt.methods import ditto, fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 
 @dataclass(frozen=True)
@@ -87,35 +87,31 @@ class MoreauEnvelope:
         }
 
 
-@with_common_task
-def send(state: fedavg.State, device: DeviceView) -> TaskSpec:
+def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec for K steps on each mini-batch, with one more copy of the model."""
-    return fedavg.training_task_spec(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train theta and w together, return w and keep theta on the device."""
     received = site.load("model")
     envelope = MoreauEnvelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
-    answer = fedavg.train_from(task, site, received, Hooks(steps=envelope.steps, anchors={"w": received}))
+    answer = local_training.train_from(task, site, received, Hooks(steps=envelope.steps, anchors={"w": received}))
     theta = answer.bundles["model"]
     return replace(answer, bundles={"model": envelope.final_anchor(theta)}, weight=1.0, local=theta)
 
 
-def validate_update(state: fedavg.State, update: DeviceUpdate) -> None:
+def validate_update(state: NetworkState, update: DeviceUpdate) -> None:
     """Validate an update as in FedAvg, and its weight, which is 1 for every device.
 
     Raises:
         UpdateError: If the update is invalid or has another weight.
     """
-    fedavg.require_unit_weight(update)
+    local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
 
 
-@with_mergeable_accumulators(fedavg.FedAvgSums, fedavg.validate_site_sums)
-@with_update_schema(fedavg.full_model_schema)
-@with_update_check(validate_update)
-def fold(state: fedavg.State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
+def fold(state: NetworkState, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
     """Add an update to the sums, with the same weight for every device.
 
     Raises:
@@ -125,14 +121,14 @@ def fold(state: fedavg.State, so_far: fedavg.FedAvgSums | None, update: DeviceUp
     return fedavg.fold(state, so_far, update)
 
 
-def step(state: fedavg.State, total: fedavg.FedAvgSums | None) -> fedavg.State:
+def step(state: NetworkState, total: WeightedSums | None) -> NetworkState:
     """Move the global model by beta towards the mean of the devices' w."""
     if total is None or total.weight == 0:
         return state
-    model, beta = fedavg.weighted_mean(total), state.params["beta"]
-    for name in fedavg.trained_names(state):
+    model, beta = total.mean(), state.params["beta"]
+    for name in state.trained_names():
         model[name] = (1 - beta) * state.model[name] + beta * model[name]
-    return replace(state, model=fedavg.cast_like(model, state.model))
+    return replace(state, model=tensors.cast_like(model, state.model))
 
 
 METHOD = replace(
@@ -143,7 +139,7 @@ METHOD = replace(
     send=send,
     work=work,
     check=ditto.check,
-    fold=fold,
+    aggregation=replace(fedavg.METHOD.aggregation, fold=fold, check_update=validate_update),
     step=step,
     personal=ditto.personal,
 )

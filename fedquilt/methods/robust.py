@@ -33,9 +33,10 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.arrays import tensors
-from fedquilt.core import Bundle, DeviceUpdate, Tensors, derive_seed, with_update_schema
+from fedquilt.core import Aggregation, Bundle, DeviceUpdate, Tensors, derive_seed
 from fedquilt.methods import fedavg
-from fedquilt.models import robust_aggregates
+from fedquilt.models import local_training, robust_aggregates
+from fedquilt.models.local_training import NetworkState
 
 ASSUMING = ("trimmed_mean", "krum", "multi_krum")  # rules that leave out as many updates as there may be attackers
 
@@ -75,7 +76,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Global model, and log sentences on the last round."""
 
     seed: int
@@ -122,7 +123,6 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
 
 
-@with_update_schema(fedavg.full_model_schema)
 def fold(state: State, so_far: CollectedUpdates | None, update: DeviceUpdate) -> CollectedUpdates:
     """Collect an update, for up to `most` devices in a round."""
     return collect_update(so_far, update, "model", state.model, state.params["most"], state.seed)
@@ -146,7 +146,7 @@ def step(state: State, total: CollectedUpdates | None) -> State:
             len(devices), size, tensors.seeded_rng(state.seed, "buckets", total.round)
         )
     updates = [total.sent[device] for device in devices]
-    rows, learned = robust_aggregates.UpdateRows(updates, groups), fedavg.trained_names(state)
+    rows, learned = robust_aggregates.UpdateRows(updates, groups), state.trained_names()
     called = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
     merged, sentence = _apply_rule(state, rows, learned, f, called)
     others = [name for name in state.model if name not in merged]
@@ -181,9 +181,9 @@ METHOD = replace(
     params=Params,
     state=State,
     init=init,
-    fold=fold,
+    aggregation=Aggregation(fold, schema=local_training.full_model_schema),
     step=step,
     explain=lambda state: state.told,
-    least=lambda params: params.minimum_updates(),
-    keeps="whole models, `most` of them, which the rules compare",
+    minimum_updates=Params.minimum_updates,
+    traits=replace(fedavg.METHOD.traits, per_device_data="whole models, `most` of them, which the rules compare"),
 )

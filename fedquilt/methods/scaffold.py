@@ -28,7 +28,9 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt.arrays import exact_sums, tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -38,12 +40,10 @@ from fedquilt.core import (
     Task,
     TaskSpec,
     UpdateError,
-    with_common_task,
-    with_mergeable_accumulators,
-    with_update_check,
-    with_update_schema,
 )
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 
 TOPK: Final = (
     "SCAFFOLD takes each device's mean gradient from how far its whole model moved, and this codec tells a few "
@@ -65,7 +65,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(fedavg.State):
+class State(NetworkState):
     """Global model, and the server's control variate."""
 
     control: dict[str, np.ndarray]  # c: the mean of all devices' c_i
@@ -73,7 +73,7 @@ class State(fedavg.State):
 
 
 @dataclass(frozen=True)
-class ScaffoldSums(fedavg.FedAvgSums):
+class ScaffoldSums(WeightedSums):
     """Sums of a round: models, and sum_i (x - y_i) / (K_i eta_l) with the number of devices."""
 
     slopes: dict[str, exact_sums.ExactSum] = field(default_factory=dict)
@@ -83,14 +83,13 @@ class ScaffoldSums(fedavg.FedAvgSums):
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     """Return the first state, with control variates of 0."""
     begun = fedavg.init(bundle, params, seed)
-    control = {name: np.zeros_like(begun.model[name]) for name in fedavg.trained_names(begun)}
+    control = {name: np.zeros_like(begun.model[name]) for name in begun.trained_names()}
     return State(**vars(begun), control=control, known=0)
 
 
-@with_common_task
 def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train with the server's control variate and one more copy in memory."""
-    return fedavg.training_task_spec(state, {"model": state.model, "control": state.control}, anchors=2)
+    return local_training.training_task_spec(state, {"model": state.model, "control": state.control}, anchors=2)
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:
@@ -100,8 +99,8 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     tensors.require_matching(own, control)
     shift = {name: control[name] - own[name] for name in control}
     correction = Hooks(correct=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": shift})
-    answer = fedavg.train_from(task, site, received, correction)
-    model, path = answer.bundles["model"], answer.metrics["steps"] * fedavg.fit_from_task(task).lr
+    answer = local_training.train_from(task, site, received, correction)
+    model, path = answer.bundles["model"], answer.metrics["steps"] * local_training.fit_from_task(task).lr
     kept = {name: (received[name] - model[name]) / np.float32(path) - shift[name] for name in control}
     return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
 
@@ -127,14 +126,11 @@ def validate_update(state: State, update: DeviceUpdate) -> None:
     new = update.metrics.get("new")
     if new not in (0.0, 1.0):
         raise UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
-    fedavg.reported_steps(update)
-    fedavg.require_unit_weight(update)
+    local_training.reported_steps(update)
+    local_training.require_unit_weight(update)
     fedavg.validate_update(state, update)
 
 
-@with_mergeable_accumulators(ScaffoldSums, validate_site_sums)
-@with_update_schema(fedavg.full_model_schema)
-@with_update_check(validate_update)
 def fold(state: State, so_far: ScaffoldSums | None, update: DeviceUpdate) -> ScaffoldSums:
     """Add an update's model to the sums in place, with its mean gradient (x - y) / (K eta_l).
 
@@ -142,7 +138,7 @@ def fold(state: State, so_far: ScaffoldSums | None, update: DeviceUpdate) -> Sca
         UpdateError: If the update is invalid, as in `validate_update`.
     """
     validate_update(state, update)
-    path = fedavg.reported_steps(update) * fedavg.learning_rate(state.params, update.round)
+    path = local_training.reported_steps(update) * local_training.learning_rate(state.params, update.round)
     so_far = so_far or ScaffoldSums()
     total, slopes = dict(so_far.total), dict(so_far.slopes)
     for name, given in update.bundles["model"].items():  # one at a time: a large update is on the disk
@@ -169,7 +165,7 @@ def step(state: State, total: ScaffoldSums | None) -> State:
         moved = (before * old + total.slopes.pop(name).rounded_value() - weight * old) / after
         control[name] = np.asarray(moved).astype(like[name].dtype)
     for name in state.model:
-        mean = fedavg.divide_sum(total.total.pop(name), weight)
+        mean = total.total.pop(name).mean(weight)
         if name in control:
             mean = (1 - rate) * state.model[name] + rate * mean
         model[name] = np.asarray(mean).astype(like[name].dtype)
@@ -184,7 +180,13 @@ METHOD = replace(
     init=init,
     send=send,
     work=work,
-    fold=fold,
+    aggregation=Aggregation(
+        fold,
+        accumulator=lambda state: ScaffoldSums,
+        schema=local_training.full_model_schema,
+        check_update=validate_update,
+        check_sums=validate_site_sums,
+    ),
     step=step,
-    refused={"topk": TOPK},
+    traits=replace(fedavg.METHOD.traits, refused_codecs={"topk": TOPK}),
 )

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.core import JobError, LinkError, SiteRight, WireError
+from fedquilt.core import RESEND, JobError, LinkError, SiteRight, WireError
 from fedquilt.security import enrolment, handshake, message_signature
 from fedquilt.security.handshake import Handshake, LinkIdentity, Session
 from fedquilt.security.message_signature import UnknownSessionError, UnsignedMessageError
@@ -36,9 +36,7 @@ log = logging.getLogger("fedquilt.sealed")
 COORDINATOR: Final = handshake.COORDINATOR
 OBSERVER: Final = handshake.OBSERVER
 UNSIGNED: Final = "unsigned: without certificates nobody checks who sends what over the broker"
-AGAIN_S: Final = 5.0  # between two attempts of a board, then twice as long, and so on
-AGAIN_MOST_S: Final = 60.0
-HINT_S: Final = 2.0  # shortest interval, after an announcement of a coordinator
+HINT_S: Final = 2.0  # least time between two handshakes of a device, if a message announces a coordinator
 RENEW_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
 LATE_S: Final = 30.0  # after a new session, in which messages of the former one still arrive
 _OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
@@ -137,7 +135,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         self._wanted = True  # a session, or another one
         self._due_s = -math.inf  # when the next attempt may begin
         self._began_s = -math.inf  # the latest one
-        self._patience_s = AGAIN_S
+        self._tries = 0  # handshakes begun since the last session or announcement
         self._renew_s = 0.0
         self._connection = 0  # number of the broker's, at the last look
         self._announced: int | None = None  # start of the coordinator for which a session is wanted
@@ -206,7 +204,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
 
     def _request_session(self) -> None:
         # At most every HINT_S, because the message that causes this may be forged.
-        self._wanted, self._patience_s, self._alone = True, AGAIN_S, False
+        self._wanted, self._tries, self._alone = True, 0, False
         self._due_s = min(self._due_s, self._began_s + HINT_S)
 
     def _start_handshake_if_due(self) -> None:
@@ -220,12 +218,12 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
             self._wanted = True
         if not self._wanted or now_s < self._due_s:
             return
-        if self._attempt is not None and self._key is None and now_s >= self._began_s + AGAIN_S:
+        if self._attempt is not None and self._key is None and now_s >= self._began_s + RESEND.first_s:
             self._record_failure("no coordinator answers: none is online, or it is unsigned (without a certificate)")
             self._turns += not self._alone
             self._alone = True
-        self._began_s, self._due_s = now_s, now_s + self._patience_s
-        self._patience_s = min(self._patience_s * 2, AGAIN_MOST_S)
+        self._began_s, self._due_s = now_s, now_s + RESEND.delay_s(self._tries)
+        self._tries += 1
         try:
             self._attempt = self._identity.start_as_device()
         except JobError as error:  # files that cannot be read now
@@ -259,7 +257,7 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         if self._announced not in (None, session.epoch):
             self._disproved = self._announced
         self._turns += 1
-        self._due_s, self._patience_s = self._began_s + AGAIN_S, AGAIN_S
+        self._due_s, self._tries = self._began_s + RESEND.first_s, 0
         self._renew_s, self._trouble = self._clock() + RENEW_S, None
         log.info("signed: the coordinator has proved that it is; session %s, its start %d", session.name, session.epoch)
 

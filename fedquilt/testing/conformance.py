@@ -27,6 +27,7 @@ from fedquilt.console import progress
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import (
+    Aggregation,
     Bundle,
     ClientContext,
     ClientResult,
@@ -37,7 +38,6 @@ from fedquilt.core import (
     Method,
     ModelError,
     UpdateError,
-    mergeable_type,
     shorten_error,
 )
 from fedquilt.testing.corrupt_updates import corrupted_updates, require_identical
@@ -48,6 +48,7 @@ from fedquilt.testing.scenarios import (
     Folded,
     as_images,
     depends_on_memory,
+    device_profile,
     make_scene,
     make_torch_engine,
     packed_states,
@@ -98,8 +99,26 @@ def fold_and_step_keep_state(name: str) -> None:
     here, run, folded, _ = record_run(name)
     before = packed_states(run)
     for state, update in folded[:4]:
-        here.method.step(state, here.method.fold(state, None, update))
+        here.method.step(state, here.method.aggregation.fold(state, None, update))
     assert packed_states(run) == before
+
+
+def common_task_is_the_same_for_all_devices(name: str) -> None:
+    """Assert that `send` ignores the device if the method declares `common_task`.
+
+    Raises:
+        CheckSkipped: If the method sends tasks made for each device.
+    """
+    here, run, _, _ = record_run(name)
+    if not here.method.common_task:
+        raise CheckSkipped("its tasks are made for each device")
+    small = DeviceView("b", device_profile(1), (0,))
+    for state in run:
+        first, other = here.method.send(state, DeviceView("a", None)), here.method.send(state, small)
+        assert first is not None
+        assert other is not None
+        assert (other.params, other.work, other.check) == (first.params, first.work, first.check)
+        require_identical(dict(other.bundles), dict(first.bundles), "bundles")
 
 
 # -- on other networks ----------------------------------------------------------------------------
@@ -151,7 +170,7 @@ def _require_run_on_network(
     devices = [
         replace(each, train=with_targets(each.train, task), held=with_targets(each.held, task)) for each in devices
     ]
-    if task not in method.tasks:
+    if task not in method.traits.prediction_tasks:
         told = ""
         try:
             run_of(name, bundle, devices, given, engine=None, method=method, seed=3, rounds=3)
@@ -184,7 +203,7 @@ def updates_work_in_16_bits(name: str) -> None:
     Jobs of an exact method must be refused with this codec.
     """
     here, _, folded, _ = record_run(name)
-    if here.method.exact:
+    if here.method.traits.exact_updates:
         refused = ""
         try:
             settings.parse_job({"name": "j", "method": here.name, "wire": {"codec": "fp16"}})
@@ -196,9 +215,11 @@ def updates_work_in_16_bits(name: str) -> None:
 
     def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         seen[update.round, update.device] = (state, update)
-        return here.method.fold(state, so_far, update)
+        return here.method.aggregation.fold(state, so_far, update)
 
-    coded = here.run_rounds(method=replace(here.method, fold=fold), rounds=2, wire={"codec": "fp16"})
+    coded = here.run_rounds(
+        method=replace(here.method, aggregation=Aggregation(fold)), rounds=2, wire={"codec": "fp16"}
+    )
     assert len(coded) == 3
     first = [update for _, update in folded if update.round == 0]
     assert {update.device for update in first} == {device for round, device in seen if round == 0} != set()
@@ -226,11 +247,11 @@ def invalid_updates_are_rejected(name: str) -> None:
     refused = 0
     phases = {getattr(state, "phase", ""): (state, update) for state, update in folded if update.bundles}
     for state, update in phases.values():
-        sum_of_one = here.method.fold(state, None, update)
+        sum_of_one = here.method.aggregation.fold(state, None, update)
         good = tensors.pack_state(sum_of_one)
         for what, bad in corrupted_updates(update):
             try:
-                total = here.method.fold(state, None, bad)
+                total = here.method.aggregation.fold(state, None, bad)
             except UpdateError:
                 refused += 1
             else:
@@ -238,7 +259,7 @@ def invalid_updates_are_rejected(name: str) -> None:
                 assert tensors.pack_state(total) == good, what
                 continue
             with contextlib.suppress(UpdateError):
-                here.method.fold(state, sum_of_one, replace(bad, device="zz-another"))
+                here.method.aggregation.fold(state, sum_of_one, replace(bad, device="zz-another"))
             assert tensors.pack_state(sum_of_one) == good, f"a refused update is in the sum: {what}"
     assert refused >= 6 or not phases  # a method that sends no tensors has none to refuse
 
@@ -250,15 +271,15 @@ def accumulators_merge_in_any_order(name: str) -> None:
         CheckSkipped: If the accumulators of the method depend on the order of devices.
     """
     here, _, folded, _ = record_run(name)
-    fold, added = here.method.fold, 0
+    aggregation, added = here.method.aggregation, 0
 
     def total(updates: Sequence[DeviceUpdate]) -> Any:
-        return reduce(lambda so_far, update: fold(state, so_far, update), updates, None)
+        return reduce(lambda so_far, update: aggregation.fold(state, so_far, update), updates, None)
 
     for number in sorted({update.round for _, update in folded}):
         state = next(state for state, update in folded if update.round == number)
         updates = [update for _, update in folded if update.round == number]
-        if (kind := mergeable_type(fold, state)) is None:
+        if (kind := aggregation.accumulator(state)) is None:
             continue
         added += 1
         wanted = tensors.pack_state(here.method.step(state, total(updates)))
@@ -275,6 +296,7 @@ def accumulators_merge_in_any_order(name: str) -> None:
 def state_on_disk_gives_same_result(name: str) -> None:
     """Assert that states and sums on the disk give bit-identical results."""
     here, _, folded, _ = record_run(name)
+    aggregation = here.method.aggregation
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "state")
         for number in sorted({update.round for _, update in folded}):
@@ -283,12 +305,10 @@ def state_on_disk_gives_same_result(name: str) -> None:
             safetensors_files.write_safetensors(path, *tensors.split_state(state))
             apart = safetensors_files.read_state(path, type(state), lazy_bytes=1)
             here.method.send(apart, DeviceView("a", None))
-            with exact_sums.sums_on_disk(
-                ScratchFile(folder, least=1) if mergeable_type(here.method.fold, apart) else None
-            ):
-                total = reduce(lambda so_far, update: here.method.fold(apart, so_far, update), updates, None)
+            with exact_sums.sums_on_disk(ScratchFile(folder, least=1) if aggregation.accumulator(apart) else None):
+                total = reduce(lambda so_far, update: aggregation.fold(apart, so_far, update), updates, None)
                 found = here.method.step(apart, total)
-            wanted = reduce(lambda so_far, update: here.method.fold(state, so_far, update), updates, None)
+            wanted = reduce(lambda so_far, update: aggregation.fold(state, so_far, update), updates, None)
             assert tensors.pack_state(found) == tensors.pack_state(here.method.step(state, wanted)), f"round {number}"
 
 
@@ -300,11 +320,11 @@ def accumulator_does_not_grow(name: str, each_bytes: int = 0) -> None:
         each_bytes: The bytes that the method must keep for each device.
 
     Raises:
-        CheckSkipped: If the method declares data for each device (`Method.keeps`) and `each_bytes` is 0.
+        CheckSkipped: If the method declares data for each device (`Traits.per_device_data`) and `each_bytes` is 0.
     """
     here = make_scene(name)
-    if here.method.keeps and not each_bytes:
-        raise CheckSkipped(f"by its own account a round keeps {here.method.keeps}")
+    if here.method.traits.per_device_data and not each_bytes:
+        raise CheckSkipped(f"by its own account a round keeps {here.method.traits.per_device_data}")
     arrays, beside = [], []
     for count in (3, 12):
         devices = (image_members if "onnx" in here.method.engines else point_members)(count)
@@ -358,6 +378,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
     run_resumes_from_any_round,
     state_survives_packing,
     fold_and_step_keep_state,
+    common_task_is_the_same_for_all_devices,
     updates_work_in_16_bits,
     invalid_updates_are_rejected,
     accumulators_merge_in_any_order,

@@ -49,18 +49,19 @@ def maps(inputs: int, classes: int) -> nn.Module:
     return _MapNetwork(inputs, classes)
 
 
-def typed(inputs: int, classes: int) -> nn.Module:
+def typed_buffers(inputs: int, classes: int) -> nn.Module:
     """Return a network with int and float16 buffers, two of which change in training."""
     return _TypedNetwork(inputs, classes)
 
 
-def normalised(inputs: int, classes: int) -> nn.Module:
+def weight_normalisation(inputs: int, classes: int) -> nn.Module:
     """Return a network with a LayerNorm at two depths, weight norm, and batch norm without weights."""
     return _WeightNormalisedNetwork(inputs, classes)
 
 
 NETWORKS: Final[dict[str, Callable[..., nn.Module]]] = {
-    each.__name__: each for each in (root_parameter, tied, shared, moving_average, tokens, maps, typed, normalised)
+    each.__name__: each
+    for each in (root_parameter, tied, shared, moving_average, tokens, maps, typed_buffers, weight_normalisation)
 }
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import Bundle, ClientContext, ClientResult, DeviceUpdate, Examples, Method, Profile
+from fedquilt.core import Aggregation, Bundle, ClientContext, ClientResult, DeviceUpdate, Examples, Method, Profile
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.testing.toy_networks import (
     SMALL,
@@ -180,14 +180,14 @@ def record_run(
 
     def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         folded[update.round, update.device] = (state, update)
-        return here.method.fold(state, so_far, update)
+        return here.method.aggregation.fold(state, so_far, update)
 
     def work(task: Any, site: ClientContext) -> ClientResult:
         answer = here.method.work(task, site)
         worked.append((with_loaded_tensors(task, site), answer))
         return answer
 
-    states = here.run_rounds(method=replace(here.method, fold=fold, work=work))
+    states = here.run_rounds(method=replace(here.method, aggregation=Aggregation(fold), work=work))
     return here, states, [folded[key] for key in sorted(folded)], worked
 
 

@@ -1,7 +1,7 @@
 """Initial weights and costs of an `mlp` in numpy. Weights are bit-identical to torch's.
 
-torch draws with the Mersenne twister, which numpy has too: a number is 24 bits of a draw, scaled to the bounds that
-`torch.nn.Linear` takes. So a job of an `mlp` is prepared without torch, and the bundle is the same with either.
+torch draws with the Mersenne twister, which numpy has too: a number is 24 bits of a draw, scaled to the bounds of
+`torch.nn.Linear`. So a job of an `mlp` is prepared without torch, with the same bundle as with torch.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
     """Return the widths of inputs, hidden layers and classes.
 
     Raises:
-        ModelError: see `weights`.
+        ModelError: If a key is unknown or a width is not a positive integer.
     """
     own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
     hidden = own.pop("hidden", (64,))

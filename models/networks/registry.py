@@ -1,12 +1,12 @@
 """Construction of networks by name, with their weights and costs. torch is imported on demand.
 
-A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
-functions of `fedquilt.models.networks.small_networks`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
+A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the functions of
+`fedquilt.models.networks.small_networks`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
 `torchvision/<architecture>`, `exits` around another network's table (`models.networks.stages`, what DepthFL ends
-with), an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). A key "input"
-(see `fedquilt.data.inputs`) says what it expects, "register" what its tensors are (`fedquilt.formats.tensor_register`),
-"task" what it predicts (`fedquilt.metrics`): with "regression" and "labels" its `classes` count its outputs. Building
-looks at none of the three.
+with), an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). The keys
+"input" (`fedquilt.data.inputs`), "register" (`fedquilt.formats.tensor_register`) and "task" (`fedquilt.metrics`)
+describe inputs, tensors and predictions. They are ignored when the network is built. With the tasks "regression" and
+"labels", `classes` is the number of outputs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build(network: Mapping[str, Any]) -> nn.Module:
     """Return a network with random weights, in training mode. Seed torch to repeat the weights.
 
     Raises:
-        ModelError: If the name is unknown or not allowed on this device (`plugins.restrict`), or a setting is wrong.
+        ModelError: If the name is unknown or not allowed on this device (`restrict_plugins`), or a setting is wrong.
     """
     table = dict(network)
     name = str(table.pop("name", ""))
@@ -58,11 +58,11 @@ def build(network: Mapping[str, Any]) -> nn.Module:
         raise ModelError(f"network {name!r} cannot be built from {dict(network)}: {error}") from None
     if not hasattr(model, "state_dict"):
         raise ModelError(f"network {name!r}: the function returned a {type(model).__name__}, not a torch.nn.Module")
-    _materialise(model, network)
+    _initialise_lazy_tensors(model, network)
     return model
 
 
-def _materialise(model: nn.Module, network: Mapping[str, Any]) -> None:
+def _initialise_lazy_tensors(model: nn.Module, network: Mapping[str, Any]) -> None:
     import torch
     from torch.nn.parameter import is_lazy
 

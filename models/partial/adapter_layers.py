@@ -1,6 +1,6 @@
-"""Linear layers with low-rank adapters (`fedquilt.models.partial.lora`). Requires torch.
+"""Linear layers with low-rank adapters. Requires torch.
 
-What they compute and how their tensors are named: `fedquilt.models.partial.lora`.
+`fedquilt.models.partial.lora` describes the computation and the names of the tensors.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import fx, nn
 from fedquilt.models.networks import register_trace, symbolic_trace
 from fedquilt.models.partial.masks import MaskPlan, TensorGroups
 
-# what keeps neurons apart, and is 0 for one that is 0 everywhere
+# functions that keep neurons separate and map 0 to 0
 _CONV = nn.modules.conv._ConvNd
 _NORM = nn.modules.batchnorm._BatchNorm
 _APART = (
@@ -116,7 +116,7 @@ class _DependencyReader:
         ):
             return values[scaled]
         if node.op == "call_function" and node.target in _TIE and len(node.args) == len(heard) == 2:
-            return self._tie_neurons(*heard)
+            return self._tie_or_pin_neurons(*heard)
         if (
             node.op == "call_function"
             and node.target is torch.cat
@@ -158,7 +158,7 @@ class _DependencyReader:
         self.layers[path] = _MaskedLayer((path,), heard or ())
         return (path,)
 
-    def _tie_neurons(self, first: Value, second: Value) -> Value:
+    def _tie_or_pin_neurons(self, first: Value, second: Value) -> Value:
         if first is None or second is None or [*map(self._group_width, first)] != [*map(self._group_width, second)]:
             self._pin_neurons(first)
             self._pin_neurons(second)
@@ -176,9 +176,9 @@ class _DependencyReader:
             for each in (one, other):
                 self._pin_neurons((*each.out, *each.into) if each else None)
             return
-        self._tie_neurons(one.out, other.out)
+        self._tie_or_pin_neurons(one.out, other.out)
         if self._is_weight(name.rpartition(".")[0], name):
-            self._tie_neurons(one.into or None, other.into or None)
+            self._tie_or_pin_neurons(one.into or None, other.into or None)
 
     def _is_weight(self, path: str, name: str) -> bool:
         return getattr(self.modules[path], "weight", None) is self.held[name]

@@ -101,9 +101,9 @@ class DualCopy:
             if frozen and node in inner and (found := gate_function(self._traced, node))
         }
         self._pools = [node for node in self._late if frozen and pool == "sk" and is_max_pool(self._traced, node)]
-        self._entries = self._boundary_nodes()
+        self._entries = self._inputs_of_trained_part()
         tail, frozen, whole = (
-            _graph_module(model, graph)
+            _build_pruned_module(model, graph)
             for graph in (
                 self._build_late_graph(),
                 self._build_frozen_graph(scores=False),
@@ -134,7 +134,7 @@ class DualCopy:
         counts = len(self._entries), len(self._pools)
         return GateObserver(NetworkPart(self._look_scores, model), counts, sink)
 
-    def _boundary_nodes(self) -> list[fx.Node]:
+    def _inputs_of_trained_part(self) -> list[fx.Node]:
         used = {source for node in self._late for source in node.all_input_nodes}
         return [
             node
@@ -205,9 +205,9 @@ def _build_cached(settings: str) -> DualCopy:
 
 
 class NetworkPart(nn.Module):  # type: ignore[misc]
-    """Operations of a network on its own modules, under their own names.
+    """Part of a network's operations as a module that uses the network's own modules.
 
-    torch keeps the source of every new GraphModule, so that a long-lived process would grow.
+    Used instead of new GraphModules, whose source torch keeps until the process ends.
     """
 
     def __init__(self, operations: fx.GraphModule, model: nn.Module) -> None:
@@ -276,7 +276,7 @@ class TrainedTail(_TrainedCopy):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         seen = output_cache.unpack_rows(rows, self._layout)
         if any(weight.ndim == 4 and weight.stride(3) > 1 for weight in self.qk.parameters()):
-            # a gate whose layout is not that of what it gates is applied number by number
+            # a gate with another layout than its values is applied element by element
             seen = [each.contiguous(memory_format=torch.channels_last) if each.ndim == 4 else each for each in seen]
         return self.qk(*seen)
 
@@ -298,7 +298,7 @@ class GateObserver(nn.Module):  # type: ignore[misc]
         return scores
 
 
-def _graph_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+def _build_pruned_module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     made = fx.GraphModule(model, graph)
     made.graph.eliminate_dead_code()
     made.delete_all_unused_submodules()

@@ -38,7 +38,7 @@ class MaskPlan:
     """
 
     widths: dict[str, int]  # of each group that may be masked
-    pinned: dict[str, int]  # of each that may not, though it stands beside one that may
+    pinned: dict[str, int]  # neurons of each layer that may not be masked, although others of the layer may
     follows: dict[str, TensorGroups]  # by tensor; others are always covered
     whole: dict[str, str] = field(default_factory=dict)  # layer whose neurons none may leave out -> what reads them
 
@@ -66,7 +66,7 @@ def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
     return MaskPlan(hidden, {}, follows)
 
 
-def describe_whole_layers(plan: MaskPlan) -> str:
+def describe_unmaskable_layers(plan: MaskPlan) -> str:
     some = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
     if not some:
         return ""
@@ -101,7 +101,7 @@ def plan_from_bundle(bundle: Bundle, model: Tensors) -> MaskPlan:
     plan = plan_from_array(bundle.load("masks")["json"])
     validate_plan(plan, model)
     if not plan.neurons:
-        why = describe_whole_layers(plan) or "it has no hidden layer"
+        why = describe_unmaskable_layers(plan) or "it has no hidden layer"
         raise ModelError(
             f"no hidden neuron of this network can be left out: take a method that trains the whole network; {why}"
         )

@@ -185,7 +185,7 @@ class RowWriter:
         try:
             if self._layout is None:
                 self._layout = row_layout(seen, half=self._half)
-                self._start_file(self._count * self._layout.row_bytes)
+                self._delete_old_files_and_require_space(self._count * self._layout.row_bytes)
             rows = pack_rows(seen, self._layout)
             with self._part.open("ab") as file:
                 file.write(rows.tobytes())
@@ -210,7 +210,7 @@ class RowWriter:
             raise NoRoomError(str(error)) from None
         return kept
 
-    def _start_file(self, size: int) -> None:
+    def _delete_old_files_and_require_space(self, size: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in (f"{self._name}.json", f"{self._name}.rows", f"{self._name}.part"):
             (self._folder / old).unlink(missing_ok=True)

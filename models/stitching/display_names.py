@@ -1,7 +1,4 @@
-"""Display names of networks, taps and paths, from block ids "<donor>.<index>".
-
-They are made from block ids, "<donor>.<index>".
-"""
+"""Display names of networks, taps and paths, made from block ids ("<donor>.<index>")."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from rolled import Ground
 from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
 from fedquilt.coordinator.rounds.events import JobEnded, RoundClosed, RoundRetried, UpdateAccepted
 from fedquilt.coordinator.rounds.rollout import PhasePassed, ReleaseOffered
-from fedquilt.transport.mqtt.connection import FIRST_S, LONGEST_S
+from fedquilt.transport.mqtt.connection import RECONNECT
 
 
 def _away(stage: Stage, seconds: float) -> None:
@@ -32,7 +32,7 @@ def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path: Path) -> Non
     """Boards come back up to a back-off later than the coordinator, and answer in the first attempt still."""
     stage, hands = _begun(tmp_path)
     _away(stage, 2 * 3600.0)
-    stage.play(LONGEST_S + 15.0)  # of the 30 s, 20 were left
+    stage.play(RECONNECT.most_s + 15.0)  # of the 30 s, 20 were left
     assert stage.told(RoundRetried) == []
     for hand in hands:
         hand.answer(ones())
@@ -102,7 +102,7 @@ def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_b
     stage.play(60.0)
     stage.restart()
     _away(stage, 1.0)
-    stage.play(30.0 + LONGEST_S - 2.0)
+    stage.play(30.0 + RECONNECT.most_s - 2.0)
     assert stage.told(RoundRetried) == stage.told(JobEnded) == []
     for hand in hands:
         hand.answer(ones())
@@ -117,7 +117,7 @@ def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_i
         stage = Stage(tmp_path / name, cohort={"start_timeout_s": 20.0, "deadline_s": 300.0})
         stage.play(1.0)
         _away(stage, 3600.0)
-        stage.play(LONGEST_S)
+        stage.play(RECONNECT.most_s)
         assert stage.told(JobEnded) == []
         if comes:
             stage.hand("a")
@@ -126,7 +126,9 @@ def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_i
         stage.store.close()
 
 
-@pytest.mark.parametrize(("took_s", "lost_s"), [(FIRST_S / 2, FIRST_S), (2.0, 2.0 + LONGEST_S)])
+@pytest.mark.parametrize(
+    ("took_s", "lost_s"), [(RECONNECT.first_s / 2, RECONNECT.first_s), (2.0, 2.0 + RECONNECT.most_s)]
+)
 def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start_is(
     took_s: float, lost_s: float
 ) -> None:
@@ -140,7 +142,7 @@ def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start
     assert absence.lost_s == pytest.approx(lost_s + 2.0)
 
 
-@pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + LONGEST_S)])
+@pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + RECONNECT.most_s)])
 def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_s: float) -> None:
     """Noted as often as one likes."""
     absence = BrokerOutage()

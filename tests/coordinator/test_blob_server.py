@@ -18,7 +18,7 @@ from waiting import until
 
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer import http_client
-from fedquilt.blobs.transfer.blob_writer import BlobWriter, WriterClosedError
+from fedquilt.blobs.transfer.download import BlobWriter, WriterClosedError
 from fedquilt.coordinator.delivery.blobs import locations, server
 from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
 from fedquilt.coordinator.delivery.blobs.server import BlobServer
@@ -134,7 +134,7 @@ def put_by_relay(site: Site, intake: BlobWriter, token: str, relay: Relay, folde
     source = BlobLocation(url=f"http://127.0.0.1:{relay.port}/blobs/{ref.sha256}", token=token)
     file = board.open_blob_file(ref.sha256)
     try:
-        assert http_client.upload_blob(http_client.ConnectionPool(), (source,), file, ref, moved.append) == 0
+        assert http_client.HttpClient().upload_blob((source,), file, ref, moved.append) == 0
     finally:
         os.close(file)
         relay.close()

@@ -12,7 +12,7 @@ import pytest
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import chunk_sender
+from fedquilt.blobs.transfer import upload
 from fedquilt.blobs.transfer.transfers import Transfers
 from fedquilt.coordinator.delivery.executor import Heard, LinkExecutor
 from fedquilt.coordinator.jobs.job import RunningJob
@@ -228,7 +228,7 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
             super().__init__(ref, chunk, read)
             cut.append(chunk)
 
-    monkeypatch.setattr(chunk_sender, "ManifestBuilder", Counted)
+    monkeypatch.setattr(upload, "ManifestBuilder", Counted)
     monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
     site.link._link.max_payload = 1 << 18
     for device in ("a", "b"):
@@ -245,7 +245,7 @@ def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhi
     site: Site, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     """Whoever has asked for it is answered at the end, also where it turns out to be damaged."""
-    monkeypatch.setattr(chunk_sender, "CUT_BYTES", 1)  # one chunk
+    monkeypatch.setattr(upload, "CUT_BYTES", 1)  # one chunk
     site.link._link.max_payload = 1 << 18
     monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
     topics, large = wire.Topics("f"), site.depot.store_bytes(bytes(range(250)) * 200)

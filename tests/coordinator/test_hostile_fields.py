@@ -30,7 +30,8 @@ from fedquilt.core import (
     WireError,
     evaluation,
 )
-from fedquilt.methods import fedavg, robust
+from fedquilt.methods import robust
+from fedquilt.models.local_training import NetworkState
 
 HONEST = ("a", "b", "c", "d", "e")
 LIAR = "z"
@@ -173,7 +174,7 @@ def of_field(kind: type, name: str, most: int = 4) -> list[Change]:
 def test_no_value_of_a_field_changes_more_than_the_update_of_its_device(tmp_path: Path, kind: type, name: str) -> None:
     """Each value in two rounds: in one the device answers for itself, in the other for two others."""
     changes = of_field(kind, name)
-    require_right(play(tmp_path, changes), len(changes), mean, fedavg.State)
+    require_right(play(tmp_path, changes), len(changes), mean, NetworkState)
 
 
 @pytest.mark.parametrize("name", EvaluationSums.__struct_fields__)
@@ -215,7 +216,7 @@ def at_random(seed: int, rounds: int) -> list[Change]:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_values_of_many_fields_change_more_than_the_update_of_their_device(tmp_path: Path, seed: int) -> None:
-    require_right(play(tmp_path, at_random(seed, 6)), 6, mean, fedavg.State)
+    require_right(play(tmp_path, at_random(seed, 6)), 6, mean, NetworkState)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -15,6 +15,7 @@ import pytest
 from opened import opened
 
 from fedquilt.arrays import tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds.claim_bounds import ClaimBounds
@@ -22,9 +23,21 @@ from fedquilt.coordinator.rounds.events import CohortSelected, JobStarted, Round
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import aggregator
 from fedquilt.coordinator.updates.blob_recovery import LostUpdateError
-from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Method, StoreError, TaskSpec, Update, Usage, WorkEstimate
+from fedquilt.core import (
+    Aggregation,
+    BlobRef,
+    DeviceUpdate,
+    DeviceView,
+    Method,
+    StoreError,
+    TaskSpec,
+    Update,
+    Usage,
+    WorkEstimate,
+)
 from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
@@ -83,7 +96,7 @@ def stage(tmp_path: Path) -> Iterator[Round]:
     made.store.close()
 
 
-def in_order(state: fedavg.State, so_far: fedavg.FedAvgSums | None, update: DeviceUpdate) -> fedavg.FedAvgSums:
+def in_order(state: NetworkState, so_far: WeightedSums | None, update: DeviceUpdate) -> WeightedSums:
     """FedAvg's fold, which does not say that it adds up in any order of devices."""
     return fedavg.fold(state, so_far, update)
 
@@ -91,7 +104,7 @@ def in_order(state: fedavg.State, so_far: fedavg.FedAvgSums | None, update: Devi
 @pytest.fixture
 def ordered(tmp_path: Path) -> Iterator[Round]:
     """A job whose updates are folded in order of devices."""
-    made = Round(tmp_path, method=replace(fedavg.METHOD, fold=in_order))
+    made = Round(tmp_path, method=replace(fedavg.METHOD, aggregation=Aggregation(in_order)))
     yield made
     made.store.close()
 
@@ -183,10 +196,10 @@ def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(
 ) -> None:
     """A method whose work grows with the rounds that a device has taken part in: deadlines rest on it."""
 
-    def send(state: fedavg.State, view: DeviceView) -> TaskSpec:
+    def send(state: NetworkState, view: DeviceView) -> TaskSpec:
         return TaskSpec({}, {"model": state.model}, WorkEstimate(flops=1.0 + len(view.rounds)))
 
-    monkeypatch.setattr(stage.job, "method", replace(stage.job.method, send=send))
+    monkeypatch.setattr(stage.job, "method", replace(stage.job.method, send=send, common_task=False))
     asked = []
     for _ in range(2):
         asked.append(stage.job.device_workload("a", None).work.flops)
@@ -203,12 +216,12 @@ def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_ow
     """For the deadline and for the task; cut for it alone, they are not kept until its task is made."""
     made, sent = Round(tmp_path), []
 
-    def send(state: fedavg.State, view: DeviceView) -> TaskSpec:
+    def send(state: NetworkState, view: DeviceView) -> TaskSpec:
         sent.append(view.device)
         model = {name: array.copy() for name, array in state.model.items()} if own else state.model
         return TaskSpec({}, {"model": model}, WorkEstimate())
 
-    made.job.method = replace(made.job.method, send=send)
+    made.job.method = replace(made.job.method, send=send, common_task=False)
     made.ask("abc")
     for device in "abc":
         made.job.device_workload(device, None)

@@ -13,7 +13,7 @@ import pytest
 from fedquilt import compression, methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.updates import checks
-from fedquilt.core import BlobRef, Encoding, Update, UpdateError, UpdateSchema, Usage, update_schema
+from fedquilt.core import BlobRef, Encoding, Update, UpdateError, UpdateSchema, Usage
 from fedquilt.testing import scenarios
 
 UNFORESEEN = {"afl", "fedstitch", "genefl"}  # they do not say beforehand what their devices send
@@ -41,7 +41,7 @@ def test_what_a_methods_devices_send_fits_what_it_expects(name: str) -> None:
         pytest.skip(str(skipped))
     method, known = methods.load(name), 0
     for state, given in [*folded, *mixed]:
-        found = update_schema(method.fold, state)
+        found = method.aggregation.schema(state)
         known += found is not None
         checks.require_manifest_fits(update(dict(given.bundles)), found, Encoding(), None)
         if found is not None and found.bundles and given.bundles:

@@ -15,7 +15,7 @@ from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 from fedquilt.testing.toy_networks import write_images
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents
@@ -63,7 +63,7 @@ def played(folder: Path, bundle: Path, data: Path) -> tuple[list[str], Any]:
         assert sum(isinstance(fact, UpdateAccepted) for fact in facts) == 6 * len(found)
         path = store.depot.blob_path(found[-1].sha256)
         assert path is not None
-        return [ref.sha256 for ref in found], tensors.unpack_state(path.read_bytes(), fedavg.State).model
+        return [ref.sha256 for ref in found], tensors.unpack_state(path.read_bytes(), NetworkState).model
 
 
 def test_turns_change_no_bit_of_a_network_with_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,12 +115,12 @@ def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_f
     state = method.state({"most": 32}, {}, model, 0.0, 0, seed=0)
     good, bad = board("a", 1.0), board("b", 1.0)
     plain = [replace(each, bundles={"model": each.bundles["model"]}) for each in (good, bad)]
-    above.fold.__dict__["require"](state, of(plain))
+    above.aggregation.require_valid_update(state, of(plain))
     odd = replace(plain[1], bundles={"model": {"a": np.zeros(9, np.float32), "steps": np.array(1)}})
     with pytest.raises(UpdateError, match="b: tensor 'a' has shape"):
-        above.fold.__dict__["require"](state, of([plain[0], odd]))
+        above.aggregation.require_valid_update(state, of([plain[0], odd]))
     with pytest.raises(UpdateError, match="this round takes updates alone"):
-        above.fold.__dict__["require"](state, DeviceUpdate("site", 0, 1.0, {}, {site_updates.SUM: {}}))
+        above.aggregation.require_valid_update(state, DeviceUpdate("site", 0, 1.0, {}, {site_updates.SUM: {}}))
 
 
 # -- at the coordinator above ---------------------------------------------------------------------

@@ -17,10 +17,9 @@ from two_sides import TOPICS, Side, noise
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer import backend, direct_transfer, http_client
+from fedquilt.blobs.transfer import backend, http_client
 from fedquilt.blobs.transfer.backend import TransferBackend, TransferResult
-from fedquilt.blobs.transfer.blob_writer import BlobWriter, WriterClosedError
-from fedquilt.blobs.transfer.download import Download
+from fedquilt.blobs.transfer.download import BlobWriter, Download, WriterClosedError
 from fedquilt.core import BlobLocation, BlobRef, UploadProgress
 from fedquilt.transport.memory_link import MemoryBroker
 
@@ -139,8 +138,10 @@ def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
 ) -> None:
     """Bytes of a connection that broke may arrive after the answer that told how far it came."""
     relayed(pair, monkeypatch, most=lambda number: 10**9 if number else 2 * CHUNK)
-    told, early = http_client._request_upload_offset, [0]
-    monkeypatch.setattr(http_client, "_request_upload_offset", lambda *of: early.pop() if early else told(*of))
+    told, early = http_client.HttpClient._request_upload_offset, [0]
+    monkeypatch.setattr(
+        http_client.HttpClient, "_request_upload_offset", lambda *of: early.pop() if early else told(*of)
+    )
     board = pair.boards["a"]
     ref = board.depot.store_bytes(noise(12 * CHUNK))
     pair.coordinator.transfers.request_blob("a", ref)
@@ -277,7 +278,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
 def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_transfer, "QUIET_S", 0.2)
+    monkeypatch.setattr(backend, "QUIET_S", 0.2)
     monkeypatch.setattr(TransferBackend, "start_upload", lambda *given: None)
     board = pair.boards["a"]
     ref = board.depot.store_bytes(noise(4 * CHUNK))
@@ -309,7 +310,7 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
     assert pull.handle_manifest(chunks.build_manifest(ref, CHUNK, lambda at, size: payload[at : at + size]), 0.0)
     assert pull.manifest is not None
     depot.open_part(pull.manifest)
-    moved = direct_transfer.DirectTransfers(ways, depot, lambda device, leaf, message: None)
+    moved = backend.DirectTransfers(ways, depot, lambda device, leaf, message: None)
     moved.start_download(("a", ref.sha256), pull, 0.0)
     turn = ways.own.replace_writer()
     ways.own.write(memoryview(payload[:1000]), turn)
@@ -373,13 +374,13 @@ def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store
 class Store:
     """An object store that nothing is asked of."""
 
-    def accepts(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+    def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         return (BlobLocation(url="http://store/"),)
 
-    def over(self, key: tuple[str, str]) -> None:
+    def delete_upload(self, key: tuple[str, str]) -> None:
         pass
 
-    brought = accepts
+    uploaded_locations = upload_locations
 
 
 def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from streamed import Pair
 from two_sides import noise
 
-from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.blobs.transfer.download import BlobWriter
 from fedquilt.core import BlobLocation
 
 MB = 1_000_000

@@ -21,7 +21,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates.model_states import CommitResult
 from fedquilt.coordinator.views import round_outcomes
 from fedquilt.core import DeviceView, Profile, TaskSpec
-from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 
 
 def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
@@ -36,7 +36,7 @@ def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
     state = stage.told(RoundCommitted)[0].state
     stored = stage.store.depot.blob_path(state.sha256)
     assert stored is not None
-    assert tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [4.0, 4.0]
+    assert tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist() == [4.0, 4.0]
     assert [ack.accepted for ack in a.acks] == [True]
     assert a.tasks[-1] is None  # the retained task is taken back
 
@@ -111,7 +111,7 @@ def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage)
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "c", "b"]
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
     assert stored is not None
-    folded = tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"]
+    folded = tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"]
     assert folded.tolist() == [np.float32(1 / 3)] * 2
 
 
@@ -178,11 +178,11 @@ def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monke
     stage.play()
     job = stage.server.find_job(stage.job)
 
-    def send(state: fedavg.State, view: DeviceView) -> TaskSpec:
+    def send(state: NetworkState, view: DeviceView) -> TaskSpec:
         width = int(view.device) % 4 + 1
         return TaskSpec({}, {"model": {"w": np.ones(width, np.float32)}, "shared": state.model})
 
-    monkeypatch.setattr(job, "method", replace(job.method, send=send))
+    monkeypatch.setattr(job, "method", replace(job.method, send=send, common_task=False))
     made = [job.build_task(str(number), "numpy", None, 0.0) for number in range(100)]
     assert len({task.bundles["model"].sha256 for task in made}) == 4
     assert {ref.sha256 for task in made for ref in task.bundles.values()} <= job.sent_blobs()

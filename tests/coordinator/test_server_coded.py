@@ -15,7 +15,7 @@ from fedquilt.coordinator.jobs import garbage_collection
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted, UpdateRejected
 from fedquilt.coordinator.views import round_outcomes
 from fedquilt.core import Update
-from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
 def ended_at(stage: Stage) -> list[float]:
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
     assert stored is not None
-    return tensors.unpack_state(stored.read_bytes(), fedavg.State).model["1.bias"].tolist()
+    return tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist()
 
 
 def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(coded: Stage) -> None:

@@ -23,7 +23,7 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.views import event_messages, round_outcomes
 from fedquilt.host.disk import Disk
-from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 from fedquilt.transport.memory_link import MemoryBroker
 
 
@@ -248,7 +248,7 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
         stage.play(1.0)
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     (committed,) = stage.told(RoundCommitted)
-    state = tensors.unpack_state(stage.store.depot.load(committed.state.sha256), fedavg.State)
+    state = tensors.unpack_state(stage.store.depot.load(committed.state.sha256), NetworkState)
     assert state.model["1.bias"].tolist() == [3.0, 3.0]
     assert lives > 10
     stage.store.close()

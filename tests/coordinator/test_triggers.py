@@ -18,6 +18,7 @@ from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import ARMED, UNAPPROVED, StoredJob
 from fedquilt.coordinator.triggers import RunnerReport, trigger_reason
 from fedquilt.coordinator.views import event_messages, wait_reasons
+from fedquilt.coordinator.views.run_summary import summarise_events
 from fedquilt.core import JobError
 
 HOUR = 3600.0
@@ -136,7 +137,7 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
     why = "[trigger]: 1 of 1 boards that tell are beyond drift 0.3: a (drift 0.70)"
     assert reasons(stage, started.id) == [why]
     assert reasons(stage, stage.job) == [f"{started.id} is started: {why}"]
-    assert wait_reasons.replay_events(started, stage.store.read_events(started.id)).phase == "done"
+    assert summarise_events(started.job, stage.store.read_events(started.id)).state.phase == "done"
     stage.play(10.0)
     assert others(stage) == [stage.store.find_job(started.id)]  # it pauses, though the drift is there
     stage.restart()

@@ -31,7 +31,7 @@ def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None
     gate.set()
     while not worker.is_idle:
         select.select(worker.fds(), (), (), 60)
-        worker.finish(0.0)
+        worker.run_callbacks(0.0)
     assert told[0] is True
     with pytest.raises(StoreError, match="the disk is full"):
         told[1]()  # type: ignore[operator]

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import MEANS, A, B, after, claim, task, update
 
+from fedquilt.core import REFETCH
 from fedquilt.edge_agent import state_machine
 from fedquilt.edge_agent.events import (
-    REFETCH_S,
     BlobFetched,
     CancelFetch,
     DeviceState,
@@ -132,14 +132,14 @@ def test_a_superseding_task_fetches_anew_what_had_failed_before() -> None:
 
 # -- fetching -------------------------------------------------------------------------------------
 def test_a_blob_that_cannot_be_had_is_asked_for_again_ever_more_rarely() -> None:
-    """First after REFETCH_S, then after twice as long."""
+    """First after REFETCH.first_s, then after twice as long."""
     state, actions = after(TaskReceived(task(), frozenset({A})), BlobFetched(A.sha256, "not offered"))
     assert actions == ()
-    assert next_due_s(state) == REFETCH_S
-    state, actions = advance(state, TimerFired(), REFETCH_S)
+    assert next_due_s(state) == REFETCH.first_s
+    state, actions = advance(state, TimerFired(), REFETCH.first_s)
     assert actions == (FetchBlobs((A,)),)
     state, _ = advance(state, BlobFetched(A.sha256, "not offered"), 10.0)
-    assert next_due_s(state) == 10.0 + 2 * REFETCH_S
+    assert next_due_s(state) == 10.0 + 2 * REFETCH.first_s
     assert advance(state, BlobFetched(A.sha256), 11.0)[1] == (StartTask(task()),)
 
 

@@ -6,9 +6,9 @@ import math
 
 from planned import MEANS, A, B, after, claim, done, task, update
 
+from fedquilt.core import RESEND
 from fedquilt.edge_agent import state_machine
 from fedquilt.edge_agent.events import (
-    RESEND_S,
     BlobFetched,
     DeleteUpdate,
     DeviceState,
@@ -24,34 +24,34 @@ from fedquilt.edge_agent.events import (
     TimerFired,
     UpdateAcked,
 )
-from fedquilt.edge_agent.state_machine import REMEMBERED_JOBS, RESEND_MOST_S, advance, next_due_s
+from fedquilt.edge_agent.state_machine import REMEMBERED_JOBS, advance, next_due_s
 from fedquilt.edge_agent.storage.job_records import CountedRound
 from fedquilt.wire import Claim
 
 
 def test_a_result_is_offered_at_once_and_then_ever_more_rarely() -> None:
-    """5, 5, 10, 20, 40, 60, 60 seconds: never given up."""
+    """5, 10, 20, 40, 60, 60 seconds: never given up."""
     state, actions = after(TaskReceived(task()), TaskCompleted(update(), False))
     assert actions == (SendUpdate(update()),)
     waits, now_s = [], 0.0
-    for _ in range(7):
+    for _ in range(6):
         waits.append(next_due_s(state) - now_s)
         now_s = next_due_s(state)
         state, actions = advance(state, TimerFired(), now_s)
         assert actions == (SendUpdate(update()),)
-    assert waits == [RESEND_S, 5.0, 10.0, 20.0, 40.0, RESEND_MOST_S, RESEND_MOST_S]
+    assert waits == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
 
 
 def test_time_that_is_not_due_brings_nothing() -> None:
     """A tick is not an offer."""
-    assert advance(done(), TimerFired(), RESEND_S / 2)[1] == ()
+    assert advance(done(), TimerFired(), RESEND.first_s / 2)[1] == ()
 
 
 def test_a_new_session_offers_everything_at_once() -> None:
     """The broker may have lost what it was given."""
     state, actions = advance(done(), SessionStarted(), 1.0)
     assert actions == (SendUpdate(update()),)
-    assert next_due_s(state) == 1.0 + RESEND_S
+    assert next_due_s(state) == 1.0 + RESEND.first_s
 
 
 def test_a_task_whose_result_waits_in_the_outbox_is_answered_by_it_under_the_new_attempt() -> None:

@@ -24,7 +24,7 @@ import command_lines
 from fedquilt import __version__
 from fedquilt.formats import toml
 from fedquilt.tools.boards.flash import portable_python
-from fedquilt.tools.emulate import guest, rehearsed, rollouts
+from fedquilt.tools.emulate import guest, rehearsal_checks, rollouts
 from fedquilt.tools.emulate.container import find_container_process
 from fedquilt.tools.lab import demo
 
@@ -153,7 +153,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
             folder / "base",
             portable_python.debian_mirror(guest.SUITE),
             folder / "log",
-            rehearsed.debian_architecture(),
+            rehearsal_checks.debian_architecture(),
             PACKAGES,
         )
         archive = str(folder / "base.tar")

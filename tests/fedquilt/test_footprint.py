@@ -13,6 +13,8 @@ import pytest
 
 from fedquilt.costs import peak_memory
 from fedquilt.costs.peak_memory import TrainingProperties
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.testing import toy_networks
 
 
@@ -151,7 +153,6 @@ def test_predicting_imports_nothing_heavy() -> None:
 def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved: set[str] | None, examples: int) -> None:
     """Each example counts with what it takes in the smallest pieces; where batch norm is held still, one does."""
     pytest.importorskip("torch")
-    from fedquilt.methods import fedavg
     from fedquilt.models.networks import registry
 
     network = {"name": "residual", "channels": 1, "classes": 2, "input": {"channels": 1, "size": 8}}
@@ -160,7 +161,9 @@ def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved: 
     table = {"batch": 16, "epochs": 1}
     moves = None if moved is None else {name: model[name] for name in moved}
     peaks = [
-        fedavg.training_task_spec(fedavg.State(table, network, model, 1.0, each), {}, moved=moves).work.peak_bytes
+        local_training.training_task_spec(
+            NetworkState(table, network, model, 1.0, each), {}, moved=moves
+        ).work.peak_bytes
         for each in (0, 1000)
     ]
     assert peaks[1] - peaks[0] == examples * 1000
@@ -191,7 +194,6 @@ def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless
     from fedquilt.coordinator.settings import FleetSettings
     from fedquilt.edge_agent.settings import parse_size
     from fedquilt.edge_agent.task import memory_budget
-    from fedquilt.methods import fedavg
     from fedquilt.models.networks import registry
 
     network = {"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 32}}
@@ -199,11 +201,11 @@ def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless
     network |= toy_networks.register_entry(network)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     trained, _ = peak_memory.measure_training(model, torch.zeros(2, 3, 32, 32))
-    state = fedavg.State(
+    state = NetworkState(
         {"batch": 32, "epochs": 1}, network, weights, 1.0, peak_memory.least_bytes_per_example(trained)
     )
     (default,) = FleetSettings().budgets
     assert (
-        memory_budget.memory_shortage("torch", fedavg.training_task_spec(state, {}).work, parse_size(default), None, {})
+        memory_budget.memory_shortage("torch", local_training.training_work(state), parse_size(default), None, {})
         is None
     )

@@ -10,7 +10,7 @@ from evaluations import of_classes, of_numbers, total
 from fedquilt import metrics
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.updates import metrics as updates_metrics
-from fedquilt.coordinator.views import event_messages, progress
+from fedquilt.coordinator.views import event_messages, run_summary
 from fedquilt.core import EvaluationSums, JobError, Update, Usage, evaluation
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.single_run import EvaluationPoint, SeedRun
@@ -38,7 +38,7 @@ def test_errors_of_devices_are_those_of_all_their_examples() -> None:
     sums = updates_metrics.aggregate_evaluations(updates)
     assert sums is not None
     assert evaluation.compute_metrics(sums) == {"rmse": math.sqrt(3.0), "mae": 1.5, "loss": 3.0}
-    own = progress.summarise_round(sums, updates)
+    own = run_summary.summarise_round(sums, updates)
     assert own is not None
     assert (own.metric, own.weighted, own.worst_decile, own.deviation) == ("rmse", math.sqrt(3.0), 3.0, 1.0)
 

@@ -19,7 +19,7 @@ from packed_states import FUZZ, STATE, same_bits
 from fedquilt.arrays import safetensors_files, tensors
 from fedquilt.core import StoreError, UpdateError
 from fedquilt.host.disk import REAL
-from fedquilt.methods import fedavg
+from fedquilt.models.local_training import NetworkState
 
 # -- arithmetic --
 
@@ -239,7 +239,7 @@ def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path: Path) -> None:
         safetensors_files.FloatReader(path)
 
 
-KEPT = fedavg.State({"lr": 0.1}, {"name": "mlp"}, {"w": np.ones((3, 2), np.float32), "n": np.array(7)}, 9.0, 4)
+KEPT = NetworkState({"lr": 0.1}, {"name": "mlp"}, {"w": np.ones((3, 2), np.float32), "n": np.array(7)}, 9.0, 4)
 
 
 @pytest.mark.parametrize("metadata", [None, {"state": '{"a": "\u00e9"}'}])
@@ -264,13 +264,13 @@ def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path: Path) -> None
     path = tmp_path / "state"
     safetensors_files.write_safetensors(path, *tensors.split_state(KEPT))
     assert path.read_bytes() == tensors.pack_state(KEPT)
-    assert tensors.pack_state(safetensors_files.read_state(path, fedavg.State)) == tensors.pack_state(KEPT)
+    assert tensors.pack_state(safetensors_files.read_state(path, NetworkState)) == tensors.pack_state(KEPT)
     safetensors_files.write_safetensors(path, {"w": np.ones(2)})
     with pytest.raises(StoreError, match="not a stored State"):
-        safetensors_files.read_state(path, fedavg.State)
+        safetensors_files.read_state(path, NetworkState)
     path.write_bytes(b"x")
     with pytest.raises(StoreError, match="not a stored State"):
-        safetensors_files.read_state(path, fedavg.State)
+        safetensors_files.read_state(path, NetworkState)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="a file of Linux's that comes in pieces")

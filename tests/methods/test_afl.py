@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt.core import DeviceUpdate, DeviceView, Examples, JobError, ModelError, UpdateError, accumulator_check
+from fedquilt.core import DeviceUpdate, DeviceView, Examples, JobError, ModelError, UpdateError
 from fedquilt.data import inputs
 from fedquilt.methods.afl import METHOD, Params, State
 from fedquilt.models.stitching import stitched_network
@@ -174,7 +174,7 @@ def test_a_class_that_nobody_has_is_never_predicted() -> None:
 def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
     """Of another number of examples, of nobody, or of what no features come to; sums are looked at, and parts."""
     bundle, _ = build_donors()
-    state, sound = METHOD.init(bundle, Params(), 0), accumulator_check(METHOD.fold)
+    state, sound = METHOD.init(bundle, Params(), 0), METHOD.aggregation.check_sums
     part = class_moments.to_tensors(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)
     assert sound is not None
     held = ExactMomentSums(parts={"a": part}, devices={"a": 1})
@@ -224,13 +224,13 @@ def test_what_cannot_begin_or_be_folded_says_why() -> None:
     good = DeviceUpdate(
         "a", 0, float(len(POOLED)), {"turn": 0.0}, {"moments": class_moments.to_tensors(part, exact=True)}
     )
-    assert METHOD.fold(state, None, good).devices == {"a": 1}
+    assert METHOD.aggregation.fold(state, None, good).devices == {"a": 1}
     with pytest.raises(UpdateError, match="answers turn 1"):
-        METHOD.fold(state, None, replace(good, metrics={"turn": 1.0}))
+        METHOD.aggregation.fold(state, None, replace(good, metrics={"turn": 1.0}))
     with pytest.raises(UpdateError, match="moments"):
-        METHOD.fold(state, None, replace(good, bundles={"moments": class_moments.to_tensors(part)}))
+        METHOD.aggregation.fold(state, None, replace(good, bundles={"moments": class_moments.to_tensors(part)}))
     with pytest.raises(UpdateError, match=f"of {len(POOLED)} examples, in an update that weighs 1$"):
-        METHOD.fold(state, None, replace(good, weight=1.0))
+        METHOD.aggregation.fold(state, None, replace(good, weight=1.0))
     order = METHOD.send(state, DeviceView("a", None))
     assert order is not None
     assert set(order.bundles) == {"ash.0.onnx", "ash.1.onnx", "ash.2.onnx"}

@@ -50,13 +50,13 @@ TRACED = {  # refusals of methods that follow single units
     "shared": "'2.0'",
     "moving_average": "'1'",
     "tokens": "'len' is not supported",
-    "typed": "'first'",
-    "normalised": "'first'",
+    "typed_buffers": "'first'",
+    "weight_normalisation": "'first'",
 }
 ADAPTED = {
     "tokens": "'attention'",
     "maps": "'head'",
-    "normalised": "'second.parametrizations.weight.original1'",
+    "weight_normalisation": "'second.parametrizations.weight.original1'",
 }
 REFUSED: dict[str, Mapping[str, str]] = {
     **dict.fromkeys(("heterofl", "fjord", "fedlps", "fedpews", "fedpews_fixed"), TRACED),
@@ -67,7 +67,7 @@ REFUSED: dict[str, Mapping[str, str]] = {
         "shared": "'2.0.weight'",
         "moving_average": "'2.mean_ema'",
         "tokens": "'len' is not supported",
-        "typed": "'level'",
+        "typed_buffers": "'level'",
     },
 }
 """Method -> network that it refuses by default -> what the refusal says: a tensor, a module, or what torch.fx says."""
@@ -154,7 +154,7 @@ def test_a_device_that_comes_later_is_among_those_of_fedsdg_s_trajectory() -> No
 
 def test_ft_part_trains_a_batch_norm_without_parameters_with_the_layer_before_it() -> None:
     method = methods.load("ft_part")
-    state = method.init(bundle_of("normalised"), method.params(layers=4), 0)
+    state = method.init(bundle_of("weight_normalisation"), method.params(layers=4), 0)
     assert {"norm.running_mean", "norm.running_var"} <= state.model.keys()
 
 

@@ -13,9 +13,9 @@ from fedquilt.edge_agent.settings import parse_size
 from fedquilt.testing import conformance
 from fedquilt.testing.scenarios import MIXED, NETWORKS, CheckSkipped, depends_on_memory, device_profile, make_scene
 
-# What `Method.keeps` names takes so much here for each device: FedPeWS has two bytes for each of the toy network's 5
-# neurons, and a header; GENE-FL up to four clusters; a whole model takes 212 bytes, FedSDG's adapters and head 424; a
-# device's moments of 96 features 15 kB, which FedStitch keeps until all of them are larger than their sum
+# What `Traits.per_device_data` names takes so much here for each device: FedPeWS has two bytes for each of the toy
+# network's 5 neurons, and a header; GENE-FL up to four clusters; a whole model takes 212 bytes, FedSDG's adapters and
+# head 424; a device's moments of 96 features 15 kB, which FedStitch keeps until all of them are larger than their sum
 FOR_EACH_BYTES = {"fedstitch": 15_000, "fedpews": 160, "genefl": 250, "robust": 500, "fedsdg": 600}
 
 CUT = ("depthfl", "fedepth", "fedlps", "fedpews", "fedpews_fixed", "fjord", "heterofl")  # need parts to leave out
@@ -41,7 +41,9 @@ def test_a_method_keeps_to(check: Callable[..., None], name: str) -> None:
 
 def test_what_a_method_keeps_of_each_device_it_says_itself() -> None:
     """So that `fedquilt conformance` does not hold it against the method; one that says nothing has to keep nothing."""
-    assert {name for name in methods.builtin_names() if methods.load(name).keeps} == FOR_EACH_BYTES.keys()
+    assert {
+        name for name in methods.builtin_names() if methods.load(name).traits.per_device_data
+    } == FOR_EACH_BYTES.keys()
     with pytest.raises(CheckSkipped, match="by its own account a round keeps whole models"):
         GROWS("robust")
 

@@ -12,9 +12,11 @@ from fedavg_runs import numpy_one, play, same_bits, torch_one
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
+from fedquilt.arrays.exact_sums import WeightedSums
 from fedquilt.coordinator import settings
-from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, JobError, UpdateError
+from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, Fit, JobError, UpdateError
 from fedquilt.methods import fedavg, fednova, fedopt, scaffold
+from fedquilt.models import local_training
 from fedquilt.testing.toy_networks import MLP, point_members, toy_bundle
 from fedquilt.tools.simulation import DeviceData
 
@@ -96,7 +98,7 @@ def test_fednova_with_equal_steps_is_fedavg() -> None:
 
 def test_the_learning_rate_decays_by_round() -> None:
     """A decay of 1/2 makes 0.1, 0.05, 0.025."""
-    assert [fedavg.learning_rate({"lr": 0.1, "lr_decay": 0.5}, r) for r in range(3)] == [0.1, 0.05, 0.025]
+    assert [local_training.learning_rate({"lr": 0.1, "lr_decay": 0.5}, r) for r in range(3)] == [0.1, 0.05, 0.025]
 
 
 # -- SCAFFOLD -------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ def test_the_engine_goes_as_far_as_fednova_reckons(nesterov: bool) -> None:
     one = Examples(np.ones((1, 6), np.float32), np.zeros(1, np.int64))
 
     def moved(epochs: int) -> float:
-        fit = fedavg.Fit(epochs=epochs, lr=1e-4, momentum=0.8, nesterov=nesterov)
+        fit = Fit(epochs=epochs, lr=1e-4, momentum=0.8, nesterov=nesterov)
         return float(numpy_one().train(network, start, one, fit, tensors.seeded_rng(0))[0]["1.bias"][0])
 
     reckoned = [fednova.effective_steps(tau, {"momentum": 0.8, "nesterov": nesterov}) for tau in (1, 5)]
@@ -277,7 +279,9 @@ def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
         changes = {"server_lr": 0.25} if name != "fednova" else {}
         state = method.init(toy_bundle({"name": "x"}, start, kinds=kinds), method.params(**changes), 0)
         first, second = (update(given, 1.0, device, steps=s, new=1.0) for device, s in (("a", 2.0), ("b", 8.0)))
-        after = method.step(state, method.fold(state, method.fold(state, None, first), second)).model
+        after = method.step(
+            state, method.aggregation.fold(state, method.aggregation.fold(state, None, first), second)
+        ).model
         assert after["bn.running_var"] == pytest.approx([3.0])
         assert after["bn.running_mean"] == pytest.approx([2.0])
         assert int(after["bn.num_batches_tracked"]) == 2
@@ -314,10 +318,10 @@ def test_an_update_that_does_not_say_its_steps_is_refused(name: str) -> None:
     state = method.init(toy_bundle(), method.params(), 0)
     for metrics in ({}, {"steps": 0.0}, {"steps": float("nan")}):
         with pytest.raises(UpdateError, match="this method has to know"):
-            method.fold(state, None, update(state.model, new=1.0, **metrics))
+            method.aggregation.fold(state, None, update(state.model, new=1.0, **metrics))
     if name == "scaffold":
         with pytest.raises(UpdateError, match="takes part for the first time"):
-            method.fold(state, None, update(state.model, steps=1.0))
+            method.aggregation.fold(state, None, update(state.model, steps=1.0))
 
 
 def test_a_round_nobody_answered_changes_nothing() -> None:
@@ -326,5 +330,5 @@ def test_a_round_nobody_answered_changes_nothing() -> None:
         method = methods.load(name)
         state = method.init(toy_bundle(), method.params(), 0)
         assert method.step(state, None) is state
-        sums = scaffold.ScaffoldSums if name == "scaffold" else fedavg.FedAvgSums
+        sums = scaffold.ScaffoldSums if name == "scaffold" else WeightedSums
         assert method.step(state, sums()) is state

@@ -13,6 +13,7 @@ from fedavg_runs import play, same_bits, torch_one
 from fedquilt.core import ClientResult, Examples, ModelError
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedbn, moon
+from fedquilt.models.local_training import NetworkState
 from fedquilt.testing.toy_networks import toy_bundle
 from fedquilt.tools.simulation import DeviceData
 
@@ -38,7 +39,7 @@ def bn_start() -> dict[str, np.ndarray]:
     return {name: value.numpy().copy() for name, value in registry.build(BN).state_dict().items()}
 
 
-def begun() -> fedavg.State:
+def begun() -> NetworkState:
     return fedavg.init(toy_bundle(BN, bn_start()), fedavg.Params(), 0)
 
 

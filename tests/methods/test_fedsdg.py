@@ -14,7 +14,9 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.core import DeviceView, JobError, ModelError
 from fedquilt.core.evaluation import compute_metrics
-from fedquilt.methods import fedavg, fedsdg
+from fedquilt.methods import fedsdg
+from fedquilt.models import local_training
+from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import lora
 from fedquilt.testing.toy_networks import deliver_task, image_members
 
@@ -79,8 +81,8 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
     order = method.send(state, DeviceView("a", None))
     assert order is not None
     backbone = {key: array for key, array in state.backbone.items() if key not in state.model}
-    everything = fedavg.State(state.params, state.network, {**backbone, **state.model}, 0.0, 0)
-    most = fedavg.training_task_spec(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
+    everything = NetworkState(state.params, state.network, {**backbone, **state.model}, 0.0, 0)
+    most = local_training.training_task_spec(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
     assert order.work.peak_bytes == most - 3 * tensors.total_bytes([backbone])
 
 

@@ -10,7 +10,8 @@ from fedsdg_runs import LAYERS, Played, asked, began
 
 from fedquilt.arrays import tensors
 from fedquilt.core import DeviceUpdate, Fit
-from fedquilt.methods import fedavg, fedsdg
+from fedquilt.methods import fedsdg
+from fedquilt.models import local_training
 
 torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine", reason="adapters are trained with torch")
 
@@ -125,4 +126,4 @@ def test_the_trainers_settings_are_the_methods() -> None:
     """Adam and the clip reach the engine; the shared part's decay does not, as it is not the other parts'."""
     task, _ = asked(began(preset="official", lr=0.004))
 
-    assert fedavg.fit_from_task(task) == Fit(epochs=1, batch=16, lr=0.004, optimizer="adam", clip=1.0)
+    assert local_training.fit_from_task(task) == Fit(epochs=1, batch=16, lr=0.004, optimizer="adam", clip=1.0)

@@ -28,6 +28,7 @@ from fedquilt.core import (
 )
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.methods import fedavg, fedprox, fedsq
+from fedquilt.models import local_training
 from fedquilt.testing.toy_networks import bundle_files, deliver_task, register_entry, run_method
 from fedquilt.tools.simulation import DeviceData
 
@@ -110,7 +111,7 @@ def test_with_the_last_linear_layer_alone_it_is_fedavg_bit_for_bit() -> None:
     def fedavg_work(task: Task, site: ClientContext) -> ClientResult:
         held = Hooks(steps=(Step(rate=lambda name: float(name.startswith("6."))),))
         whole = {**site.load("frozen"), **site.load("model")}
-        answer = fedavg.train_from(task, site, whole, held)
+        answer = local_training.train_from(task, site, whole, held)
         return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in site.load("model")}})
 
     given = params(trained=("6",), cache="off")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from searches import FULL, play, played
 
-from fedquilt.core import Bundle, DeviceUpdate, DeviceView, Examples, JobError, ModelError, UpdateError
+from fedquilt.core import Aggregation, Bundle, DeviceUpdate, DeviceView, Examples, JobError, ModelError, UpdateError
 from fedquilt.data import images
 from fedquilt.methods import fedstitch
 from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
@@ -165,11 +165,11 @@ def test_an_answer_that_is_not_what_was_asked_is_refused(phase: str, spoil: Any,
     def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
         if state.phase == phase and not caught:
             with pytest.raises(UpdateError, match=why) as found:
-                METHOD.fold(state, total, replace(update, bundles=spoil(update.bundles)))
+                METHOD.aggregation.fold(state, total, replace(update, bundles=spoil(update.bundles)))
             caught.append(found)
-        return METHOD.fold(state, total, update)
+        return METHOD.aggregation.fold(state, total, update)
 
-    played(replace(METHOD, fold=fold))
+    played(replace(METHOD, aggregation=Aggregation(fold)))
     assert caught
 
 
@@ -177,7 +177,7 @@ def test_an_answer_to_another_step_of_the_search_is_refused() -> None:
     """A straggler's scores of an earlier pool cannot be counted for this one."""
     update = DeviceUpdate("dev-0", 0, 1.0, {"turn": 5.0}, {})
     with pytest.raises(UpdateError, match=r"answers turn 5\.0 of the search, which is at 0"):
-        METHOD.fold(FULL[0], None, update)
+        METHOD.aggregation.fold(FULL[0], None, update)
 
 
 def test_a_device_with_too_few_examples_says_so() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from searches import FULL, play, played
 
-from fedquilt.core import DeviceUpdate
+from fedquilt.core import Aggregation, DeviceUpdate
 from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
 from fedquilt.models.stitching import stitched_network, vote
 from fedquilt.models.stitching.algebra import class_moments, least_squares
@@ -27,9 +27,9 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) 
     def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
         if state.phase == "fit":
             fits.setdefault(state.turn, {})[update.device] = update
-        return METHOD.fold(state, total, update)
+        return METHOD.aggregation.fold(state, total, update)
 
-    run = played(replace(METHOD, fold=fold), mode=mode)
+    run = played(replace(METHOD, aggregation=Aggregation(fold)), mode=mode)
     assert fits
     seen = 0
     for before, after in itertools.pairwise(run):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from joint_runs import FULL, narrow, played
 
-from fedquilt.core import DeviceUpdate, DeviceView, Examples
+from fedquilt.core import Aggregation, DeviceUpdate, DeviceView, Examples
 from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
@@ -67,9 +67,9 @@ def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted() -> No
     def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
         if state.phase in answered:
             answered[state.phase].add((update.device, state.turn))  # one update may be folded more than once
-        return METHOD.fold(state, total, update)
+        return METHOD.aggregation.fold(state, total, update)
 
-    run = played(cohort=3, method=replace(METHOD, fold=fold))
+    run = played(cohort=3, method=replace(METHOD, aggregation=Aggregation(fold)))
     names = sorted(member.device for member in image_members(8))
     heard = {phase: sorted(device for device, _ in turns) for phase, turns in answered.items()}
     assert heard == {"gather": names, "validate": names}
@@ -86,7 +86,7 @@ def test_a_device_that_was_heard_is_not_asked_again() -> None:
     assert METHOD.send(state, DeviceView(heard, None)) is None
     assert METHOD.send(state, DeviceView(new, None)) is not None
     update = DeviceUpdate(heard, 0, 1.0, {"turn": float(state.turn)}, {})
-    assert METHOD.fold(state, None, update) == ExactMomentSums()
+    assert METHOD.aggregation.fold(state, None, update) == ExactMomentSums()
 
 
 def test_where_the_number_of_devices_is_not_known_a_round_without_anybody_ends_the_phase() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from searches import play, played
 
-from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, JobError
+from fedquilt.core import Aggregation, BlobRef, DeviceUpdate, DeviceView, JobError
 from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
 from fedquilt.models.stitching import stitched_network
@@ -32,7 +32,9 @@ def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], d
     spy = replace(
         METHOD,
         init=lambda bundle, params, seed: state,
-        fold=lambda state, total, update: seen.append(update) or METHOD.fold(state, total, update),
+        aggregation=Aggregation(
+            lambda state, total, update: seen.append(update) or METHOD.aggregation.fold(state, total, update)
+        ),
     )
     played(spy, image_members(1), rounds=1)
     return state, dict(seen[0].bundles["scores"]), dict(seen[0].metrics)

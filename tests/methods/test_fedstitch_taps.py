@@ -11,7 +11,7 @@ from joint_runs import FULL, gathering, played
 
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.updates import tasks
-from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Examples, UpdateError, accumulator_check, mergeable_type
+from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Examples, UpdateError
 from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments
@@ -69,7 +69,7 @@ def test_a_board_with_little_memory_gives_fewer_images() -> None:
     assert (tight.weight, tight.metrics["short"]) == (40.0, 1.0)
     site.engine.room_bytes = 1
     assert METHOD.work(task, site).weight == taps.LEAST_ROWS
-    total = METHOD.fold(state, None, DeviceUpdate("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
+    total = METHOD.aggregation.fold(state, None, DeviceUpdate("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
     after = METHOD.step(state, total)
     assert "1 of 1 devices: memory for some of the wanted images only" in after.log
 
@@ -91,9 +91,14 @@ def test_the_orders_memory_counts_the_moments() -> None:
 def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
     """For a head that takes 30 no more than 30, with 20 those 20; for the counts the held-out ones."""
     _, task, _ = gathering(head_samples=30)
-    each = task.work.on(1).flops
+    each = task.work.total_for_examples(1).flops
     assert each > 0
-    assert [task.work.on(own).flops for own in (20, 30, 45, 1000)] == [20 * each, 30 * each, 30 * each, 30 * each]
+    assert [task.work.total_for_examples(own).flops for own in (20, 30, 45, 1000)] == [
+        20 * each,
+        30 * each,
+        30 * each,
+        30 * each,
+    ]
     state = next(state for state in FULL if state.phase == "validate")
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
@@ -128,18 +133,20 @@ def test_moments_of_other_taps_are_refused() -> None:
     answer = METHOD.work(task, site)
     narrow = replace(state, taps=state.taps[:-1])
     with pytest.raises(UpdateError, match="moments"):
-        METHOD.fold(narrow, None, DeviceUpdate("dev-0", 0, 45.0, answer.metrics, answer.bundles))
+        METHOD.aggregation.fold(narrow, None, DeviceUpdate("dev-0", 0, 45.0, answer.metrics, answer.bundles))
 
 
 def test_a_device_counts_no_more_than_its_update_weighs() -> None:
     """Only the weight is held against what a board can have worked through; the counts in the moments must equal it."""
     state, task, site = gathering()
     answer = METHOD.work(task, site)
-    assert METHOD.fold(state, None, DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, answer.bundles)).devices
+    assert METHOD.aggregation.fold(
+        state, None, DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
+    ).devices
     told = dict(answer.bundles["moments"])
     many = {**told, "counts": 10**4 * told["counts"], "factor": np.float32(100) * told["factor"]}
     with pytest.raises(UpdateError, match="examples, in an update that weighs"):
-        METHOD.fold(state, None, DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, {"moments": many}))
+        METHOD.aggregation.fold(state, None, DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, {"moments": many}))
 
 
 @pytest.mark.parametrize(("own", "held", "counted"), [(20, 8, 8), (8, 20, 8), (20, 0, 0)])
@@ -151,9 +158,9 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, he
     answer = METHOD.work(*deliver_task(METHOD, order, DeviceData("dev-0", *shares), build_donors()[1], seed=3))
     assert (answer.weight, answer.bundles["counts"]["examples"].tolist()) == (counted, [counted])
     update = DeviceUpdate("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
-    assert METHOD.fold(state, None, update).sums["examples"].value().tolist() == [counted]
+    assert METHOD.aggregation.fold(state, None, update).sums["examples"].rounded_value().tolist() == [counted]
     with pytest.raises(UpdateError, match=f"counts: of {counted} examples, in an update that weighs {counted + 1}"):
-        METHOD.fold(state, None, replace(update, weight=counted + 1.0))
+        METHOD.aggregation.fold(state, None, replace(update, weight=counted + 1.0))
 
 
 def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
@@ -182,17 +189,17 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
 )
 def test_a_sites_counts_that_cannot_be_are_refused(spoil: Any, why: str) -> None:
     """While validating; while scoring and fitting a site sends no sums, but its boards' answers."""
-    kinds = {state.phase: mergeable_type(METHOD.fold, state) for state in FULL}
+    kinds = {state.phase: METHOD.aggregation.accumulator(state) for state in FULL}
     assert kinds == {"score": None, "fit": None, "gather": ExactMomentSums, "validate": CorrectCounts, "done": None}
-    state, sound = next(state for state in FULL if state.phase == "validate"), accumulator_check(METHOD.fold)
+    state, sound = next(state for state in FULL if state.phase == "validate"), METHOD.aggregation.check_sums
     counts = {"examples": np.array([12]), "right": np.full(len(state.candidates), 7)}
     update = DeviceUpdate("dev-0", 0, 12.0, {"turn": float(state.turn)}, {"counts": counts})
     assert sound is not None
-    sound(state, METHOD.fold(state, None, update), 12.0)
+    sound(state, METHOD.aggregation.fold(state, None, update), 12.0)
     with pytest.raises(UpdateError, match="counts: of 12 examples, in an update that weighs 13"):
-        sound(state, METHOD.fold(state, None, update), 13.0)
+        sound(state, METHOD.aggregation.fold(state, None, update), 13.0)
     with pytest.raises(UpdateError, match=why):
-        sound(state, spoil(METHOD.fold(state, None, update)), 12.0)
+        sound(state, spoil(METHOD.aggregation.fold(state, None, update)), 12.0)
 
 
 def moved(total: CorrectCounts, by: float) -> CorrectCounts:

@@ -14,7 +14,7 @@ from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, DeviceView,
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.methods import genefl
-from fedquilt.models import learngene
+from fedquilt.models import learngene, local_training
 from fedquilt.testing.toy_networks import deliver_task, point_members, toy_bundle, with_loaded_tensors
 from fedquilt.testing.toy_networks import run_method as run_of
 from fedquilt.tools.simulation import DeviceData
@@ -114,9 +114,8 @@ def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> Non
     _, worked = play(rounds=3, smooth=0.0, elastic=0.0)
     first, second = trained(worked, "dev-0")
     task, site, answer = second
-    model, _ = ENGINE.train(
-        DEEP, first[2].local, site.train, genefl.fedavg.fit_from_task(task), tensors.seeded_rng(task.seed)
-    )
+    fit = local_training.fit_from_task(task)
+    model, _ = ENGINE.train(DEEP, first[2].local, site.train, fit, tensors.seeded_rng(task.seed))
     for name, array in model.items():
         np.testing.assert_array_equal(answer.local[name], array)
 
@@ -268,7 +267,7 @@ def ask(
 def take(state: Any, member: DeviceData, number: int, answer: ClientResult) -> Any:
     """The state after a round of this device alone."""
     update = DeviceUpdate(member.device, number, answer.weight, answer.metrics, answer.bundles)
-    return genefl.METHOD.step(state, genefl.METHOD.fold(state, None, update))
+    return genefl.METHOD.step(state, genefl.METHOD.aggregation.fold(state, None, update))
 
 
 def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene() -> None:

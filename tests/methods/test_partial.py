@@ -83,7 +83,7 @@ def test_of_a_resnet18_the_papers_bytes_travel() -> None:
     """GENE-FL's table: FedFina 31.50 MiB, and ParFed what is left of the 42.65 MiB that are learned: 11.15."""
     bundle = toy_bundle(RESNET18, resnet18())
     fina, par = fedfina.init(bundle, fedfina.Params(), 0), parfed.init(bundle, parfed.Params(), 0)
-    learned = fedavg.trained_names(fedavg.init(bundle, fedavg.Params(), 0))
+    learned = fedavg.init(bundle, fedavg.Params(), 0).trained_names()
     assert mib(fina.model) == 31.5
     assert mib(par.model) == pytest.approx(mib({name: resnet18()[name] for name in learned}) - 31.5)
     assert f"{mib(par.model):.2f}" == "11.15"
@@ -163,7 +163,7 @@ def test_parfed_and_fedfina_share_what_the_other_keeps() -> None:
     par = parfed.init(bundle, parfed.Params(layers=2), 0).model.keys()
     fina = fedfina.init(bundle, fedfina.Params(layers=2), 0).model.keys()
     assert par.isdisjoint(fina)
-    assert par | fina == set(fedavg.trained_names(fedavg.init(bundle, fedavg.Params(), 0)))
+    assert par | fina == set(fedavg.init(bundle, fedavg.Params(), 0).trained_names())
 
 
 def test_a_network_that_cannot_be_parted_is_refused() -> None:

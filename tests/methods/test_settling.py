@@ -17,9 +17,10 @@ from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import progress
+from fedquilt.coordinator.views import run_summary
 from fedquilt.core import Bundle, DeviceUpdate, DeviceView, Examples, Hooks, UpdateError
 from fedquilt.methods import _subnetworks
+from fedquilt.models import local_training
 from fedquilt.models.partial import width
 from fedquilt.testing.toy_networks import toy_bundle, write_images
 from fedquilt.tools.artefacts import prepare
@@ -85,7 +86,7 @@ def test_statistics_are_those_of_all_devices_examples_together() -> None:
     for device, weight, mean, var in (("a", 1.0, 0.0, 1.0), ("b", 3.0, 4.0, 2.0)):
         sent = {name: np.full_like(state.model[name], mean if name.endswith("mean") else var) for name in names}
         update = DeviceUpdate(device, 0, weight, {}, {"statistics.1": sent})
-        total = method.settle.fold(state, total, update)
+        total = method.settle.aggregation.fold(state, total, update)
     after = method.settle.step(state, total)
     for name in names:
         wanted = 3.0 if name.endswith("mean") else (1 + 3 * (2 + 16)) / 4 - 9
@@ -111,7 +112,7 @@ def test_what_is_no_statistics_of_a_width_is_refused(spoil: Any, said: str) -> N
     method, state = begun("heterofl")
     sent = {name: array for name, array in state.model.items() if name.endswith(("running_mean", "running_var"))}
     with pytest.raises(UpdateError, match=said):
-        method.settle.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
+        method.settle.aggregation.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, spoil(sent)))
 
 
 def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batches(
@@ -158,11 +159,10 @@ def test_a_network_without_batch_normalisation_needs_no_such_round() -> None:
 
 def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count() -> None:
     """Round 5 after two such rounds has the rate of the third round of work."""
-    from fedquilt.methods import fedavg
 
     method = methods.load("heterofl")
     state = replace(method.init(bundle(), method.params(lr=0.1, lr_decay=0.5), 0), settled=2)
-    assert fedavg.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
+    assert local_training.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
 
 
 def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(tmp_path: Path) -> None:
@@ -188,6 +188,7 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
     run, ended = agents.run_fleet_virtually(plan)
     assert ended == "done"
     with Store(plan.home) as store:
+        summary = run_summary.summarise_events(plan.job, store.read_events(run))
         facts = [fact for _, _, fact in store.read_events(run)]
         committed = [fact for fact in facts if isinstance(fact, RoundCommitted)]
         path = store.depot.blob_path(committed[-1].state.sha256)
@@ -197,7 +198,7 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
     assert [fact.round for fact in committed if fact.evaluation is not None] == [0, 3, 5]
     asked = [sum(isinstance(fact, UpdateAccepted) and fact.round == each.round for fact in facts) for each in committed]
     assert asked == [2, 2, 6, 2, 6, 2]
-    assert progress.count_completed_rounds(facts, 3) == 3
+    assert summary.completed_rounds == 3
     from fedquilt.data import examples as shares
     from fedquilt.data.spec import DataSpec
 

@@ -28,7 +28,9 @@ def folded(method: Method, state: Any, *sent: tuple[int, float, float, list[int]
         order = method.send(state, view(budget))
         model = {key: np.full_like(array, value) for key, array in order.bundles["model"].items()}  # type: ignore[union-attr]
         held = {"held": np.isin(np.arange(3), classes).astype(np.uint8)}
-        total = method.fold(state, total, DeviceUpdate("a", 0, weight, {}, {"model": model, "classes": held}))
+        total = method.aggregation.fold(
+            state, total, DeviceUpdate("a", 0, weight, {}, {"model": model, "classes": held})
+        )
     return method.step(state, total)
 
 
@@ -105,7 +107,7 @@ def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_w
     state = method.init(toy_bundle(), method.params(), 0)
     for bundles in ({}, {"classes": {"held": np.ones(2, np.uint8)}}):
         with pytest.raises(UpdateError):
-            method.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"model": state.model, **bundles}))
+            method.aggregation.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"model": state.model, **bundles}))
     plan = masks.MaskPlan({"0": 2}, {}, {"0.weight": masks.TensorGroups((2, 1, 3, 3), ("0",))})
     parts = {"model": {"0.weight": np.zeros((2, 1, 3, 3), np.float32)}, "masks": {"json": masks.plan_to_array(plan)}}
     meta = {"network": {}, "register": register_of_kinds(parts["model"], {})}

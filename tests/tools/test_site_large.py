@@ -12,7 +12,7 @@ import pytest
 from sited import federation
 
 from fedquilt.arrays.lazy_arrays import ScratchFile
-from fedquilt.blobs.transfer.upload_queue import UploadQueue
+from fedquilt.blobs.transfer.upload import UploadQueue
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import UpdateRejected
 from fedquilt.coordinator.settings import CohortSettings

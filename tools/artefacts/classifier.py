@@ -196,7 +196,7 @@ def read_array(data: bytes) -> np.ndarray:
     """Return the array in the bytes of an .npy file.
 
     Raises:
-        DataError: it is none, it holds something else than numbers, or not as many bytes as it states.
+        DataError: If the bytes are not an .npy file, contain other values than numbers, or have not the stated size.
     """
     file = io.BytesIO(data)
     try:
@@ -218,11 +218,11 @@ def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
     """Return the arrays in the bytes of an .npz file, by name.
 
     Args:
-        data: the file.
-        most_bytes: that they may have together, unpacked.
+        data: Bytes of the file.
+        most_bytes: Limit on the size of all arrays, unpacked.
 
     Raises:
-        DataError: it is none, or holds more, or one of the arrays is none of numbers.
+        DataError: If the bytes are not an .npz file, exceed a limit, or contain an array of other values than numbers.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as held:

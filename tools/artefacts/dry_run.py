@@ -21,7 +21,7 @@ from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import JobSettings, parse_params
-from fedquilt.core import Bundle, Examples, FedquiltError, Method, ModelError, Tensors
+from fedquilt.core import Aggregation, Bundle, Examples, FedquiltError, Method, ModelError, Tensors
 from fedquilt.data import inputs
 from fedquilt.formats import job_bundle
 from fedquilt.metrics import task_from_network
@@ -60,7 +60,7 @@ SHORT_SEARCH: Final[Mapping[str, Any]] = {
     "head_rounds": 1,
     "stop_below": 0.0,
 }
-PHASES: Final = ("warmup", "probe", "gather")  # rounds before a method's other ones: one of them is enough
+PHASES: Final = ("warmup", "probe", "gather")  # rounds before a method's regular rounds, one of which is enough
 BUDGETS: Final = ("512MB", "2GB", "64GB")  # for methods that send parts: a small, a middling and a large device
 EXAMPLES: Final = 3  # of a device: with mini-batches of two the last has one
 SCORED: Final = 2 * cka.MIN_IMAGES  # examples of a device that scores blocks: junctions are fitted on half of them
@@ -68,7 +68,7 @@ PROJECTED: Final = 32  # features of each tap: a head on all features of large d
 DONORS_BYTES: Final = 1 << 32  # budget of the engine that runs donors: half of it holds loaded blocks
 
 
-def rehearse(job: JobSettings, made: Bundle, folder: Path) -> None:
+def dry_run_job(job: JobSettings, made: Bundle, folder: Path) -> None:
     """Run a few rounds of a job that trains a network on synthetic examples, and evaluate the result.
 
     Args:
@@ -85,17 +85,17 @@ def rehearse(job: JobSettings, made: Bundle, folder: Path) -> None:
         return
     if engine.name == "onnx":
         with contextlib.closing(engine):
-            _rehearse_donors(job, method, made, folder, engine)
+            _dry_run_donors(job, method, made, folder, engine)
     elif made.meta.get("network"):
-        _rehearse_network(job, method, made, folder, engine)
+        _dry_run_network(job, method, made, folder, engine)
 
 
-def _rehearse_network(job: JobSettings, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
+def _dry_run_network(job: JobSettings, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
     given, network = parse_params(job), dict(made.meta["network"])
     phases = {name: min(1, getattr(given, name)) for name in PHASES if hasattr(given, name)}
     by_memory = any(isinstance(value, tuple) and len(value) == 5 for value in vars(given).values())
     budgets = BUDGETS if by_memory else BUDGETS[-1:]
-    count = max(3 if by_memory else 2, method.least(given))
+    count = max(3 if by_memory else 2, method.minimum_updates(given))
     held = draw_examples(network, int(made.meta.get("outputs") or network.get("classes", 2)))
     table = {
         "params": {**job.params, **_shorten_params(given, SHORT), **phases},
@@ -105,13 +105,13 @@ def _rehearse_network(job: JobSettings, method: Method, made: Bundle, folder: Pa
         "fleet": {"devices": count, "budgets": list(budgets)},
     }
     what = f"{job.method} cannot train the network {network.get('name')!r}"
-    with _limit_to_one_thread(engine), _raise_first_error(what, "change the network") as seen:
+    with _limit_to_one_thread(engine), _as_model_error(what, "change the network") as seen:
         members = [DeviceData(f"dry-{number}", held, held) for number in range(count)]
         last = _run_short_job(job, table, folder, members, _recording_errors(method, seen), engine)
         _require_exportable(method, last, network, held, engine)
 
 
-def _rehearse_donors(job: JobSettings, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
+def _dry_run_donors(job: JobSettings, method: Method, made: Bundle, folder: Path, engine: Any) -> None:
     stock, given = stitched_network.load_donor_pool(made.meta), parse_params(job)
     if getattr(given, "mode", "") == "paper":
         given = replace(given, **PAPER, mode="default")  # its values replace all others, also shorter ones
@@ -121,7 +121,7 @@ def _rehearse_donors(job: JobSettings, method: Method, made: Bundle, folder: Pat
     held = draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)
     table = {"params": {**vars(given), **shorter}, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
     graphs = {name: job_bundle.verify_file(folder, ref) for name, ref in made.files.items()}
-    with _raise_first_error(f"{job.method} cannot stitch these donors", "change the donors") as seen:
+    with _as_model_error(f"{job.method} cannot stitch these donors", "change the donors") as seen:
         _require_donors_run(stock, held.x[:EXAMPLES], lambda name, x: engine.run(graphs[name], x))
         members = [DeviceData(f"dry-{number}", held, Examples(held.x[:1], held.y[:1])) for number in range(2)]
         last = _run_short_job(job, table, folder, members, _recording_errors(method, seen), engine)
@@ -161,7 +161,7 @@ def _limit_to_one_thread(engine: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _raise_first_error(what: str, fix: str) -> Iterator[list[BaseException]]:
+def _as_model_error(what: str, fix: str) -> Iterator[list[BaseException]]:
     seen: list[BaseException] = []
     try:
         yield seen
@@ -228,20 +228,23 @@ def _recording_errors(method: Method, seen: list[BaseException]) -> Method:
                 seen.append(error)
                 raise
 
-        call.__dict__.update(part.__dict__)
         return call
 
+    def record_fold(of: Aggregation) -> Aggregation:
+        return replace(of, fold=add_recording(of.fold))
+
     check = None if method.check is None else add_recording(method.check)
-    settle = method.settle and replace(method.settle, fold=add_recording(method.settle.fold))
-    return replace(method, work=add_recording(method.work), fold=add_recording(method.fold), check=check, settle=settle)
+    settle = method.settle and replace(method.settle, aggregation=record_fold(method.settle.aggregation))
+    aggregation = record_fold(method.aggregation)
+    return replace(method, work=add_recording(method.work), aggregation=aggregation, check=check, settle=settle)
 
 
 def _require_exportable(method: Method, state: Any, network: Mapping[str, Any], held: Examples, engine: Any) -> None:
     """Encode and decode a method's result as an export does, and evaluate it.
 
     Raises:
-        UpdateError: a tensor of the result is not finite.
-        ModelError: the result is not what its network takes.
+        UpdateError: If a tensor of the result is not finite.
+        ModelError: If the result does not fit its network.
     """
     found = method.result(state)
     given = tensors.decode_tensors(tensors.encode_tensors(found.tensors))

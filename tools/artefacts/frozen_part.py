@@ -123,13 +123,13 @@ def list_blocks(model: nn.Module) -> list[list[str]]:
         inner = [(f"{name}.{key}", each) for key, each in child.named_children() if _has_parameters(each)]
         if isinstance(child, nn.Sequential) and len(inner) > OPENED and len(children) <= 2:
             for path, each in inner:
-                _append_block(found, path, each)
+                _append_or_extend_block(found, path, each)
         else:
-            _append_block(found, name, child)
+            _append_or_extend_block(found, name, child)
     return found
 
 
-def _append_block(found: list[list[str]], name: str, module: nn.Module) -> None:
+def _append_or_extend_block(found: list[list[str]], name: str, module: nn.Module) -> None:
     from torch import nn
 
     linear = any(isinstance(each, (nn.Linear, nn.modules.conv._ConvNd)) for each in module.modules())

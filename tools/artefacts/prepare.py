@@ -126,14 +126,16 @@ def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = 
     """
     made = prepare_bundle(msgspec.to_builtins(job), out, say)
     state = job_validation.create_initial_state(job, made)
-    if isinstance(plan := getattr(state, "plan", None), masks.MaskPlan) and (why := masks.describe_whole_layers(plan)):
+    if isinstance(plan := getattr(state, "plan", None), masks.MaskPlan) and (
+        why := masks.describe_unmaskable_layers(plan)
+    ):
         say(f"{job.method}: {why}")
-    if (frozen := methods.load(job.method).frozen) and not made.meta.get("pretrained", True):
+    if (frozen := methods.load(job.method).traits.frozen_weights) and not made.meta.get("pretrained", True):
         say(
             f"{job.method} keeps {frozen} of the first weights, and these are random: give [model] weights = a file of "
             "a pre-trained network's"
         )
-    dry_run.rehearse(job, made, out)
+    dry_run.dry_run_job(job, made, out)
     if job.data:
         spec = DataSpec.parse(job.data)
         if _is_here(spec):  # else boards have it

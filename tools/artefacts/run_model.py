@@ -34,8 +34,8 @@ def run_model(model: Path, source: Path) -> list[Prediction]:
             (n, ...) under "x_test" or "x", and labels (n,) under "y_test" or "y" if they are known.
 
     Raises:
-        ModelError: the file is no network that `fedquilt export` wrote.
-        DataError: there are no examples, or one cannot be read.
+        ModelError: If the file is not a network that `fedquilt export` wrote.
+        DataError: If there are no examples, or an example cannot be read.
     """
     network = Classifier(model)
     labels = network.labels

@@ -77,7 +77,7 @@ def pin_point(text: str, root: Path, socket: Path, *, dry_run: bool = False, sec
     try:
         became = clocks.pin(wanted)
         print(f"held: {_format_point(became)}{'' if seconds else ' (interrupt to let go)'}", flush=True)
-        _keep_alive(clocks, seconds, time.monotonic, time.sleep)
+        _send_keepalives(clocks, seconds, time.monotonic, time.sleep)
         clocks.unpin()
         print("let go: the board's own settings are back")
     finally:
@@ -85,7 +85,7 @@ def pin_point(text: str, root: Path, socket: Path, *, dry_run: bool = False, sec
     return 0
 
 
-def _keep_alive(
+def _send_keepalives(
     clocks: ClockClient, seconds: float | None, now: Callable[[], float], sleep: Callable[[float], None]
 ) -> None:
     begun_s = now()

@@ -3,11 +3,6 @@
 The broker supports MQTT 3.1.1 only, stores everything in memory and does not limit its queues. Use Mosquitto for a
 site. An address other than loopback requires a password file: `python -m fedquilt.tools.broker USER` prints a line of
 it.
-
-It speaks MQTT 3.1.1 only, keeps everything in memory and lets clients queue without bound: right for
-one machine or a small network, wrong for a site, where Mosquitto belongs.
-It listens on loopback, and anywhere else only with a password file; `python -m fedquilt.tools.broker
-USER` asks for a password and prints the line to put in it.
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ class EmbeddedBroker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         if self.password_file is not None:
-            _check_password_file(self.password_file)
+            _require_valid_password_file(self.password_file)
         elif not _is_loopback(host):
             raise JobError(
                 f"a broker on {host} is open to the network, so it needs --password-file "
@@ -143,7 +138,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_password_file(path: Path) -> None:
+def _require_valid_password_file(path: Path) -> None:
     try:
         lines = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:

@@ -8,14 +8,6 @@
    iterates over a copy.
 4. The shutdown of amqtt waits forever for clients without a session or with a message in transit. This broker closes
    connections first.
-
-1. It parses an MQTT 5 CONNECT as one of 3.1.1 before it looks at the level, takes the properties for
-   a string's length and waits for ever: refused here as soon as the level is read.
-2. It sends each newcomer whatever is retained for anybody's subscription: only for its own here.
-3. It walks its subscriptions with awaits in between, while others subscribe, and then drops the
-   newcomer's session on the floor: it walks a copy here.
-4. Its shutdown leaves connections that never became sessions open, and waits for ever for a client
-   that was just being sent something: connections are closed first here.
 """
 
 from __future__ import annotations

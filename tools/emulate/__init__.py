@@ -1,9 +1,9 @@
 """Emulation of a flashed board's architecture on this machine (`fedquilt emulate`).
 
-A Debian for arm64 in a folder, its programs run by qemu's user emulation; `fedquilt flash` puts an agent into
-it, and the commands of its units are started there: the agent enrols and stitches in a job's rounds, over TLS, with a
-broker on loopback. Not emulated: a kernel, systemd's limits and sandbox, a GPU, clocks and meters. Times are the
-emulator's, many times a board's.
+The board is a Debian for arm64 in a folder, whose programs run in qemu's user emulation. `fedquilt flash` installs an
+agent, and the commands of the agent's units are started: the agent enrols and takes part in the rounds of a stitching
+job, over TLS, with a broker on loopback. A kernel, systemd's limits and sandbox, a GPU, clocks and meters are not
+emulated. Times are the emulator's, many times a board's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedquilt.core import JobError, LinkError
 from fedquilt.formats import toml
 from fedquilt.host.disk import disk_errors
 from fedquilt.tools.boards.flash import portable_python
-from fedquilt.tools.emulate import beside, binfmt, guest, host, units
+from fedquilt.tools.emulate import binfmt, guest, host, native_comparison, units
 from fedquilt.tools.emulate.guest import Guest
 from fedquilt.tools.emulate.host import HostMachine
 from fedquilt.tools.emulate.rollouts import RolloutDriver, job_table
@@ -100,18 +100,18 @@ def main(out: Path, mirror: str | None, rounds: int | None, format: str, machine
         stack.enter_context(host.hold_lock(emulator))
         with steps("have the kernel run aarch64 programs") as notes:
             notes.append(stack.enter_context(binfmt.register_emulator(emulator)))
-        board = _system(root, mirror, folder, steps)
-        result = {**_proof(board, folder, rounds, steps, stack), "versions": _versions(board, emulator)}
+        board = _ensure_root(root, mirror, folder, steps)
+        result = {**_run_proof(board, folder, rounds, steps, stack), "versions": _read_versions(board, emulator)}
     result |= {"seconds": steps.taken, "folder": str(folder)}
     (folder / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result)))
     if format == "json":
         print(msgspec.json.encode(result).decode())
     else:
-        print("\n".join(beside.lines(result)))
-    return 0 if beside.agrees(result) else 8
+        print("\n".join(native_comparison.lines(result)))
+    return 0 if native_comparison.agrees(result) else 8
 
 
-def _system(root: Path, mirror: str | None, folder: Path, steps: EmulationSteps) -> Guest:
+def _ensure_root(root: Path, mirror: str | None, folder: Path, steps: EmulationSteps) -> Guest:
     if root.exists():
         with steps(f"take the root file system that is in {root}"):
             return Guest(root)
@@ -126,39 +126,39 @@ def _system(root: Path, mirror: str | None, folder: Path, steps: EmulationSteps)
 # -- the proof ------------------------------------------------------------------------------------
 
 
-def _proof(
+def _run_proof(
     board: Guest, folder: Path, rounds: int | None, steps: EmulationSteps, stack: contextlib.ExitStack
 ) -> dict[str, Any]:
-    plan = _job(folder, rounds)
+    plan = _write_job(folder, rounds)
     site = LoopbackFleet(folder, *find_free_ports(2))
     with steps("an authority, a broker's and a coordinator's certificates, a token for the board"):
-        site.create_fleet(DEVICE)
+        site.issue_identities(DEVICE)
     with steps("flash the root file system") as notes:
-        notes.append(_flash(site, board, plan, folder.parent / "wheels"))
+        notes.append(_flash_board(site, board, plan, folder.parent / "wheels"))
     with steps("start the broker and the enrolment endpoint"):
         stack.enter_context(run_server(site.write_broker_config(), folder, folder / "mosquitto.log", site.broker))
         stack.enter_context(run_server(site.enrolment_command(), folder, folder / "enrol.log", site.endpoint))
     with steps("first boot: fedquilt-setup and fedquilt-enrol, in it") as notes:
         for name in ("fedquilt-setup", "fedquilt-enrol"):
-            notes.append(_oneshot(board, units.read(board, name), folder / f"{name}.log"))
+            notes.append(_run_oneshot(board, units.read(board, name), folder / f"{name}.log"))
     with steps("start fedquilt-agent, in it, until it is online") as notes:
-        agent, said = _agent(site, board, folder / "fedquilt-agent.log", stack)
+        agent, said = _start_agent(site, board, folder / "fedquilt-agent.log", stack)
         notes.append(said)
     with steps("fedquilt run: the job's rounds") as notes:
-        _run(site, agent, folder)
+        _run_rounds(site, agent, folder)
         with Store(folder / "runs") as store:
             run = store.readable_jobs()[-1].id
             notes.append(store.stored_status(run))
     with steps("a model deployed to it, a worse one refused") as notes:
         notes.append(_deploy_models(site, board, folder / "fedquilt-agent.log"))
     with steps("the same job with one simulated board on this machine's own processor"):
-        native, _ = _quietly(plan, folder / "native")
+        native, _ = _run_natively(plan, folder / "native")
     with Store(folder / "runs") as store, Store(folder / "native") as other:
-        found = beside.compare((store, run), (other, native))
-    return {"run": run, **beside.table(found)}
+        found = native_comparison.compare((store, run), (other, native))
+    return {"run": run, **native_comparison.table(found)}
 
 
-def _job(folder: Path, rounds: int | None) -> FleetPlan:
+def _write_job(folder: Path, rounds: int | None) -> FleetPlan:
     table = toml.read_toml(demo.HERE / "job.toml")
     table["rounds"] = rounds or table["rounds"]
     table["cohort"] = {"deadline_s": DEADLINE_S}
@@ -168,7 +168,7 @@ def _job(folder: Path, rounds: int | None) -> FleetPlan:
     return SingleBoard(jobs.load_job(folder / "job.toml"), demo.HERE / "bundle", folder / "native", 1)
 
 
-def _flash(site: LoopbackFleet, board: Guest, plan: FleetPlan, wheels: Path) -> str:
+def _flash_board(site: LoopbackFleet, board: Guest, plan: FleetPlan, wheels: Path) -> str:
     data = {**plan.make_agent_tables()[0]["data"], "path": DATA}
     (site.folder / "agent.toml").write_text(toml.format_toml(site.agent_table(DEVICE, BUDGET, data)))
     shutil.copyfile(plan.job.data["path"], board.root / DATA.lstrip("/"))
@@ -182,7 +182,7 @@ def _flash(site: LoopbackFleet, board: Guest, plan: FleetPlan, wheels: Path) -> 
     return next(line for line in site.log.read_text().splitlines() if line.startswith(f"{DEVICE}: "))
 
 
-def _oneshot(board: Guest, service: units.UnitService, log: Path) -> str:
+def _run_oneshot(board: Guest, service: units.UnitService, log: Path) -> str:
     with log.open("ab") as out:
         process = units.start(board, service, out)
     try:
@@ -196,7 +196,7 @@ def _oneshot(board: Guest, service: units.UnitService, log: Path) -> str:
     return f"{service.name}: {last(log)}" if log.stat().st_size else f"{service.name}: done"
 
 
-def _agent(
+def _start_agent(
     site: LoopbackFleet, board: Guest, log: Path, stack: contextlib.ExitStack
 ) -> tuple[subprocess.Popen[bytes], str]:
     listener = site.create_listener(DEVICE)
@@ -216,7 +216,7 @@ def _agent(
     return process, notices.said.get("STATUS", "ready")
 
 
-def _run(site: LoopbackFleet, agent: subprocess.Popen[bytes], folder: Path) -> None:
+def _run_rounds(site: LoopbackFleet, agent: subprocess.Popen[bytes], folder: Path) -> None:
     words = site.fedquilt_command("run", "job.toml", "--bundle", str(demo.HERE / "bundle"), *site.coordinator_options())
     log = folder / "run.log"
     with log.open("ab") as out:
@@ -249,13 +249,13 @@ def _deploy_models(site: LoopbackFleet, board: Guest, log: Path) -> str:
     return f"{model}: accuracy {told['accuracy']:.1%}, {told['latency_s'] * 1e3:.1f} ms an answer; the other: {refused}"
 
 
-def _quietly(plan: FleetPlan, home: Path) -> tuple[str, str]:
+def _run_natively(plan: FleetPlan, home: Path) -> tuple[str, str]:
     home.mkdir()
     with (home / "log.txt").open("w") as log, contextlib.redirect_stdout(log):
         return run_fleet_virtually(plan)
 
 
-def _versions(board: Guest, emulator: Path) -> dict[str, str]:
+def _read_versions(board: Guest, emulator: Path) -> dict[str, str]:
     python = "/opt/fedquilt/current/bin/python"
     code = "import numpy, onnxruntime, platform as p; print(p.machine(), p.python_version(), numpy.__version__, "
     machine, *found = board.run(python, "-c", f"{code} onnxruntime.__version__)").split()

@@ -1,8 +1,8 @@
 """Temporary entry for aarch64 programs in the kernel's binfmt_misc table.
 
-With the flag F the kernel holds the emulator open, so that it serves programs in a root file system that
-does not have it (Linux, Documentation/admin-guide/binfmt-misc.rst). A shell with mounts of its own sees the
-table and waits on a pipe: it removes the entry when the pipe ends, also by this process being killed.
+With the flag F the kernel keeps the emulator open, so that root file systems need no emulator (Linux,
+Documentation/admin-guide/binfmt-misc.rst). A shell with private mounts, in which the table is visible, waits on a pipe.
+It removes the entry when the pipe is closed, also if this process is killed.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Container:
         """Send a signal to a unit's main process. Return the process id inside the container.
 
         Raises:
-            JobError: the unit has no main process.
+            JobError: If the unit has no main process.
         """
         pid = self.unit_properties(unit)["MainPID"]
         if pid == "0":

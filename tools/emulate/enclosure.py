@@ -1,8 +1,8 @@
 """Enclosure of a command: private mounts, process ids and control groups.
 
-The kernel takes the enclosure down when its first process ends, and that one is killed with the process that made
-the enclosure: also after `kill -9` no process and no mount is left. An empty control group may be left, which the
-next enclosure removes.
+The kernel removes the enclosure when its first process ends, which is killed with the process that created the
+enclosure. So after `kill -9` no process and no mount remains. An empty control group may remain, which the next
+enclosure removes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Rehearsal of a flashed board's first day under systemd (`fedquilt emulate --systemd`).
 
-A Debian for this machine's architecture in a folder; `fedquilt flash` puts an agent into it, and systemd-nspawn boots
-it with systemd as its first process and a Jetson's files as its /sys. The agent runs by its own units, as its own
-user, with what systemd gives and takes. Each check says what was seen. Not rehearsed: a board's own processor and
-kernel (`fedquilt emulate` without --systemd has its instructions), a GPU, meters and clocks that are more than files.
+The board is a Debian for this machine's architecture in a folder. `fedquilt flash` installs an agent, and systemd-
+nspawn boots the folder with systemd as its first process and a Jetson's files as its /sys. The agent runs by its own
+units, as its own user, with systemd's limits. Each check reports its observation. Not rehearsed: a board's own
+processor (`fedquilt emulate` without --systemd has its instructions) and kernel, a GPU, and meters and clocks that
+are more than files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fedquilt.tools.boards.flash import portable_python
 from fedquilt.tools.emulate import enclosure, host, layouts
 from fedquilt.tools.emulate.checks import CheckLog
 from fedquilt.tools.emulate.layouts import Layout
-from fedquilt.tools.emulate.rehearsed import FIRST, MADE, Rehearsal, base_folder
+from fedquilt.tools.emulate.rehearsal_checks import FIRST, MADE, Rehearsal, base_folder
 
 
 def select_layouts(named: Sequence[str]) -> list[Layout]:

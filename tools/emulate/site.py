@@ -55,7 +55,7 @@ class LoopbackFleet:
         files = [word for name, path in FILES.items() for word in (f"--{name}", path)]
         return ["--home", home, "--broker", self.url, *files]
 
-    def create_fleet(self, device: str) -> None:
+    def issue_identities(self, device: str) -> None:
         self.run_fedquilt("ca", "init")
         self.run_fedquilt("ca", "issue", "watcher", "--role", "observer")  # the broker's rules name this observer
         self.run_fedquilt(

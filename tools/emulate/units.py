@@ -1,7 +1,7 @@
 """Services of a flashed root file system, started from their units without systemd.
 
-What is taken from the unit: its conditions on paths, command, user, folders, environment, umask and
-credentials (systemd.service(5), systemd.exec(5)). Not its limits and its sandbox, which only systemd sets up.
+Used entries of a unit are its path conditions, command, user, folders, environment, umask and credentials
+(systemd.service(5), systemd.exec(5)). Limits and sandbox are ignored, because only systemd can apply them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def start(guest: Guest, service: UnitService, log: IO[bytes], notify: str | None
         _own(state, user, group, service.state_mode)
     if service.credentials:
         environment["CREDENTIALS_DIRECTORY"] = service.credentials_folder
-        _credentials(guest.root, service, user, group)
+        _write_credentials(guest.root, service, user, group)
     if notify is not None:
         environment["NOTIFY_SOCKET"] = notify
     return subprocess.Popen(
@@ -112,7 +112,7 @@ def start(guest: Guest, service: UnitService, log: IO[bytes], notify: str | None
     )
 
 
-def _credentials(root: Path, service: UnitService, user: int, group: int) -> None:
+def _write_credentials(root: Path, service: UnitService, user: int, group: int) -> None:
     folder = root / service.credentials_folder.lstrip("/")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -32,7 +32,7 @@ from fedquilt.tools.experiments.single_run import FORMAT, SeedRun, run_seed
 class ComparisonCase(msgspec.Struct, frozen=True):
     job: bytes
     folder: str  # of the bundle
-    how: bytes = b""  # what the player does besides, as JSON; empty: it plays the job as it is
+    how: bytes = b""  # further arguments of the player as JSON, or empty
     label: str = ""  # what the run is called; empty: by its method
 
     @property

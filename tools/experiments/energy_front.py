@@ -97,7 +97,8 @@ def predict_work(
         order = method.send(state, DeviceView(member.device, profile))
         if order is None or not len(member.train):
             continue
-        ask = tasks.predict_workload(order, ("work",), engine, tasks.HELD, method.uneven)._replace(profile=profile)
+        uneven = method.traits.unequal_epochs
+        ask = tasks.predict_workload(order, ("work",), engine, tasks.HELD, uneven)._replace(profile=profile)
         took_s = ask.predict_duration_s(len(member.train))
         if took_s is not None:
             took = TaskDuration(0, took_s, ask.work_amount, took_s, took_s, len(member.train))

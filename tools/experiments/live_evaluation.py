@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedquilt import methods
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.views import progress
+from fedquilt.coordinator.views import run_summary
 from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore
 from fedquilt.core import Examples, evaluation
 from fedquilt.tools.experiments.evaluation import Evaluator, score_from_sums
@@ -58,7 +58,7 @@ class LiveEvaluator:
             FedquiltError: If an evaluation failed.
         """
         told = hands.evaluate(simulation) if self.checks and shares else {}
-        own = progress.summarise_evaluation(evaluation.add_evaluations(told.values()), told)
+        own = run_summary.summarise_evaluation(evaluation.add_evaluations(told.values()), told)
         held = None if own is None else HeldOutScore.from_summary(simulation.completed_rounds, own)
         return EvaluationResult(self._score_test_set(simulation, hands), held, {} if own is None else own.devices)
 

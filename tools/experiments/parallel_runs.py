@@ -30,7 +30,7 @@ def run_in_processes(
         workers: Number of processes, or None for one per available core.
 
     Raises:
-        ProcessError: If a process was killed.
+        RunProcessError: If a process was killed.
     """
     if not todo:
         return

@@ -42,7 +42,7 @@ def make_result(job: str, runs: Sequence[SeedRun], target: float | None, failed:
 
 
 def drop_test_scores(runs: Sequence[SeedRun]) -> list[SeedRun]:
-    """Return the runs without test scores, so that values are those of the held-out shares."""
+    """Return the runs without test scores. Their metrics are then those of the held-out examples."""
     return [
         msgspec.structs.replace(
             run, tested=0, marks=tuple(msgspec.structs.replace(mark, test=None) for mark in run.marks)

@@ -124,7 +124,7 @@ def draw_counts(counts: ClassCounts, title: str = "") -> str:
             y = top + tall * (row + 0.5)
             axis.text(left - 6, y, name, ha="right", va="center")
             axis.plot([left, left + cell * len(counts.devices)], [y, y], color=plots.INK, alpha=0.14, linewidth=1)
-        step = math.ceil(12 / cell)  # names lie sideways, so many devices apart that none covers another
+        step = math.ceil(12 / cell)  # rotated names need this distance to be legible
         _draw_dots(
             axis, tip, counts, lambda row, column: (left + cell * (column + 0.5), top + tall * (row + 0.5)), radius
         )

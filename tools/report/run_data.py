@@ -6,13 +6,14 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedquilt.coordinator.rounds.events import JobConstants
+from fedquilt.coordinator.rounds.events import AnyEvent, JobConstants
 from fedquilt.coordinator.storage.store import Store, StoredJob
-from fedquilt.coordinator.views import costs, progress, round_outcomes, scores
-from fedquilt.coordinator.views.costs import JobCost
-from fedquilt.coordinator.views.progress import Dated, ProgressPoint
+from fedquilt.coordinator.views import round_outcomes, scores
+from fedquilt.coordinator.views.run_summary import ProgressPoint, RunSummary, progress_points
 from fedquilt.core import FedquiltError
 from fedquilt.tools.report import candidate_costs
+
+Dated = tuple[float, AnyEvent]  # wall-clock seconds, and the event
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,8 @@ class RunData:
     home: Path  # of the store
     row: StoredJob
     facts: tuple[Dated, ...]
-    account: JobCost
+    summary: RunSummary
     points: tuple[ProgressPoint, ...]
-    splits: tuple[progress.TimeBreakdown, ...]
     parts: Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]
     scores: tuple[scores.EvaluationScore, ...]
     partition: str  # SVG; "": the data is not at hand
@@ -41,15 +41,16 @@ def load_run_data(store: Store, run: str) -> RunData:
     """
     row = store.find_job(run)
     facts = tuple((at, fact) for _, at, fact in store.read_events(row.id))
-    plain = [fact for _, fact in facts]
-    parts = round_outcomes.outcomes_by_round(plain, JobConstants.from_job(row.job))
+    told = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
+    for at, fact in facts:
+        told.apply_event(fact, at)
+    parts, summary = told.found, told.summary
     return RunData(
         store.home,
         row,
         facts,
-        costs.compute_job_cost(plain),
-        tuple(progress.progress_points(facts, row.job.rounds)),
-        tuple(progress.split_round_times(facts)),
+        summary,
+        tuple(progress_points(summary)),
         parts,
         scores.read_scores(store.home, row).scores,
         _draw_partition(row, {device for devices in parts.values() for device in devices}),

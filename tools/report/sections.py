@@ -15,15 +15,12 @@ from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
-    JobConstants,
-    JobState,
     RoundClosed,
     UpdateAccepted,
-    apply_event,
 )
-from fedquilt.coordinator.views import costs
+from fedquilt.coordinator.views import costs, event_messages
 from fedquilt.coordinator.views.costs import CostLedger
-from fedquilt.coordinator.views.event_messages import EventFormatter
+from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.tools.report import matrix, plots
 from fedquilt.tools.report.page import HtmlTable, PageSection, render_plots
 from fedquilt.tools.report.run_data import RunData
@@ -36,7 +33,7 @@ MOST_LINES = 1000  # of the log
 
 
 def make_tiles(found: RunData) -> list[tuple[str, str]]:
-    whole, tiles = found.account.whole, []
+    whole, tiles = found.summary.total, []
     if found.scores:
         tiles.append(
             (
@@ -49,7 +46,7 @@ def make_tiles(found: RunData) -> list[tuple[str, str]]:
         tiles.append((_format_value(last.metric, last.worst_decile), "worst tenth of the devices"))
     done = found.points[-1] if found.points else None
     tiles.append((str(done.rounds if done else 0), "rounds"))
-    tiles.append((str(len(found.account.devices)), "devices"))
+    tiles.append((str(len(found.summary.device_costs())), "devices"))
     if done is not None:
         tiles.append((format_duration(done.clock_s), "by the coordinator's clock"))
         tiles.append((format_duration(done.real_s), "by this machine's clock"))
@@ -142,7 +139,7 @@ def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
 
 
 def make_time_section(found: RunData) -> PageSection | None:
-    splits = found.splits
+    splits = [each.times for each in found.summary.committed_rounds() if each.times is not None]
     if not splits:
         return None
     chosen = _thin_out(splits, MOST_ROUNDS)
@@ -185,12 +182,10 @@ def make_time_section(found: RunData) -> PageSection | None:
 
 
 def make_device_section(found: RunData) -> PageSection | None:
-    known = found.account.devices
+    known = found.summary.device_costs()
     if not known:
         return None
-    own: dict[str, float] = {}
-    for point in found.evaluated_points:
-        own |= point.personal.devices if point.personal is not None else {}
+    own = {name: score.value for name, score in found.summary.scores.items()}
     rows = [
         [
             name,
@@ -248,7 +243,7 @@ def _split_memory_mb(of: CostLedger) -> tuple[float | None, float | None]:
 
 
 def make_bytes_section(found: RunData) -> PageSection | None:
-    per_round = found.account.rounds
+    per_round = found.summary.round_costs()
     if not per_round:
         return None
     scale, prefix = units.select_prefix(max(of.down_bytes + of.up_bytes for of in per_round.values()))
@@ -256,7 +251,7 @@ def make_bytes_section(found: RunData) -> PageSection | None:
     bars = [
         plots.PlotBar(_format_round_name(found, n), (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen
     ]
-    whole = found.account.whole
+    whole = found.summary.total
     down, up = units.format_bytes(whole.down_bytes), units.format_bytes(whole.up_bytes)
     note = f"In all {down} down and {up} up: tensors and models, without the protocol's own messages."
     return PageSection(
@@ -282,11 +277,10 @@ class LogText(NamedTuple):
 
 
 def format_log(found: RunData) -> LogText:
-    brief, whole, teller = [], [], EventFormatter()
-    state = JobState(JobConstants.from_job(found.row.job))
+    brief, whole, after = [], [], RunSummary.from_job(found.row.job)
     for at, fact in found.facts:
-        state = apply_event(state, fact, 0.0)
-        first, *more = teller.format_event(fact, state)
+        before, after = after, after.after(fact, at)
+        first, *more = event_messages.format_event(before, fact, after)
         lines = [f"{at - found.facts[0][0]:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
         whole += lines
         if not isinstance(fact, EligibilityRecorded | CohortSelected) and _is_brief(fact):
@@ -294,7 +288,7 @@ def format_log(found: RunData) -> LogText:
     cut = [f"... {len(whole) - MOST_LINES} more lines: fedquilt logs {found.row.id}"]
     detail = whole if len(whole) <= MOST_LINES else [*whole[:MOST_LINES], *cut]
     told = brief if len(brief) <= MOST_LINES else [*brief[:MOST_LINES], *cut]
-    return LogText(told, detail, costs.format_energy_summary(found.account))
+    return LogText(told, detail, event_messages.format_energy_summary(after))
 
 
 def _is_brief(fact: AnyEvent) -> bool:

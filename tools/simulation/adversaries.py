@@ -1,7 +1,7 @@
 """Simulated devices that submit manipulated updates, to test the robustness of a method.
 
-An adversary's task is carried out as every other, but for what it sends or learns from; the coordinator receives that
-through the same rounds, store and checks. With x, the received tensor, and y, the one that honest work would send:
+An adversary runs its task as any other device, except for its labels or its update. The update passes the same rounds,
+store and checks. With the received tensor x, and the tensor y of an honest update:
 
     scaled           x + factor (y - x)
     sign_flip        x - factor (y - x)

@@ -341,7 +341,7 @@ class _ProcessMonitor:
         self, plan: FleetPlan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
     ) -> None:
         self._plan, self._run, self._agents, self._say = plan, run, agents, say
-        self._ended: set[str] = set()  # devices whose end has been told
+        self._ended: set[str] = set()  # devices whose end is reported
 
     def __call__(self) -> None:
         for device, process in sorted(self._agents.items()):

@@ -67,7 +67,7 @@ class FleetDevice:
         self.duty = TaskRunner(
             spec.device, events.DeviceState(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self
         )
-        self._places: dict[BlobRef, int] = {}  # in the depot's pack: what came of the task in hand
+        self._places: dict[BlobRef, int] = {}  # positions of the running task's outputs in the pack file
         self._prefix = f"{self.name}."  # of what its tasks write into the folder that all devices share
         self.due_s = math.inf
         self.tell_s = 0.0  # when its sensors are told next

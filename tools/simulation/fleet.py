@@ -89,8 +89,8 @@ class SimulatedFleet(NoReleaseExecutor):
         self._devices: dict[str, FleetDevice] = {}
         self._heard: deque[Heard] = deque()
         self._due: list[tuple[float, str]] = []
-        self._moved: dict[str, FleetDevice] = {}  # whose next event may be due at another time than `_due` says
-        self._waiting: dict[str, FleetDevice] = {}  # whose order has to be carried out
+        self._moved: dict[str, FleetDevice] = {}  # devices whose entry in `_due` may be outdated
+        self._waiting: dict[str, FleetDevice] = {}  # devices with a work request to run
         self.begun: Callable[[WorkRequest], None] = lambda order: None  # is told of each order that a device begins
         self.out = f"{folder}/made"  # what orders in hand write, all devices' together
         for name in ("private", "made"):

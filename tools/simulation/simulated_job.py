@@ -1,7 +1,7 @@
 """Simulated job with the coordinator's own rounds and store and devices on virtual time.
 
 `coordinator.server` opens and commits the rounds with an event log, so deadlines, quorums, budgets, governors, codecs
-and limits are those of a real run, and an interrupted run resumes. `carriers` runs the work of the devices, and `run`
+and limits are those of a real run, and an interrupted run resumes. `workers` runs the work of the devices, and `run`
 drives both.
 """
 
@@ -48,8 +48,8 @@ from fedquilt.tools.simulation.fleet import SimulatedFleet
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
 ROOM_BYTES = 1 << 40
 ROOM = FleetSettings(budgets=("1TiB",))  # for runs in which no device may be short of memory
-WAITS_S = 3600.0  # of virtual time for which nobody is at a run; boards tell their sensors, but no other will come
-POLL_S = 1e18  # nobody else uses the store of a simulated run; what is due then is due never
+WAITS_S = 3600.0  # virtual seconds without activity after which a run fails, as no further device will come online
+POLL_S = 1e18  # nothing else writes the store of a simulated run, so it is never polled
 
 
 @dataclass(frozen=True)

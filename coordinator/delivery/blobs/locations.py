@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from fedquilt import open_metrics
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.backend import HTTP, Key, TransferBackend, TransferResult
-from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.blobs.transfer.download import BlobWriter
 from fedquilt.coordinator.delivery.blobs.object_store import Bucket, ObjectStoreBlobs
 from fedquilt.coordinator.delivery.blobs.server import BlobServer
 from fedquilt.core import BlobLocation, BlobRef, JobError, Profile

@@ -213,7 +213,7 @@ class ObjectStoreBlobs:
 
     def _fetch_clock(self, source: BlobLocation) -> TransferResult:
         try:
-            _, date = self._carriers.send_request("HEAD", source)
+            _, date = self._carriers.http.send_request("HEAD", source)
         except LinkError as error:
             return TransferResult(_CLOCK, None, str(error))
         if self._bucket.set_clock(date) > SKEW_S:
@@ -223,7 +223,7 @@ class ObjectStoreBlobs:
 
     def _delete_object(self, source: BlobLocation) -> TransferResult:
         try:
-            self._carriers.send_request("DELETE", source)
+            self._carriers.http.send_request("DELETE", source)
         except LinkError as error:
             log.debug("an object is left in the store: %s", error)
         return TransferResult(_REMOVED, None, None)

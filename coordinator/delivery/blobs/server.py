@@ -23,7 +23,7 @@ from typing import Final
 
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.backend import TransferResult, fail_transfer
-from fedquilt.blobs.transfer.blob_writer import BlobWriter, ContentError, WriterClosedError
+from fedquilt.blobs.transfer.download import BlobWriter, ContentError, WriterClosedError
 from fedquilt.blobs.transfer.http_client import STALL_S, read_pieces, send_file
 from fedquilt.core import BlobRef, JobError, StoreError
 from fedquilt.host.connection_limits import ConnectionLimiter

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from fedquilt.blobs.transfer.blob_writer import BlobWriter
-from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError
+from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter
+from fedquilt.core import BlobLocation, BlobRef, JobError, Retry
 from fedquilt.security.handshake import COORDINATOR, LinkIdentity, common_name_of_peer
 from fedquilt.transport.mqtt.errors import describe_exception
 
@@ -33,19 +33,10 @@ PACE_S: Final = 30.0  # within which PACE_BYTES have to be moved
 PACE_BYTES: Final = 30_000
 PROGRESS_BYTES: Final = 64 * 1024  # least that a connection has to bring, or it has failed
 MISSES_MOST: Final = 4  # most connections in a row that break although the host was reached
-PAUSE_S: Final = 0.1  # before the next attempt after such a connection; it doubles with each, less up to half at random
-REST_S: Final = 5.0  # pause after a host was not reached; it doubles with each failure
-REST_MOST_S: Final = 3600.0
+BROKEN: Final = Retry(0.1, 0.4, jitter=0.5)  # after such a connection
+UNREACHED: Final = Retry(5.0, 3600.0)  # after a host was not reached: meanwhile blobs come over the link
 _OFFSET: Final = "Upload-Offset"
 _BUSY: Final = frozenset({408, 425, 500, 502, 503, 504})
-
-
-class BlobLocationError(LinkError):
-    """Error of a blob location. `later` is true if a later attempt may succeed."""
-
-    def __init__(self, sentence: str, *, later: bool) -> None:
-        super().__init__(sentence)
-        self.later = later
 
 
 class MinimumThroughput:
@@ -69,8 +60,8 @@ class MinimumThroughput:
             self._since_s, self._bytes = now_s, 0
 
 
-class ConnectionPool:
-    """HTTP connections, and hosts in backoff after a failure.
+class HttpClient:
+    """Transfers with locations by HTTP. A host that was not reached is left alone for a while.
 
     Args:
         identity: The certificate of this side, also used to verify the coordinator's server, or None if unsigned.
@@ -87,14 +78,6 @@ class ConnectionPool:
     def retry_at_s(self, source: BlobLocation) -> float:
         """Return when a location's host may be tried again, in seconds of the monotonic clock."""
         return self._rests.get(source.origin, (0, 0.0))[1]
-
-    def record_success(self, source: BlobLocation) -> None:
-        self._rests.pop(source.origin, None)
-
-    def record_failure(self, source: BlobLocation) -> None:
-        failures = self._rests.get(source.origin, (0, 0.0))[0]
-        rest_s = min(REST_S * 2.0 ** min(failures, 20), REST_MOST_S)
-        self._rests[source.origin] = (failures + 1, time.monotonic() + rest_s)
 
     @contextmanager
     def open_connection(self, source: BlobLocation) -> Iterator[http.client.HTTPConnection]:
@@ -142,37 +125,155 @@ class ConnectionPool:
         except JobError as error:
             raise BlobLocationError(str(error), later=True) from None
 
+    def fetch_blob(self, sources: Sequence[BlobLocation], intake: BlobWriter) -> None:
+        """Fetch the missing bytes from the first location that works, and finish the blob.
 
-# -- fetching -------------------------------------------------------------------------------------
+        Raises:
+            BlobLocationError: If no location works.
+            ContentError: If the bytes do not match the manifest.
+            WriterClosedError: If the blob is no longer required.
+            StoreError: If the disk refuses.
+        """
+        turn = intake.replace_writer()
+        self._try_locations(
+            sources, lambda source: self._fetch_ranges(source, intake, turn), lambda source: intake.moved
+        )
+        intake.finish(turn)
 
+    def _fetch_ranges(self, source: BlobLocation, intake: BlobWriter, turn: int) -> None:
+        while (due := intake.next_range()) is not None:
+            with self.open_connection(source) as connection:
+                connection.putrequest("GET", _request_target(source), skip_accept_encoding=True)
+                connection.putheader("Range", f"bytes={due[0]}-{due[1] - 1}")
+                _add_authorization(connection, source)
+                connection.endheaders()
+                with connection.getresponse() as answer:
+                    _require_status(source, answer, (200, 206))
+                    _require_range(source, answer, due, intake.ref)
+                    read_pieces(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
 
-def fetch_blob(reach: ConnectionPool, sources: Sequence[BlobLocation], intake: BlobWriter) -> None:
-    """Fetch the missing bytes from the first location that works, and finish the blob.
+    def upload_blob(
+        self, sources: Sequence[BlobLocation], file: int, ref: BlobRef, moved: Callable[[int], None]
+    ) -> int:
+        """Upload a blob to the first location that works. Return the location's index.
 
-    Raises:
-        BlobLocationError: If no location works.
-        ContentError: If the bytes do not match the manifest.
-        WriterClosedError: If the blob is no longer required.
-        StoreError: If the disk refuses.
-    """
-    turn = intake.replace_writer()
-    _try_locations(
-        reach, sources, lambda source: _fetch_ranges(reach, source, intake, turn), lambda source: intake.moved
-    )
-    intake.finish(turn)
+        Args:
+            sources: The locations.
+            file: A descriptor of the blob's file.
+            ref: The reference of the blob.
+            moved: A function that is called with the size of each piece sent.
 
+        Raises:
+            BlobLocationError: If no location accepts the blob.
+        """
+        tries: dict[str, int] = {}
+        gone: dict[str, int] = {}
 
-def _fetch_ranges(reach: ConnectionPool, source: BlobLocation, intake: BlobWriter, turn: int) -> None:
-    while (due := intake.next_range()) is not None:
-        with reach.open_connection(source) as connection:
-            connection.putrequest("GET", _request_target(source), skip_accept_encoding=True)
-            connection.putheader("Range", f"bytes={due[0]}-{due[1] - 1}")
+        def attempt(source: BlobLocation) -> None:
+            first = tries.setdefault(source.url, 0) == 0
+            tries[source.url] += 1
+
+            def count_sent(size: int) -> None:
+                gone[source.url] = gone.get(source.url, 0) + size
+                moved(size)
+
+            start = source.start if first or not source.token else self._request_upload_offset(source, ref)
+            if start < ref.size:  # else the reply to the last bytes was lost
+                self._upload_to(source, file, ref, start, count_sent)
+
+        # a store takes a blob as a whole: what has gone before a connection broke is lost
+        return self._try_locations(sources, attempt, lambda source: gone.get(source.url, 0) if source.token else 0)
+
+    def _upload_to(
+        self, source: BlobLocation, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]
+    ) -> None:
+        with self.open_connection(source) as connection:
+            connection.putrequest("PUT", _request_target(source), skip_accept_encoding=True)
+            connection.putheader("Content-Length", str(ref.size - start))
+            if source.token:
+                connection.putheader("Content-Range", f"bytes {start}-{ref.size - 1}/{ref.size}")
+            _add_authorization(connection, source)
+            with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
+                connection.endheaders()
+                send_file(connection.sock, file, start, ref.size - start, moved)
+            with connection.getresponse() as answer:
+                if answer.status == http.client.CONFLICT and source.token:  # what went before has come after all
+                    raise ConnectionError("it is further than it said")
+                _require_status(source, answer, (200, 201, 204))
+
+    def _request_upload_offset(self, source: BlobLocation, ref: BlobRef) -> int:
+        with self.open_connection(source) as connection:
+            connection.putrequest("HEAD", _request_target(source), skip_accept_encoding=True)
             _add_authorization(connection, source)
             connection.endheaders()
             with connection.getresponse() as answer:
-                _require_status(source, answer, (200, 206))
-                _require_range(source, answer, due, intake.ref)
-                read_pieces(answer.fp, due[1] - due[0], lambda piece: intake.write(piece, turn))
+                _require_status(source, answer, (200, 204))
+                said = answer.getheader(_OFFSET, "")
+        if not (said.isascii() and said.isdigit() and int(said) <= ref.size):
+            raise BlobLocationError(f"{source.origin} does not say how far the upload came", later=False)
+        return int(said)
+
+    def send_request(self, method: str, source: BlobLocation) -> tuple[int, str]:
+        """Return the status and date of a location's answer to a request without a body.
+
+        Raises:
+            BlobLocationError: If the location does not answer.
+        """
+        found: list[tuple[int, str]] = []
+
+        def attempt(source: BlobLocation) -> None:
+            with self.open_connection(source) as connection:
+                connection.request(method, _request_target(source))
+                with connection.getresponse() as answer:
+                    found.append((answer.status, answer.getheader("Date", "")))
+
+        self._try_locations((source,), attempt, lambda source: 0)
+        return found[0]
+
+    def _try_locations(
+        self,
+        sources: Sequence[BlobLocation],
+        attempt: Callable[[BlobLocation], None],
+        gained: Callable[[BlobLocation], int],
+    ) -> int:
+        failures: list[BlobLocationError] = []
+        for index, source in enumerate(sources):
+            if self.retry_at_s(source) > time.monotonic():
+                failures.append(BlobLocationError(f"{source.origin} was not reached a short while ago", later=True))
+                continue
+            try:
+                self._retry(source, attempt, gained)
+            except BlobLocationError as error:
+                failures.append(error)
+                if error.later:
+                    before = self._rests.get(source.origin, (0, 0.0))[0]
+                    self._rests[source.origin] = before + 1, time.monotonic() + UNREACHED.delay_s(before)
+            else:
+                self._rests.pop(source.origin, None)
+                return index
+        raise BlobLocationError("; ".join(map(str, failures)), later=any(each.later for each in failures))
+
+    def _retry(
+        self,
+        source: BlobLocation,
+        attempt: Callable[[BlobLocation], None],
+        gained: Callable[[BlobLocation], int],
+    ) -> None:
+        misses, begun = 0, gained(source)
+        while True:
+            before = gained(source)
+            try:
+                return attempt(source)
+            except (OSError, http.client.HTTPException) as error:
+                misses = 0 if gained(source) >= before + PROGRESS_BYTES else misses + 1
+                broke = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+                if misses >= (MISSES_MOST if broke or gained(source) > begun else 1):
+                    raise BlobLocationError(
+                        f"{source.origin} cannot be used ({_describe_failure(error)})", later=True
+                    ) from None
+                log.debug("%s broke off (%s): it is gone on with", source.origin, _describe_failure(error))
+                if misses > broke:  # one that broke before it brought anything is tried again at once
+                    self.pause(BROKEN.delay_s(misses - 1, random.random()))
 
 
 def _require_range(source: BlobLocation, answer: http.client.HTTPResponse, due: tuple[int, int], ref: BlobRef) -> None:
@@ -211,74 +312,6 @@ def read_pieces(file: Any, size: int, take: Callable[[memoryview], None], *, pie
             take(buffer[:filled])
 
 
-# -- putting --------------------------------------------------------------------------------------
-
-
-def upload_blob(
-    reach: ConnectionPool, sources: Sequence[BlobLocation], file: int, ref: BlobRef, moved: Callable[[int], None]
-) -> int:
-    """Upload a blob to the first location that works. Return the location's index.
-
-    Args:
-        reach: The connection pool of this process.
-        sources: The locations.
-        file: A descriptor of the blob's file.
-        ref: The reference of the blob.
-        moved: A function that is called with the size of each piece sent.
-
-    Raises:
-        BlobLocationError: If no location accepts the blob.
-    """
-    tries: dict[str, int] = {}
-    gone: dict[str, int] = {}
-
-    def attempt(source: BlobLocation) -> None:
-        first = tries.setdefault(source.url, 0) == 0
-        tries[source.url] += 1
-
-        def count_sent(size: int) -> None:
-            gone[source.url] = gone.get(source.url, 0) + size
-            moved(size)
-
-        start = source.start if first or not source.token else _request_upload_offset(reach, source, ref)
-        if start < ref.size:  # else the reply to the last bytes was lost
-            _upload_to(reach, source, file, ref, start, count_sent)
-
-    # a store takes a blob as a whole: what has gone before a connection broke is lost
-    return _try_locations(reach, sources, attempt, lambda source: gone.get(source.url, 0) if source.token else 0)
-
-
-def _upload_to(
-    reach: ConnectionPool, source: BlobLocation, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]
-) -> None:
-    with reach.open_connection(source) as connection:
-        connection.putrequest("PUT", _request_target(source), skip_accept_encoding=True)
-        connection.putheader("Content-Length", str(ref.size - start))
-        if source.token:
-            connection.putheader("Content-Range", f"bytes {start}-{ref.size - 1}/{ref.size}")
-        _add_authorization(connection, source)
-        with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
-            connection.endheaders()
-            send_file(connection.sock, file, start, ref.size - start, moved)
-        with connection.getresponse() as answer:
-            if answer.status == http.client.CONFLICT and source.token:  # what went before has come after all
-                raise ConnectionError("it is further than it said")
-            _require_status(source, answer, (200, 201, 204))
-
-
-def _request_upload_offset(reach: ConnectionPool, source: BlobLocation, ref: BlobRef) -> int:
-    with reach.open_connection(source) as connection:
-        connection.putrequest("HEAD", _request_target(source), skip_accept_encoding=True)
-        _add_authorization(connection, source)
-        connection.endheaders()
-        with connection.getresponse() as answer:
-            _require_status(source, answer, (200, 204))
-            said = answer.getheader(_OFFSET, "")
-    if not (said.isascii() and said.isdigit() and int(said) <= ref.size):
-        raise BlobLocationError(f"{source.origin} does not say how far the upload came", later=False)
-    return int(said)
-
-
 def send_file(
     sock: socket.socket, file: int, offset: int, size: int, moved: Callable[[int], None] = lambda size: None
 ) -> None:
@@ -302,76 +335,6 @@ def send_file(
             offset += sent
             pace.count_bytes(sent)
             moved(sent)
-
-
-# -- neither ---------------------------------------------------------------------------------------
-
-
-def send_request(reach: ConnectionPool, method: str, source: BlobLocation) -> tuple[int, str]:
-    """Return the status and date of a location's answer to a request without a body.
-
-    Raises:
-        BlobLocationError: If the location does not answer.
-    """
-    found: list[tuple[int, str]] = []
-
-    def attempt(source: BlobLocation) -> None:
-        with reach.open_connection(source) as connection:
-            connection.request(method, _request_target(source))
-            with connection.getresponse() as answer:
-                found.append((answer.status, answer.getheader("Date", "")))
-
-    _try_locations(reach, (source,), attempt, lambda source: 0)
-    return found[0]
-
-
-# -- both -----------------------------------------------------------------------------------------
-
-
-def _try_locations(
-    reach: ConnectionPool,
-    sources: Sequence[BlobLocation],
-    attempt: Callable[[BlobLocation], None],
-    gained: Callable[[BlobLocation], int],
-) -> int:
-    failures: list[BlobLocationError] = []
-    for index, source in enumerate(sources):
-        if reach.retry_at_s(source) > time.monotonic():
-            failures.append(BlobLocationError(f"{source.origin} was not reached a short while ago", later=True))
-            continue
-        try:
-            _retry(reach, source, attempt, gained)
-        except BlobLocationError as error:
-            failures.append(error)
-            if error.later:
-                reach.record_failure(source)
-        else:
-            reach.record_success(source)
-            return index
-    raise BlobLocationError("; ".join(map(str, failures)), later=any(each.later for each in failures))
-
-
-def _retry(
-    reach: ConnectionPool,
-    source: BlobLocation,
-    attempt: Callable[[BlobLocation], None],
-    gained: Callable[[BlobLocation], int],
-) -> None:
-    misses, begun = 0, gained(source)
-    while True:
-        before = gained(source)
-        try:
-            return attempt(source)
-        except (OSError, http.client.HTTPException) as error:
-            misses = 0 if gained(source) >= before + PROGRESS_BYTES else misses + 1
-            broke = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
-            if misses >= (MISSES_MOST if broke or gained(source) > begun else 1):
-                raise BlobLocationError(
-                    f"{source.origin} cannot be used ({_describe_failure(error)})", later=True
-                ) from None
-            log.debug("%s broke off (%s): it is gone on with", source.origin, _describe_failure(error))
-            if misses > broke:  # one that broke before it brought anything is tried again at once
-                reach.pause(PAUSE_S * 2.0 ** (misses - 1) * (1.0 - 0.5 * random.random()))
 
 
 def _describe_failure(error: Exception) -> str:

@@ -4,7 +4,7 @@
 
 An agent publishes "up" and a coordinator "dn". Each requests on `.../<own direction>/blob/get` and gets the response
 under the peer's `.../blob/<sha256>/`. Chunks are sent unreliably, because lost chunks are requested again. Requests
-and refusals are sent reliably. Uploads in turn wait in `fedquilt.blobs.transfer.upload_queue`, for every transfer
+and refusals are sent reliably. Uploads in turn wait in an `UploadQueue`, for every transfer
 backend. Only chunks are in memory, never a whole blob: at most `budget_bytes` queued for sending, and as much requested
 and not written yet.
 """
@@ -20,15 +20,11 @@ from typing import Any, Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import TransferBackend
-from fedquilt.blobs.transfer.chunk_sender import HASHED_BYTE_S, ChunkSender
-from fedquilt.blobs.transfer.direct_transfer import DirectTransfers
+from fedquilt.blobs.transfer.backend import DirectTransfers, Key, TransferBackend
 from fedquilt.blobs.transfer.download import PATIENCE_S, Download
-from fedquilt.blobs.transfer.upload_queue import UploadQueue
+from fedquilt.blobs.transfer.upload import HASHED_BYTE_S, ChunkSender, UploadQueue
 from fedquilt.core import BlobRef, LinkError, LocationOffer, StoreError, UploadProgress, WireMessage
 from fedquilt.transport.link import Link
-
-Key = tuple[str, str]  # device, sha256
 
 _LEAVES: Final = frozenset({"get", "manifest", "missing", "chunk", "place", "placed"})
 _DRAIN_POLL_S: Final = 0.01  # interval between looks at a link with a full queue
@@ -76,7 +72,8 @@ class Transfers:
         self._pulls: dict[Key, Download] = {}  # begun, some of them parked
         self._open: dict[Key, Download] = {}  # active, the longest without a request first
         self._done: list[tuple[str, str, str | None]] = []
-        self._streaming = DirectTransfers(carriers or TransferBackend(), depot, self._publish)
+        self._carriers = carriers or TransferBackend()
+        self._streaming = DirectTransfers(self._carriers, depot, self._publish)
         self._sender = ChunkSender(
             link, depot, topics, direction, allowed, budget_bytes, self._streaming, strain=self._charge
         )
@@ -88,7 +85,7 @@ class Transfers:
     # -- what the owner asks --
 
     def fds(self) -> Sequence[int]:
-        return self._streaming.fds()
+        return self._carriers.fds()
 
     def request_blob(self, device: str, ref: BlobRef, *, in_turn: bool = False) -> None:
         """Fetch a blob from a device, with `in_turn` only when the upload queue permits.
@@ -263,7 +260,7 @@ class Transfers:
         """Do all due work and return the time of the next step."""
         self._handle_direct_results(now_s)
         due_s = [self._streaming.step(now_s)]
-        for device, sha256 in self._streaming.take_ready_blobs() if self._link.connected else ():
+        for device, sha256 in self._carriers.take_ready_blobs() if self._link.connected else ():
             if self._allowed(device, sha256) and (ref := self._depot.ref(sha256)) is not None:
                 self._streaming.offer_locations(device, ref)
         if not self._wanted and not self._sender:

@@ -249,7 +249,7 @@ class ReferenceRun:
                 private[device] = done.private
             history[device] = (*history.get(device, ()), round)
             if "work" in actions:
-                total = self.method.fold(node.state, total, self._decode_update(device, task, done))
+                total = self.method.aggregation.fold(node.state, total, self._decode_update(device, task, done))
         state = self.method.step(node.state, total) if "work" in actions else node.state
         return self._make_node(state, private, history)
 

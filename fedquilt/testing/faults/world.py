@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -28,7 +28,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateLost,
 )
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.core import DeviceUpdate, FedquiltError, Method, Task, Update, mergeable_type
+from fedquilt.core import DeviceUpdate, FedquiltError, Method, Task, Update
 from fedquilt.edge_agent.storage.agent_state import UPDATE
 from fedquilt.edge_agent.storage.job_records import JobRecords, PrivateState
 from fedquilt.testing.faults import schedule, selection
@@ -311,19 +311,18 @@ class SimulatedFederation:
         method = next(truth.method for truth in self.truths.values() if truth.job.method == name)
         folded: dict[int, tuple[frozenset[str], Any]] = {}  # by the identity of a sum, which is held here
 
-        @wraps(method.fold)
         def fold(state: Any, total: Any, given: DeviceUpdate) -> Any:
             before = folded.get(id(total), (frozenset(), None))[0]
-            any_order = mergeable_type(method.fold, state) is not None
+            any_order = method.aggregation.accumulator(state) is not None
             if given.device in before or (not any_order and max(before, default="") > given.device):
                 last = max(before)
                 raise InvariantError(f"{given.device}'s update was folded after {last}'s, in round {given.round}")
-            found = method.fold(state, total, given)
+            found = method.aggregation.fold(state, total, given)
             if found is not None and not isinstance(found, int | float | str | tuple):  # equal ones may be the same
                 folded[id(found)] = (before | {given.device}, found)
             return found
 
-        return replace(method, fold=fold)
+        return replace(method, aggregation=replace(method.aggregation, fold=fold))
 
     def _schedule_fault(self, fault: schedule.AnyFault) -> None:
         kept: list[Any] = []

@@ -11,14 +11,16 @@ import select
 import socket
 import ssl
 from collections.abc import Callable, Generator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from fedquilt.core import Retry
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.errors import unreachable_error
 
 ANSWER_S = 5.0  # longest time for one address to answer
-FIRST_S = 0.1  # before the first attempt after a connection: a broker that was restarted is back within a second
-LONGEST_S = 30.0
+# A broker that was restarted is back within a second. By a factor of 1.5, with any jitter, a device is back within the
+# length of an outage after it, which `BrokerOutage` of the coordinator relies on.
+RECONNECT: Final = Retry(0.1, 30.0, factor=1.5, jitter=0.5)
 STABLE_S = 10.0  # a connection that lasted this long was a good one: back-off restarts
 
 
@@ -86,15 +88,6 @@ def has_buffered_input(sock: socket.socket) -> bool:
     return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
 
 
-def backoff_s(failures: int, roll: float) -> float:
-    """Return the seconds to wait after `failures` failed attempts in a row.
-
-    The delay grows by half each time, from FIRST_S to LONGEST_S, and is shortened by up to half at random (`roll`, 0 to
-    1), so that a fleet does not reconnect at once.
-    """
-    return float(min(LONGEST_S, FIRST_S * 1.5 ** min(failures - 1, 20)) * (1.0 - 0.5 * roll))
-
-
 class RetryDelay:
     def __init__(self, roll: Callable[[], float]) -> None:
         self.failures = 0  # attempts and short connections in a row
@@ -111,4 +104,4 @@ class RetryDelay:
             self.short = self.short + 1 if now_s - self._since_s < STABLE_S else 0
             self.failures = max(self.short - 1, 0)
         self.failures += 1
-        return backoff_s(self.failures, self._roll())
+        return RECONNECT.delay_s(self.failures - 1, self._roll())

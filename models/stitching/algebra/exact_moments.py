@@ -46,7 +46,7 @@ class ExactMomentSums:
 
     def add_update(self, update: DeviceUpdate) -> ExactMomentSums:
         given = {name: np.asarray(update.bundles["moments"][name]) for name in class_moments.WANTED}
-        return self.merged(
+        return self.merge_with(
             ExactMomentSums(
                 parts={update.device: given},
                 devices={update.device: 1},
@@ -54,7 +54,7 @@ class ExactMomentSums:
             )
         )
 
-    def merged(self, other: ExactMomentSums) -> ExactMomentSums:
+    def merge_with(self, other: ExactMomentSums) -> ExactMomentSums:
         """Merge the moments of other devices, in place. Called by `fedquilt.arrays.exact_sums.join`."""
         found = ExactMomentSums(
             exact_sums.merge_accumulators(self.sums, other.sums),

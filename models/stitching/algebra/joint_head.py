@@ -249,18 +249,18 @@ class _OpenTap:
 def select_taps(
     given: StandardisedSums, layout: TapLayout, start: int, among: Sequence[int], ridge: float, widest: int = WIDEST
 ) -> SelectedTaps:
-    """Select taps greedily, as long as one lowers the criterion by at least the share GAIN.
+    """Select taps greedily until no tap lowers the criterion by the share GAIN.
 
     The gain of a tap follows from the block of the matrix that it shares with the selected taps (a Schur complement).
     The block is updated whenever a tap is selected, so that each pair of taps is visited once.
 
     Args:
         given: Sums of all taps.
-        layout: Places of the taps' features.
+        layout: Columns of each tap's features.
         start: First tap.
         among: Taps to select from.
         ridge: Penalty, the same for all sets.
-        widest: Limit on the features of the set.
+        widest: Limit on the number of features of the set.
     """
     nothing, labels = np.empty(0, np.int64), given.cross.shape[1]
     so_far = _SolvedTaps(nothing, np.empty((0, labels)), 0.0, 0.0)

@@ -172,7 +172,7 @@ class RidgeFit:
 @dataclass(frozen=True)
 class MergedMoments:
     total: RegressionMoments
-    groups: tuple[RegressionMoments, ...]  # (): too large to be held separately
+    groups: tuple[RegressionMoments, ...]  # empty if too large to be held separately
 
 
 def add_device(so_far: MergedMoments | None, new: RegressionMoments, most: int) -> MergedMoments:

@@ -286,7 +286,7 @@ class ActivationCache:
             stack.save(self._folder / name)
             return
         try:
-            if self._make_room(stack.nbytes):
+            if self._evict_entries_for(stack.nbytes):
                 stack.save(self._folder / (name + SPARE))
         except (OSError, StoreError) as error:
             log.warning("%s is not kept: %s", self._folder / name, error)
@@ -295,7 +295,7 @@ class ActivationCache:
         """Return the stack stored under a name, or None if there is none of that shape."""
         return FileStack.open(self._folder / name, shape) or FileStack.open(self._folder / (name + SPARE), shape)
 
-    def _make_room(self, size: int) -> bool:
+    def _evict_entries_for(self, size: int) -> bool:
         entries = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{SPARE}"))
         over = sum(path.stat().st_size - SUM_BYTES for _, path in entries) + size - self._kept_bytes
         if size > self._kept_bytes:

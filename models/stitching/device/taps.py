@@ -1,6 +1,6 @@
 """Moments and correct predictions at the taps of networks, computed by a device.
 
-FedStitch (arXiv 2409.07202), section 3, on the device: forward passes only. Common beginnings of paths run once.
+FedStitch (arXiv 2409.07202), section 3, with forward passes only. Common beginnings of paths run once.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _build_graph(model: onnx.ModelProto) -> BlockGraph:
     if activation_bytes is not None:  # else engines run one example at a time
         facts["activation_bytes"] = str(activation_bytes)
     onnx.helper.set_model_props(model, facts)
-    data = _move_weights(model) if weight_bytes >= INLINE_BYTES else None
+    data = _externalise_weights(model) if weight_bytes >= INLINE_BYTES else None
     return BlockGraph(model.SerializeToString(deterministic=True), data, weight_bytes, activation_bytes or 0)
 
 
@@ -176,11 +176,11 @@ def _trace_operations(model: nn.Module, donor: str, shape: tuple[int, ...]) -> f
             what, mend = "time series", "change `steps` or `channels` of its network"
         raise ModelError(f"donor {donor!r} does not take {what} of {size}: {_first_line(error)}; {mend}") from None
     traced.graph.eliminate_dead_code()
-    _replace_odd_pools(traced)
+    _replace_indivisible_pools(traced)
     return traced
 
 
-def _replace_odd_pools(traced: fx.GraphModule) -> None:
+def _replace_indivisible_pools(traced: fx.GraphModule) -> None:
     for node in traced.graph.nodes:
         module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
         if not (isinstance(module, nn.AdaptiveAvgPool2d) or node.target is F.adaptive_avg_pool2d):
@@ -225,7 +225,7 @@ def _build_block(
 # -- weights --------------------------------------------------------------------------------------
 
 
-def _move_weights(model: onnx.ModelProto) -> bytes:
+def _externalise_weights(model: onnx.ModelProto) -> bytes:
     data = io.BytesIO()
     moved = []
     for tensor in model.graph.initializer:

@@ -205,7 +205,7 @@ def _channel_axis(node: fx.Node, module: nn.Module | None, found: Mapping[fx.Nod
         return axis or LAST
     if before is None or _is_transposition(node):
         return FIRST + LAST - axis if axis and len(shape) == 3 and _swaps_last_axes(node) else None
-    was = value_shape(before)  # (): several values, as attention makes them
+    was = value_shape(before)  # empty for several values, such as the output of attention
     kept = not shape or not was or len(shape) == len(was) or (len(shape), len(was), shape[1]) == (3, 4, was[1])
     return axis if kept else None
 

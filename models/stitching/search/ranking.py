@@ -62,13 +62,13 @@ def accuracy_gains(state: SearchState) -> dict[str, float | None]:
     stitched path with the best network without.
     """
     found: dict[str, float | None] = {}
-    for name, (one, other) in _compared_candidates(state).items():
+    for name, (one, other) in _best_with_and_without(state).items():
         both = [heldout_accuracy(state, each) if each else None for each in (one, other)]
         found[name] = None if both[0] is None or both[1] is None else both[0] - both[1]
     return found
 
 
-def _compared_candidates(state: SearchState) -> dict[str, tuple[Candidate | None, Candidate | None]]:
+def _best_with_and_without(state: SearchState) -> dict[str, tuple[Candidate | None, Candidate | None]]:
     known = [each for each in state.candidates if each.kind != "aligned"]
 
     def best_pair(does: Callable[[Candidate], bool]) -> tuple[Candidate | None, Candidate | None]:
@@ -88,7 +88,7 @@ def describe_validation(state: SearchState) -> list[str]:
     lines.append(f"chosen: {candidate_name(ordered[0])}")
     if not state.examples:
         return lines
-    for what, (one, other) in _compared_candidates(state).items():
+    for what, (one, other) in _best_with_and_without(state).items():
         doing = "joining taps" if what == "joined" else "stitching"
         if one is None or other is None:
             lines.append(f"{doing}: nothing to compare with")

@@ -27,7 +27,7 @@ Positive = Annotated[float, Meta(ge=0)]
 class SearchParams:
     """Hyper-parameters of FedStitch, with the paper's symbols."""
 
-    mode: Literal["default", "paper"] = "default"  # "paper": the values of PAPER replace what follows
+    mode: Literal["default", "paper"] = "default"  # with "paper" the values of PAPER replace the parameters below
     # the search
     k: Count = 3  # K: blocks that each device picks, and winners of a vote
     depth: Annotated[int, Meta(ge=2)] | None = None  # D_max: most blocks of a path; none: as many as the longest donor
@@ -44,7 +44,7 @@ class SearchParams:
     space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: as in the paper
     stop_below: Share = 0.0  # paths with a lower product of scores are given up; 0: none. Not in the paper
     # scores
-    criterion: scoring.Criterion = "cka"  # outputs: likeness to the donor's, or what the path's end says of labels
+    criterion: scoring.Criterion = "cka"  # similarity to the donor's output, or prediction of the labels
     samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
     score_at: scoring.ScoreAt = "hybrid"
     screen: Count = 8  # with "hybrid": number of blocks that are scored by their output
@@ -58,7 +58,7 @@ class SearchParams:
     spread: bool = True  # picks and winners take the best block of each donor before the second of any
     theta: Share | Literal["median"] = "median"  # theta: rank (mean percentile of picks on others) that is rewarded
     normalise: Literal["cohort", "all"] = "cohort"  # weights rescaled after a vote; "all": being asked adds weight
-    judged: Literal["greedy", "picks"] = "greedy"  # "picks": devices that explored are judged by their random picks
+    judged: Literal["greedy", "picks"] = "greedy"  # with "picks" devices that explored are judged by their random picks
     alpha: Positive = 0.1  # alpha: reward, times 1 + depth / D_max
     beta: Annotated[float, Meta(ge=0, le=0.5)] = 0.1  # beta: penalty, times 1 + depth / D_max
     explore: Share = 0.3  # epsilon of the first expansion
@@ -68,8 +68,8 @@ class SearchParams:
     ridge: Positive = least_squares.RIDGE  # lambda of junctions, as a share of the mean variance; 0: least norm
     bias: bool = True  # False: junctions without bias and centring
     fit_samples: Count = 128  # images on which each device fits junctions
-    residual: Literal["report", "weigh"] = "report"  # "weigh": a junction's error on other devices lowers the score
-    head: Literal["ridge", "aligned"] = "ridge"  # "aligned": the donors' own classes
+    residual: Literal["report", "weigh"] = "report"  # with "weigh" a junction's error on other devices lowers the score
+    head: Literal["ridge", "aligned"] = "ridge"  # with "aligned" the donors' own classes
     join: bool = True  # one head over several depths of all donors; False: a head for each finished network alone
     features: Count = 6144  # most features of all taps together; beyond it the shallowest taps are left out first
     head_samples: Count = 1000  # images that each device gives to the head

@@ -143,14 +143,14 @@ def advance_search(state: SearchState) -> SearchState:
     spent = state.expansions >= params.expansions or made >= params.finished
     if not params.expansions and params.head == "ridge":
         state = replace(state, frontier=())  # without a search only donors are joined
-    state = _restore_given_up(state, spent)
+    state = _restore_best_given_up(state, spent)
     while state.frontier and not (spent and state.finished):
         net = pick_network(state, spent)
         state = replace(state, frontier=tuple(other for other in state.frontier if other != net))
         pool = offered_blocks(net, state.stock, params, ends_only=spent)
         if pool:
             return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
-        state = _restore_given_up(state, spent)
+        state = _restore_best_given_up(state, spent)
     left = len(state.frontier)
     state = replace(state, current=None, pool=(), frontier=(), given_up=(), ballots={})
     chosen, notes = choose_finalists(state, left)
@@ -159,7 +159,7 @@ def advance_search(state: SearchState) -> SearchState:
     return candidates.end_search(state)
 
 
-def _restore_given_up(state: SearchState, spent: bool) -> SearchState:
+def _restore_best_given_up(state: SearchState, spent: bool) -> SearchState:
     # Without this network the search would end without a result.
     ended = [net for net in state.given_up if is_finished(state, net)]
     if state.finished or not state.given_up or (state.frontier and not (spent and ended)):

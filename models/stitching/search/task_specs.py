@@ -29,7 +29,7 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
     params, net = state.params, state.current
     assert net is not None
     completes = params.criterion != "cka" and steps.completes_paths(params)
-    blocks = _required_blocks(state.stock, net.path, state.pool)
+    blocks = _path_and_donor_blocks(state.stock, net.path, state.pool)
     run = {name: [name] for name in state.pool}  # candidate -> blocks that run to score its output
     if completes:  # the labels judge the output at the end of the donor
         run = {name: _remaining_blocks(state.stock, name) for name in state.pool}
@@ -59,8 +59,8 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
     shares = scoring.share_count(params.score_at)  # of the images; one is scored
     runs: list[tuple[Block, float]] = [(blocks[name], 1.0) for name in net.path]
     if not device.rounds:  # later tasks find the donors' results in the cache
-        family = _required_blocks(state.stock, (), state.pool).values()
-        runs += [(block, 1.0) for block in family if block.id not in _unused_blocks(state)]
+        family = _path_and_donor_blocks(state.stock, (), state.pool).values()
+        runs += [(block, 1.0) for block in family if block.id not in _blocks_not_run(state)]
     if params.score_at != "input":
         tried = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
         runs += [(blocks[name], tried / shares) for names in run.values() for name in names]
@@ -76,7 +76,7 @@ def fit_task_spec(state: SearchState) -> TaskSpec:
     params, net = state.params, state.current
     assert net is not None
     wanted = steps.junction_winners(state)
-    blocks = _required_blocks(state.stock, net.path, wanted)
+    blocks = _path_and_donor_blocks(state.stock, net.path, wanted)
     ask = junction_moments.FitRequest(
         **_shared_fields(state, blocks),
         path=net.path,
@@ -85,7 +85,7 @@ def fit_task_spec(state: SearchState) -> TaskSpec:
         ridge=params.ridge,
         bias=params.bias,
     )
-    ran = [blocks[name] for name in net.path] + list(_required_blocks(state.stock, (), wanted).values())
+    ran = [blocks[name] for name in net.path] + list(_path_and_donor_blocks(state.stock, (), wanted).values())
     matrices = least_squares.moments_bytes(blocks[net.path[-1]].out_shape[0])
     return _task_spec(state, ask, [net.path], blocks_work([(each, 1.0) for each in ran], matrices, params.fit_samples))
 
@@ -148,7 +148,7 @@ def _task_spec(
     state: SearchState, ask: scoring.StitchingRequest, paths: Iterable[tuple[str, ...]], work: WorkEstimate
 ) -> TaskSpec:
     bundles: dict[str, Tensors | BlobRef] = {}
-    idle = _unused_blocks(state) if state.phase == "score" else set()
+    idle = _blocks_not_run(state) if state.phase == "score" else set()
     scored = state.pool if state.phase == "score" and state.params.score_at != "input" else ()
     for block in ask.blocks.values():
         if block.id not in idle:
@@ -160,7 +160,7 @@ def _task_spec(
     return TaskSpec({"phase": state.phase, **msgspec.to_builtins(ask)}, bundles, work)
 
 
-def _unused_blocks(state: SearchState) -> set[str]:
+def _blocks_not_run(state: SearchState) -> set[str]:
     # Where only inputs are scored, no device runs the deepest candidate of a donor.
     assert state.current is not None
     if state.params.score_at != "input":
@@ -182,7 +182,7 @@ def _remaining_blocks(stock: DonorPool, name: str) -> list[str]:
     return [name, *(other for other in later if stock.blocks[other].kind != "end")]
 
 
-def _required_blocks(stock: DonorPool, path: Iterable[str], candidates: Iterable[str]) -> dict[str, Block]:
+def _path_and_donor_blocks(stock: DonorPool, path: Iterable[str], candidates: Iterable[str]) -> dict[str, Block]:
     names = set(path)
     for name in candidates:
         block = stock.blocks[name]

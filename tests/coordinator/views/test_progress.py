@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from evaluations import of_classes, total
+from job_facts import summarised
 
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
@@ -13,7 +16,7 @@ from fedquilt.coordinator.rounds.events import (
     RoundCommitted,
     UpdateAccepted,
 )
-from fedquilt.coordinator.views import progress
+from fedquilt.coordinator.views import run_summary
 from fedquilt.core import BlobRef, EvaluationSums, Update, Usage
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
@@ -45,7 +48,7 @@ def committed(
 def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
     """Eleven devices: the worst tenth is two of them, as a part of a device counts as one."""
     told = {f"dev-{i:02d}": of_classes(i / 10, 10 if i else 90) for i in range(11)}
-    found = progress.summarise_evaluation(total(*told.values()), told)
+    found = run_summary.summarise_evaluation(total(*told.values()), told)
     assert found is not None
     assert found.mean == pytest.approx(0.5)
     assert found.worst_decile == pytest.approx(0.05)
@@ -56,11 +59,13 @@ def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
 def test_a_device_without_held_out_examples_tells_nothing() -> None:
     """And where nobody has any, nothing is known: not 0."""
     nothing = EvaluationSums(examples=0)
-    assert progress.summarise_evaluation(nothing, {"a": nothing}) is None
-    found = progress.summarise_evaluation(total(nothing, of_classes(0.5, 4)), {"a": nothing, "b": of_classes(0.5, 4)})
+    assert run_summary.summarise_evaluation(nothing, {"a": nothing}) is None
+    found = run_summary.summarise_evaluation(
+        total(nothing, of_classes(0.5, 4)), {"a": nothing, "b": of_classes(0.5, 4)}
+    )
     assert found is not None
     assert (found.mean, found.worst_decile, found.devices) == (0.5, 0.5, {"b": 0.5})
-    assert progress.summarise_round(None, [answered("a", 0).update]) is None
+    assert run_summary.summarise_round(None, [answered("a", 0).update]) is None
 
 
 FACTS: list[tuple[float, AnyEvent]] = [
@@ -79,7 +84,7 @@ FACTS: list[tuple[float, AnyEvent]] = [
 
 def test_what_stands_beside_an_evaluation_is_what_all_rounds_before_it_took() -> None:
     """Two rounds and the closing evaluation, whose own cost belongs to no point; the pause counts on no clock."""
-    found = progress.progress_points(FACTS, rounds=2)
+    found = run_summary.progress_points(summarised(FACTS, 2))
     assert [point.rounds for point in found] == [0, 1, 2]
     assert [point.clock_s for point in found] == [0.0, 7.0, 12.0]
     assert [point.real_s for point in found] == [0.0, 5.0, 5.0 + 1.0 + 4.0]
@@ -91,17 +96,17 @@ def test_what_stands_beside_an_evaluation_is_what_all_rounds_before_it_took() ->
 
 def test_a_run_that_goes_on_has_a_last_point_without_an_evaluation() -> None:
     """After three of ten rounds; also where no round was committed yet."""
-    found = progress.progress_points(FACTS, rounds=10)
+    found = run_summary.progress_points(summarised(FACTS, 10))
     assert [point.rounds for point in found] == [0, 1, 2, 3]
     assert (found[-1].clock_s, found[-1].energy_j, found[-1].personal) == (14.0, 15.0, None)
-    assert progress.progress_points(FACTS[:2], rounds=10) == []
-    assert progress.progress_points([], rounds=10) == []
+    assert run_summary.progress_points(summarised(FACTS[:2], 10)) == []
+    assert run_summary.progress_points(summarised([], 10)) == []
 
 
 def test_a_method_that_ends_by_itself_has_its_closing_evaluation_too() -> None:
     """The round after the finished one is no round of work."""
     facts = [(0.0, committed(0, 1.0, finished=True)), (1.0, answered("a", 1, 1.0, of_classes(0.5, 2)))]
-    found = progress.progress_points([*facts, (2.0, committed(1, 9.0, sums=of_classes(0.5, 2)))], rounds=10)
+    found = run_summary.progress_points(summarised([*facts, (2.0, committed(1, 9.0, sums=of_classes(0.5, 2)))], 10))
     assert [(point.rounds, point.clock_s) for point in found] == [(0, 0.0), (1, 1.0)]
     assert found[-1].personal is not None
 
@@ -116,12 +121,16 @@ def test_joules_of_which_one_task_was_not_metered_are_not_known_from_then_on() -
         (3.0, answered("a", 2, energy_j=3.0)),
         (3.0, committed(2)),
     ]
-    assert [point.energy_j for point in progress.progress_points(facts, 9)] == [0.0, 3.0, None, None]
+    assert [point.energy_j for point in run_summary.progress_points(summarised(facts, 9))] == [0.0, 3.0, None, None]
+
+
+def times(facts: Sequence[tuple[float, AnyEvent]]) -> list[run_summary.TimeBreakdown]:
+    return [each.times for each in summarised(facts).committed_rounds() if each.times is not None]
 
 
 def test_the_parts_of_a_round_add_up_to_it() -> None:
     """Round 0 lasted 7 s: a computed 3 and moved 1, b computed 4 and moved 2; the rest is waiting."""
-    first, second, third = progress.split_round_times(FACTS)
+    first, second, third = times(FACTS)
     assert (first.compute_s, first.transfer_s, first.wait_s) == (3.5, 1.5, 2.0)
     assert first.compute_s + first.transfer_s + first.wait_s == first.lasted_s == 7.0
     assert (second.compute_s, second.transfer_s, second.wait_s) == (5.0, 0.0, 0.0)
@@ -131,19 +140,19 @@ def test_the_parts_of_a_round_add_up_to_it() -> None:
 def test_a_round_without_a_timed_answer_has_no_split() -> None:
     """Logs from before answers were timed, and rounds in which nobody answered."""
     facts = [(1.0, answered("a", 0)), (1.0, committed(0, 3.0)), (2.0, committed(1, 3.0))]
-    assert progress.split_round_times(facts) == []
+    assert times(facts) == []
 
 
 def test_an_answer_that_took_longer_than_its_round_leaves_no_negative_waiting() -> None:
     """A coordinator that was restarted has seen less of the round than the device."""
-    (found,) = progress.split_round_times([(1.0, answered("a", 0, 9.0, wall_s=8.0)), (1.0, committed(0, 2.0))])
+    (found,) = times([(1.0, answered("a", 0, 9.0, wall_s=8.0)), (1.0, committed(0, 2.0))])
     assert (found.lasted_s, found.compute_s, found.transfer_s, found.wait_s) == (9.0, 8.0, 1.0, 0.0)
 
 
 def test_the_closing_evaluation_is_no_round() -> None:
     """Rounds are over by the job's number or by the method's own end; what comes after only looks."""
     facts = [committed(0), committed(1), committed(2)]
-    assert progress.count_completed_rounds(facts, 9) == 3
-    assert progress.count_completed_rounds(facts, 2) == 2
-    assert progress.count_completed_rounds([committed(0, finished=True), committed(1)], 9) == 1
-    assert progress.count_completed_rounds([], 9) == 0
+    assert summarised(facts, 9).completed_rounds == 3
+    assert summarised(facts, 2).completed_rounds == 2
+    assert summarised([committed(0, finished=True), committed(1)], 9).completed_rounds == 1
+    assert summarised([], 9).completed_rounds == 0

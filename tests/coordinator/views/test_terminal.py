@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from evaluations import of_classes, of_numbers, total
+from stored_job import JOB
 
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.rounds.events import (
@@ -29,6 +30,7 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.views import event_messages, wait_reasons
+from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.coordinator.views.terminal import (
     WAIT_AGAIN_S,
     WAIT_SAID_S,
@@ -46,6 +48,17 @@ NOW = time.mktime((2026, 11, 26, 14, 3, 28, 0, 0, -1))
 
 def begun(cohort: CohortSettings, rounds: int = 2, check_every: int = 0) -> JobState:
     return apply_event(JobState(JobConstants(0, rounds, cohort, check_every)), JobStarted(REF), 0.0)
+
+
+def formatted(state: JobState, facts: Sequence[AnyEvent], seen: int = 0) -> list[list[str]]:
+    """Return the text of events after a state. A console sees those from number `seen` on."""
+    after, told = RunSummary(state), []
+    for number, fact in enumerate(facts):
+        state = apply_event(state, fact, 1.0)
+        if number >= seen:
+            before, after = after, after.after(fact, 1.0, state)
+            told.append(event_messages.format_event(before, fact, after))
+    return told
 
 
 def answer(device: str, round: int = 0) -> UpdateAccepted:
@@ -101,7 +114,7 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
         connected, session = False, 0
 
     class Registry:
-        def able(self, engines: Sequence[str], now_s: float) -> dict[str, float]:
+        def usable_engines(self, engines: Sequence[str], now_s: float) -> dict[str, float]:
             return {}
 
     class Job:
@@ -215,10 +228,7 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
         RoundClosed(1),
         RoundCommitted(1, REF, False, {}, evaluation=of_classes(0.5)),
     ]
-    told, teller = [], event_messages.EventFormatter()
-    for fact in facts:
-        state = apply_event(state, fact, 1.0)
-        told.append(teller.format_event(fact, state)[0])
+    told = [lines[0] for lines in formatted(state, facts)]
     assert told[:2] == ["round 0: cohort a", "round 0: update from a: 1.00 s, 0 B down, 0 B up"]
     assert told[2:5] == [
         "round 0: closed to further updates",
@@ -232,16 +242,11 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
 def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round() -> None:
     """It is not the evaluation, which follows it."""
     plan = JobConstants(0, 1, CohortSettings(), 1)
-    state, told, teller = (
-        apply_event(JobState(plan), JobStarted(REF, settles=True), 0.0),
-        [],
-        event_messages.EventFormatter(),
-    )
+    state, facts = apply_event(JobState(plan), JobStarted(REF, settles=True), 0.0), []
     for round, settled in enumerate((True, False, True, False)):
-        facts = [CohortSelected(round, 0, ("a",)), answer("a", round), RoundClosed(round)]
-        for fact in (*facts, RoundCommitted(round, REF, False, {}, settled=settled)):
-            state = apply_event(state, fact, 1.0)
-            told.append(teller.format_event(fact, state)[0])
+        facts += [CohortSelected(round, 0, ("a",)), answer("a", round), RoundClosed(round)]
+        facts.append(RoundCommitted(round, REF, False, {}, settled=settled))
+    told = [lines[0] for lines in formatted(state, facts)]
     assert told[8] == "round 2: cohort a"
     assert told[11] == "round 2: statistics for the evaluation gathered (1 of 1 devices)"
     assert told[12] == "final evaluation: cohort a"
@@ -294,10 +299,8 @@ def test_progress_counts_rounds_of_work_alone() -> None:
 )
 def test_an_attempt_without_a_quorum_says_what_became_of_it(facts: list[AnyEvent], attempt: int, said: str) -> None:
     """A deadline is named only where boards were waited for until it."""
-    state, teller = begun(CohortSettings(size=4)), event_messages.EventFormatter()
-    for fact in [CohortSelected(0, 0, ("a", "b", "c")), *facts, RoundRetried(0, attempt)]:
-        state = apply_event(state, fact, 1.0)
-        told = teller.format_event(fact, state)
+    facts = [CohortSelected(0, 0, ("a", "b", "c")), *facts, RoundRetried(0, attempt)]
+    told = formatted(begun(CohortSettings(size=4)), facts)[-1]
     assert told == [f"round 0: {said}"]
     assert event_messages.format_single_event(RoundRetried(0, 1)) == ["round 0: no quorum; starting another attempt"]
 
@@ -326,7 +329,7 @@ def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> 
 
 def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
     """Three of four devices, of which two have a meter: 12 J; the accuracy is of what the round before has left."""
-    state, teller = begun(CohortSettings(size=4), check_every=1), event_messages.EventFormatter()
+    state = begun(CohortSettings(size=4), check_every=1)
     metered = [msgspec.structs.replace(answer(name).update, usage=Usage(wall_s=1.0, energy_j=6.0)) for name in "ab"]
     facts = [
         CohortSelected(0, 0, tuple("abcd")),
@@ -335,19 +338,16 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
         RoundClosed(0),
     ]
     checked = total(of_classes(0.8, 10, 0.25), of_classes(0.6, 10, 0.75), of_classes(0.7, 20))
-    for fact in [*facts, RoundCommitted(0, REF, False, {"loss": 0.25}, evaluation=checked)]:
-        state = apply_event(state, fact, 1.0)
-        told = teller.format_event(fact, state)
-    assert told == [
+    facts += [RoundCommitted(0, REF, False, {"loss": 0.25}, evaluation=checked)]
+    facts += [CohortSelected(1, 0, ("a",)), RoundClosed(1), RoundCommitted(1, REF, False, {}, settled=True)]
+    told = formatted(state, facts)
+    assert told[5] == [
         "round 0: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "
         "at the start: accuracy 70.0 % on 40 held-out examples, worst tenth of 3 devices 60.0 %, spread 8.2 %, "
         "balanced accuracy 70.0 %, macro F1 41.2 %, loss 0.5"
     ]
-    state = apply_event(state, CohortSelected(1, 0, ("a",)), 2.0)
-    teller.format_event(CohortSelected(1, 0, ("a",)), state)
-    fact = RoundCommitted(1, REF, False, {}, settled=True)  # nothing of the round before is in it
-    (told,) = teller.format_event(fact, state)
-    assert told == "round 1: statistics for the evaluation gathered (0 of 1 devices)"
+    # nothing of the round before is in it
+    assert told[-1] == ["round 1: statistics for the evaluation gathered (0 of 1 devices)"]
 
 
 def test_a_round_that_another_process_began_is_told_whole() -> None:
@@ -360,11 +360,8 @@ def test_a_round_that_another_process_began_is_told_whole() -> None:
         answer("b"),
         answer("c"),
     ]
-    state, teller = begun(CohortSettings(size=3)), event_messages.EventFormatter()
-    for number, fact in enumerate([*facts, RoundClosed(0), RoundCommitted(0, REF, False, {})]):
-        state = apply_event(state, fact, 1.0)
-        told = teller.format_event(fact, state) if number >= 4 else []
-    assert told == ["round 0: updates aggregated (3 of 3 devices)"]
+    told = formatted(begun(CohortSettings(size=3)), [*facts, RoundClosed(0), RoundCommitted(0, REF, False, {})], 4)
+    assert told[-1] == ["round 0: updates aggregated (3 of 3 devices)"]
 
 
 def test_an_evaluation_has_its_own_metrics() -> None:
@@ -380,6 +377,7 @@ def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixt
 
     class Job:
         id = "j"
+        job = JOB
         rounds = begun(CohortSettings())
 
     console = Console(clock=lambda: 0.0)

@@ -18,7 +18,7 @@ from toy_kinds import release
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import BlobRef
+from fedquilt.core import BlobRef, Traits
 from fedquilt.core.evaluation import compute_metrics
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
@@ -121,7 +121,7 @@ def test_a_private_state_that_is_lost_is_told_or_refused_as_the_method_has_it(
     found = place.checked(parted)
     assert found.code == "ok"
     assert f"the private state of {JOB} is damaged on this device's disk" in found.note
-    method = replace(methods.load("fedrep"), anew=False)
+    method = replace(methods.load("fedrep"), traits=Traits(replaces_private_state=False))
     monkeypatch.setattr(methods, "load", lambda name: method)
     place.model.unlink()
     found = place.checked(parted)

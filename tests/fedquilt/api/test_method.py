@@ -36,7 +36,7 @@ def test_parts_that_are_given_replace_those_of_the_base() -> None:
     made = fq.method(fq.fedavg, params=Params, work=work, paper="...")
     assert isinstance(made, Method)
     assert (made.params, made.work, made.paper) == (Params, work, "...")
-    assert made.fold is fq.fedavg.fold
+    assert made.aggregation is fq.fedavg.METHOD.aggregation
     assert fq.method(made, paper="other").work is work
 
 

@@ -12,7 +12,7 @@ import pytest
 import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import costs, progress
+from fedquilt.coordinator.views.run_summary import RunSummary, progress_points, summarise_events
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,14 @@ def small(**changes: Any) -> fq.Job:
     return fq.Job(**{**table, **changes})
 
 
+def summarised(store: Store, run: str) -> RunSummary:
+    return summarise_events(store.find_job(run).job, store.read_events(run))
+
+
 def test_rounds_and_devices_add_up_to_the_whole_run(run: fq.Run) -> None:
     """Bytes and joules are split by round and by device, and none is lost; so says the log's own account."""
     with Store(run.home) as store:
-        whole = costs.compute_job_cost(fact for _, _, fact in store.read_events(run.id)).whole
+        whole = summarised(store, run.id).total
     rounds, devices = run.rounds(), run.devices()
     for column, total in (("down_bytes", whole.down_bytes), ("up_bytes", whole.up_bytes), ("joules", whole.energy_j)):
         assert sum(rounds[column]) == pytest.approx(total)
@@ -58,8 +62,9 @@ def test_rounds_and_devices_add_up_to_the_whole_run(run: fq.Run) -> None:
 def test_checks_in_rounds_are_of_the_round_before(run: fq.Run) -> None:
     """A check is of the state that its round begins with; the closing one is the last round's."""
     with Store(run.home) as store:
-        facts = [(at, fact) for _, at, fact in store.read_events(run.id)]
-    points = {point.rounds: point for point in progress.progress_points(facts, 3) if point.personal is not None}
+        points = {
+            point.rounds: point for point in progress_points(summarised(store, run.id)) if point.personal is not None
+        }
     assert sorted(points) == [0, 1, 2, 3]
     held = [points[number].personal.weighted for number in (1, 2, 3)]  # type: ignore[union-attr]
     assert run.rounds()["held_accuracy"] == held

@@ -14,7 +14,7 @@ from two_sides import noise
 from fedquilt import wire
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer import http_client
-from fedquilt.blobs.transfer.blob_writer import BlobWriter
+from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter
 from fedquilt.core import BlobLocation
 
 CHUNK = 64 * 1024
@@ -50,13 +50,13 @@ class Server:
             sock.sendall(head.encode() + PAYLOAD[start : start + most])
 
 
-def fetched(tmp_path: Path, server: Server, reach: http_client.ConnectionPool, *before: BlobLocation) -> BlobStore:
+def fetched(tmp_path: Path, server: Server, reach: http_client.HttpClient, *before: BlobLocation) -> BlobStore:
     digests = "".join(hashlib.sha256(PAYLOAD[at : at + CHUNK]).hexdigest() for at in range(0, len(PAYLOAD), CHUNK))
     sha256 = hashlib.sha256(PAYLOAD).hexdigest()
     manifest = wire.BlobManifest(sha256=sha256, size=len(PAYLOAD), chunk=CHUNK, digests=digests)
     depot = BlobStore(tmp_path)
     intake = BlobWriter(depot, manifest, depot.open_part(manifest))
-    http_client.fetch_blob(reach, (*before, source(server, sha256)), intake)
+    reach.fetch_blob((*before, source(server, sha256)), intake)
     assert depot.has_blob(intake.ref)
     return depot
 
@@ -75,7 +75,7 @@ def test_a_server_that_is_away_for_a_moment_is_gone_on_with_and_does_not_rest(tm
             server.listen(len(PAYLOAD))
 
     server.listen(2 * CHUNK)
-    fetched(tmp_path, server, http_client.ConnectionPool(pause=pause))
+    fetched(tmp_path, server, http_client.HttpClient(pause=pause))
     server.thread.join()
     assert server.starts == [0, 2 * CHUNK]
     assert [0.05 <= pauses[0] <= 0.1, 0.1 <= pauses[1] <= 0.2] == [True, True]
@@ -84,9 +84,9 @@ def test_a_server_that_is_away_for_a_moment_is_gone_on_with_and_does_not_rest(tm
 def test_a_server_that_stays_away_is_given_up_after_three_pauses(tmp_path: Path) -> None:
     """The rest comes over the broker, within 0.7 s."""
     server, pauses = Server(), []
-    reach = http_client.ConnectionPool(pause=pauses.append)
+    reach = http_client.HttpClient(pause=pauses.append)
     server.listen(2 * CHUNK)
-    with pytest.raises(http_client.BlobLocationError, match="cannot be used") as refused:
+    with pytest.raises(BlobLocationError, match="cannot be used") as refused:
         fetched(tmp_path, server, reach)
     assert refused.value.later
     assert len(pauses) == 3
@@ -100,8 +100,8 @@ def test_a_server_that_was_never_reached_is_not_waited_for(tmp_path: Path) -> No
         server = Server()
         server.port = free.getsockname()[1]
     pauses: list[float] = []
-    with pytest.raises(http_client.BlobLocationError, match="cannot be used"):
-        fetched(tmp_path, server, http_client.ConnectionPool(pause=pauses.append))
+    with pytest.raises(BlobLocationError, match="cannot be used"):
+        fetched(tmp_path, server, http_client.HttpClient(pause=pauses.append))
     assert pauses == []
 
 
@@ -110,9 +110,9 @@ def test_a_place_without_an_address_is_passed_over(tmp_path: Path, origin: str) 
     """The next place is tried, and nothing of the address but its host is quoted."""
     server = Server()
     server.listen(len(PAYLOAD))
-    fetched(tmp_path, server, http_client.ConnectionPool(), BlobLocation(url=f"{origin}/secret", token="t"))
+    fetched(tmp_path, server, http_client.HttpClient(), BlobLocation(url=f"{origin}/secret", token="t"))
     server.thread.join()
     assert server.starts == [0]
-    with pytest.raises(http_client.BlobLocationError, match="is no host and port") as refused:
-        http_client.send_request(http_client.ConnectionPool(), "HEAD", BlobLocation(url=f"{origin}/secret", token="t"))
+    with pytest.raises(BlobLocationError, match="is no host and port") as refused:
+        http_client.HttpClient().send_request("HEAD", BlobLocation(url=f"{origin}/secret", token="t"))
     assert "secret" not in str(refused.value)

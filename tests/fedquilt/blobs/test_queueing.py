@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from two_sides import Side, noise, play, ref_of
 
-from fedquilt.blobs.transfer.upload_queue import UploadQueue
+from fedquilt.blobs.transfer.upload import UploadQueue
 from fedquilt.transport.memory_link import MemoryBroker
 
 SIZE = 300_000

@@ -24,7 +24,7 @@ from fedquilt.core import LinkError
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.client import payload_limit
-from fedquilt.transport.mqtt.connection import RetryDelay, backoff_s
+from fedquilt.transport.mqtt.connection import RetryDelay
 from fedquilt.transport.mqtt.link import MqttLink
 
 if TYPE_CHECKING:
@@ -298,12 +298,6 @@ def test_limits_by_protocol_announcement_and_setting() -> None:
     assert payload_limit(4, None, None) == 121 * KIB
     assert payload_limit(5, 128 * KIB, 50_000) == payload_limit(4, None, 50_000) == 50_000
     assert payload_limit(5, 100, None) == 0
-
-
-def test_backoff_grows_from_a_tenth_of_a_second_to_thirty_and_jitter_shortens_it() -> None:
-    """By up to half, so that a fleet does not come back at once."""
-    assert [backoff_s(n, 0.0) for n in (1, 2, 3, 16, 1000)] == pytest.approx([0.1, 0.15, 0.225, 30.0, 30.0])
-    assert backoff_s(2, 0.5) == pytest.approx(0.1125)
 
 
 @pytest.mark.parametrize("away_s", [0.2, 1.0, 5.0, 20.0])

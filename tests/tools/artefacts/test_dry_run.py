@@ -45,7 +45,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rehearse(folder: Path, params: dict[str, Any], made: Bundle | None = None) -> None:
     table = {"name": "s", "method": "fedstitch", "params": params}
-    dry_run.rehearse(settings.parse_job(table), made or job_bundle.load_bundle(folder), folder)
+    dry_run.dry_run_job(settings.parse_job(table), made or job_bundle.load_bundle(folder), folder)
 
 
 @pytest.mark.parametrize(

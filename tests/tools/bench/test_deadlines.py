@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.tools.lab.bench import deadlines, planned
+from fedquilt.tools.lab.bench import deadlines, planned_rounds
 
 
 def test_the_same_seed_plays_the_same_job_and_everybody_asked_answers() -> None:
@@ -25,7 +25,7 @@ def test_at_the_fastest_point_no_rule_changes_how_long_anybody_takes() -> None:
 
 def test_the_result_has_a_row_for_each_rule_and_governor_and_reads_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the figures and where the profiles' numbers are from, and with training."""
-    monkeypatch.setattr(planned, "CASES", {"fednova": ("predicted", "energy")})
+    monkeypatch.setattr(planned_rounds, "CASES", {"fednova": ("predicted", "energy")})
     result = deadlines.measure(seeds=(0,), count=2)
     assert len(result["table"]) == 12
     assert all(row["tasks"] == 20 for row in result["table"])

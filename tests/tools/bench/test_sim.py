@@ -89,7 +89,7 @@ def test_a_simulator_that_cannot_be_installed_is_told_in_the_result(
     for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path / "index"))):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found, absent = sim._find_contestants(["pfl"], 2)
+    found, absent = sim._prepare_contestants(["pfl"], 2)
     assert [each.name for each in found] == ["ours", "ours_torch", "bare_n", "bare_1"]
     assert absent["pfl"].startswith("pfl-research cannot be installed here: ")
     assert not (environments.cache_folder() / "pfl" / "ready").exists()

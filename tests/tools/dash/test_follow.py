@@ -6,11 +6,12 @@ from pathlib import Path
 
 import dashes
 import pytest
+from job_facts import summarised
 
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.rounds.events import JobConstants
 from fedquilt.coordinator.storage.reader import StoreReader
-from fedquilt.coordinator.views import costs, round_outcomes
+from fedquilt.coordinator.views import round_outcomes
 from fedquilt.tools.operations.dash.run_follower import LEAST, RunFollower, find_round_outcomes
 
 DEVICES = dashes.names(10)
@@ -37,7 +38,7 @@ def test_it_comes_to_what_the_views_say(home: Path) -> None:
     found = followed(home)
     plain = dashes.facts(DEVICES)
     assert found.parts == round_outcomes.outcomes_by_round(plain, JobConstants.from_job(found.row.job))
-    whole = costs.compute_job_cost(plain).whole
+    whole = summarised(plain).total
     told = found.make_summary()
     assert (told["down_bytes"], told["up_bytes"]) == (whole.down_bytes, whole.up_bytes)
     assert told["joules"] == pytest.approx(whole.energy_j)

@@ -18,7 +18,7 @@ from fedquilt.coordinator.rounds import rollout as rounds_rollout
 from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutAborted, StatusReported
 from fedquilt.coordinator.storage.reader import StoreReader
 from fedquilt.coordinator.storage.rows import is_served
-from fedquilt.coordinator.views import costs
+from fedquilt.coordinator.views.run_summary import summarise_events
 from fedquilt.core import Examples, JobError
 from fedquilt.tools.lab.demo import drift_scenario, report
 from fedquilt.tools.lab.demo.console import StoryPrinter
@@ -110,9 +110,7 @@ def test_what_it_says_of_drift_and_answers_is_what_the_coordinator_was_told(ende
 
 def test_joules_and_bytes_are_those_of_the_runs_and_the_models(ended: Ended) -> None:
     with StoreReader(ended.home) as store:
-        wholes = [
-            costs.compute_job_cost(fact for _, _, fact in store.read_events(run)).whole for run in ended.told["runs"]
-        ]
+        wholes = [summarise_events(store.find_job(run).job, store.read_events(run)).total for run in ended.told["runs"]]
         kept = [store.rollouts.find_rollout(each).state for each in (ended.first, ended.bad, ended.last)]
     models = sum(each.plan.blob.size * len(each.offered) for each in kept if each.plan.blob is not None)
     assert ended.told["energy_j"] == pytest.approx(sum(whole.energy_j or 0.0 for whole in wholes))

@@ -77,7 +77,7 @@ def test_an_entry_is_removed_when_its_maker_is_killed(table: Path) -> None:
     """By the shell that waits for the end of a pipe."""
     code = (
         "import sys, time; from pathlib import Path; from fedquilt.tools.emulate import binfmt\n"
-        "with binfmt.registered(Path('/q'), lambda commands: ['sh', '-c', f'cd {sys.argv[1]}\\n{commands}']):\n"
+        "with binfmt.register_emulator(Path('/q'), lambda commands: ['sh', '-c', f'cd {sys.argv[1]}\\n{commands}']):\n"
         "    print(flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(table)], stdout=subprocess.PIPE) as maker:

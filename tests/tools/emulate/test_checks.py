@@ -32,15 +32,15 @@ def test_a_check_that_fails_is_told_and_the_next_one_runs(capsys: pytest.Capture
         ("online", "failed", "its journal ends: no"),
         ("a limit", "not here", "no cgroup v2"),
     ]
-    assert not checks.held
+    assert not checks.all_passed
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("ok        boots: systemd 252; running (")
     assert told[1].startswith("failed    online: its journal ends: no (")
-    assert checks.lines("/x") == [
+    assert checks.format_summary("/x") == [
         "3 checks: 1 held; failed: online; cannot be shown on this machine: a limit",
         "journals and logs: /x",
     ]
-    assert checks.table()["checks"][1]["how"] == "failed"
+    assert checks.to_report()["checks"][1]["how"] == "failed"
 
 
 def test_what_cannot_be_shown_here_fails_nothing_and_what_was_not_tried_does() -> None:
@@ -49,10 +49,10 @@ def test_what_cannot_be_shown_here_fails_nothing_and_what_was_not_tried_does() -
     assert not checks.all_passed
     with checks("a limit"):
         raise CheckUnavailableError("no cgroup v2")
-    assert checks.held
+    assert checks.all_passed
     checks.give_up("it has not booted")
-    assert not checks.held
-    assert "not everything was tried: it has not booted" in checks.lines("/x")[0]
+    assert not checks.all_passed
+    assert "not everything was tried: it has not booted" in checks.format_summary("/x")[0]
 
 
 def test_a_mistake_of_our_own_is_no_finding() -> None:

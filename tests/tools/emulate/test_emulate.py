@@ -16,7 +16,7 @@ import pytest
 from command_lines import parsed
 from fedquilt.core import JobError, LinkError
 from fedquilt.tools import emulate
-from fedquilt.tools.emulate import beside, host
+from fedquilt.tools.emulate import host, native_comparison
 from fedquilt.tools.emulate.host import HostMachine
 from fedquilt.tools.emulate.listener import ReceivedMessages
 from fedquilt.wire import Presence
@@ -54,7 +54,7 @@ def test_the_pin_says_why() -> None:
 @pytest.mark.parametrize("rounds", [None, 2])
 def test_the_job_is_the_demos_for_one_board_that_has_every_image(tmp_path: Path, rounds: int | None) -> None:
     """With time enough for an emulated board."""
-    plan = emulate._job(tmp_path, rounds)
+    plan = emulate._write_job(tmp_path, rounds)
     (agent,), ((member,), _) = plan.make_agent_tables(), plan.load_devices()
     assert plan.job.rounds == (rounds or 60)
     assert plan.job.cohort.deadline_s == emulate.DEADLINE_S
@@ -109,24 +109,24 @@ def test_an_agent_is_online_before_a_coordinator_is_there(tmp_path: Path, monkey
     monkeypatch.setattr(emulate.units, "read", lambda board, name: None)
     monkeypatch.setattr(emulate.units, "start", lambda *given: subprocess.Popen(["true"], start_new_session=True))
     heard = ReceivedMessages(Presence(online=False, boot="b1"))
-    site = mock.Mock(listener=lambda device: mock.Mock(listen=lambda limit_s: heard))
+    site = mock.Mock(create_listener=lambda device: mock.Mock(receive=lambda limit_s: heard))
     with contextlib.ExitStack() as stack, pytest.raises(LinkError, match="not online after 300 s: no coordinator"):
-        emulate._agent(site, mock.Mock(), tmp_path / "log", stack)
+        emulate._start_agent(site, mock.Mock(), tmp_path / "log", stack)
     heard = ReceivedMessages(Presence(online=True, boot="b1"))
     with contextlib.ExitStack() as stack:
-        assert emulate._agent(site, mock.Mock(), tmp_path / "log", stack)[1] == said["STATUS"]
+        assert emulate._start_agent(site, mock.Mock(), tmp_path / "log", stack)[1] == said["STATUS"]
 
 
 def test_the_result_is_told_in_sentences() -> None:
     """What is not known is left out."""
-    told = "\n".join(beside.lines(RESULT))
+    told = "\n".join(native_comparison.lines(RESULT))
     assert "in it: qemu 7.2, onnxruntime 1.19.2" in told
     assert "3 rounds, 3 tasks done in it: 1.2 to 4.0 s each" in told
     assert "12 networks known to both, 1 to one alone" in told
     assert "scores differ by 2.5e-07 at most" in told
     assert "junctions" not in told
     assert "chosen: head on (a.0 > b.1) + b.0; by the other too" in told
-    few = "\n".join(beside.lines({**RESULT, "tasks_s": [], "score": None, "chosen": ""}))
+    few = "\n".join(native_comparison.lines({**RESULT, "tasks_s": [], "score": None, "chosen": ""}))
     assert "0 tasks done in it\n" in few
     assert "scores differ" not in few
     assert "chosen" not in few
@@ -138,8 +138,8 @@ def test_the_result_is_told_in_sentences() -> None:
 def test_scores_that_are_not_this_machines_are_told(score: float | None, well: bool) -> None:
     """Wrong arithmetic must not pass for a proof."""
     result = {**RESULT, "score": score}
-    assert beside.agrees(result) is well
-    assert ("they do not agree" in "\n".join(beside.lines(result))) is not well
+    assert native_comparison.agrees(result) is well
+    assert ("they do not agree" in "\n".join(native_comparison.lines(result))) is not well
 
 
 def test_its_command_takes_what_it_is_told() -> None:

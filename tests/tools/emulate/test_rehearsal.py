@@ -17,11 +17,11 @@ from fedquilt import cli, wire
 from fedquilt.core import JobError, Profile
 from fedquilt.formats import toml
 from fedquilt.tools.boards.flash import bundle
-from fedquilt.tools.emulate import container, enclosure, host, layouts, rehearsal, released
+from fedquilt.tools.emulate import container, enclosure, host, layouts, rehearsal, release_checks
 from fedquilt.tools.emulate.host import HostMachine
 from fedquilt.tools.emulate.layouts import EVERY
 from fedquilt.tools.emulate.listener import DeviceListener, ReceivedMessages
-from fedquilt.tools.emulate.released import flash_options
+from fedquilt.tools.emulate.release_checks import flash_options
 from fedquilt.tools.emulate.rollouts import HOME, PHASED
 from fedquilt.transport.link import Message
 
@@ -222,9 +222,9 @@ def test_what_an_operator_types_are_commands(words: tuple[str, ...]) -> None:
 
 def test_a_rehearsed_board_is_flashed_with_a_runner_and_a_hook(tmp_path: Path) -> None:
     """Its settings are ones, and the folder is the one that is looked into."""
-    models = {"serve": "127.0.0.1:8080", "hook": list(released.HOOK)}
+    models = {"serve": "127.0.0.1:8080", "hook": list(release_checks.HOOK)}
     (tmp_path / "agent.toml").write_text(toml.format_toml({"device": "d", "home": "h", "models": models}))
-    assert bundle.read_board_files(tmp_path / "agent.toml").models == released.MODELS
+    assert bundle.read_board_files(tmp_path / "agent.toml").models == release_checks.MODELS
 
 
 def test_a_units_properties_are_read() -> None:

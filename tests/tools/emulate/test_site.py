@@ -25,7 +25,7 @@ DATA = {"path": "/srv/x.npz", "share": 0, "shares": 1}
 def site(tmp_path_factory: pytest.TempPathFactory) -> LoopbackFleet:
     """One that is founded."""
     made = LoopbackFleet(tmp_path_factory.mktemp("site"), *sites.find_free_ports(2))
-    made.create_fleet("board-1")
+    made.issue_identities("board-1")
     return made
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedquilt.arrays import tensors
-from fedquilt.core import ClientResult, DeviceView, Examples, TaskSpec
+from fedquilt.core import Aggregation, ClientResult, DeviceView, Examples, TaskSpec
 from fedquilt.methods.fedstitch import METHOD, SearchParams
 from fedquilt.models import stitching
 from fedquilt.testing.toy_networks import DONORS, SMALL, build_donors, image_members, make_job, run_method, write_bundle
@@ -58,7 +58,7 @@ def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
         init=lambda bundle, params, seed: 0,
         send=send,
         work=lambda task, site: ClientResult({"answer": answer}, 1.0),
-        fold=lambda turn, total, update: update,
+        aggregation=Aggregation(lambda turn, total, update: update),
         step=lambda turn, total: turn + 1,
         done=lambda turn: turn == 2,
         explain=lambda turn: (),

@@ -15,7 +15,7 @@ from fedquilt.arrays import tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import UpdateAccepted
-from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, Examples, JobError, Method, Task
+from fedquilt.core import Aggregation, ClientContext, ClientResult, DeviceUpdate, Examples, JobError, Method, Task
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools.artefacts import prepare
@@ -46,9 +46,9 @@ def one_further(seen: dict[str, Mapping[str, np.ndarray]], labels: dict[str, np.
 
     def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         seen[update.device] = update.bundles["model"]
-        return method.fold(state, so_far, update)
+        return method.aggregation.fold(state, so_far, update)
 
-    return replace(method, work=work, fold=fold)
+    return replace(method, work=work, aggregation=Aggregation(fold))
 
 
 def sent(**fleet: Any) -> tuple[dict[str, Mapping[str, np.ndarray]], frozenset[str], dict[str, np.ndarray]]:

@@ -16,7 +16,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import costs
+from fedquilt.coordinator.views.run_summary import RunSummary, summarise_events
 from fedquilt.core import DataError, JobError
 from fedquilt.core.evaluation import main_metric_value
 from fedquilt.data import examples
@@ -44,6 +44,11 @@ def plan(folder: Path, **changes: object) -> fleet.FleetPlan:
     first = tensors.encode_tensors(engine.init_tensors(NETWORK, seed=0))
     job_bundle.write_bundle(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
     return fleet.FleetPlan(settings.parse_job(table), folder / "bundle", folder / "runs")
+
+
+def summary_of(given: fleet.FleetPlan, run: str) -> RunSummary:
+    with Store(given.home) as store:
+        return summarise_events(given.job, store.read_events(run))
 
 
 def facts_of(given: fleet.FleetPlan, run: str) -> list[object]:
@@ -79,7 +84,7 @@ def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(t
     run, status = fleet.run_fleet_virtually(given)
     assert status == "done"
     facts = facts_of(given, run)
-    found = costs.compute_job_cost(facts).devices["jetson-nano-00"]
+    found = summary_of(given, run).device_costs()["jetson-nano-00"]
     assert found.tasks == 3  # two rounds, and the closing evaluation
     assert found.energy_j is not None
     assert "jetson-nano" in str(found.energy_source)
@@ -245,7 +250,7 @@ def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplo
     for _ in range(2):
         run, status = fleet.run_fleet_virtually(given)
         assert status == "done"
-        took.append(costs.compute_job_cost(facts_of(given, run)).whole.down_bytes)
+        took.append(summary_of(given, run).total.down_bytes)
     assert took[0] == took[1] > 0
     assert caplog.records == []
 

@@ -12,7 +12,7 @@ from simulated_fleets import Fleet, facts
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.events import JobEnded, TaskDeclined, UpdateAccepted, UpdateRejected
-from fedquilt.core import ClientContext, ClientResult, Method, Task, UpdateError
+from fedquilt.core import Aggregation, ClientContext, ClientResult, Method, Task, UpdateError
 from fedquilt.edge_agent.storage.agent_state import PRIVATE
 
 
@@ -30,9 +30,9 @@ def refusing(number: int, device: str, seen: list[tuple[int, str, bool]]) -> Met
 
         if (update.round, update.device) == (number, device):
             raise UpdateError("not this one")
-        return method.fold(state, total, update)
+        return method.aggregation.fold(state, total, update)
 
-    return replace(method, work=work, fold=fold)
+    return replace(method, work=work, aggregation=Aggregation(fold))
 
 
 def test_private_state_counts_only_with_an_update_that_was_taken(fleet: Fleet) -> None:
@@ -98,12 +98,12 @@ def test_an_update_on_its_way_is_kept_though_an_equal_one_of_another_device_is_r
     def fold(state: Any, total: Any, update: Any) -> Any:
         if update.device == "dev-0":
             raise UpdateError("not this one")
-        return plain.fold(state, total, update)
+        return plain.aggregation.fold(state, total, update)
 
     def work(task: Task, site: ClientContext) -> ClientResult:
         return ClientResult({"model": {name: array + 1 for name, array in site.load("model").items()}}, 1.0, {})
 
-    method = replace(plain, work=work, fold=fold)
+    method = replace(plain, work=work, aggregation=Aggregation(fold))
     links, cohort = {"links": ["10MB/s 1s", "300B/s"]}, {"quorum": 0.5, "deadline_s": 1000.0}
     ended = fleet.played("fedavg", devices=2, rounds=1, method=method, fleet=links, cohort=cohort)
     assert [fact.device for fact in facts(ended, UpdateRejected)] == ["dev-0"]

@@ -21,6 +21,7 @@ from fedquilt.costs import cost_model
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.formats import job_bundle
 from fedquilt.methods import fedavg
+from fedquilt.models import local_training
 from fedquilt.testing.toy_networks import point_members, toy_bundle
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.run import RunOutcomes, simulate
@@ -93,7 +94,7 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
     outcome = play(folder, job={"fleet": {"boards": kinds, "policy": "board"}})
     points = [profiles.load_board_profile(name).operating_points()[0] for name in kinds]
     model = job_bundle.load_bundle(folder).load("model")
-    order = fedavg.training_task_spec(
+    order = local_training.training_task_spec(
         fedavg.init(job_bundle.load_bundle(folder), settings.parse_params(settings.parse_job(JOB)), 0), {"model": model}
     )
     work = order.work.total_for_examples(13)

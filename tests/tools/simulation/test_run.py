@@ -13,7 +13,7 @@ import pytest
 from fedquilt import methods
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.rounds.cohort_selection import select_cohort
-from fedquilt.core import ClientContext, ClientResult, DeviceUpdate, JobError, Method, Task
+from fedquilt.core import Aggregation, ClientContext, ClientResult, DeviceUpdate, JobError, Method, Task
 from fedquilt.edge_agent.engines.numpy.engine import NumpyEngine
 from fedquilt.testing.toy_networks import make_job, point_members, run_method, toy_bundle, write_bundle
 from fedquilt.tools.simulation import run
@@ -241,9 +241,9 @@ def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: Nu
 
     def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         seen.append(update.device)
-        return method.fold(state, so_far, update)
+        return method.aggregation.fold(state, so_far, update)
 
-    simulation = begin(method=replace(method, fold=fold), rounds=2)
+    simulation = begin(method=replace(method, aggregation=Aggregation(fold)), rounds=2)
     carry, _ = backend.make_local_backend(point_members(5, 13), engine=engine)
     for _ in run.run_rounds([simulation], carry):
         pass

@@ -2,9 +2,6 @@
 
 Groups of checks run in parallel threads, because they wait for sensors, names and brokers. A group that exceeds the
 time limit is a finding as well. The examination changes no settings.
-
-Groups of checks run beside each other, each in a thread of its own, as they wait for sensors, names and brokers;
-what has not answered in time is a finding as well. It sets and mends nothing.
 """
 
 from __future__ import annotations
@@ -168,7 +165,7 @@ def _check_device_connection(settings: AgentSettings, clock_s: float, timer: Exa
     if any(one.severity == "error" for one in found):
         return found
     if folders.is_locked(Path(settings.home)):
-        # a broker that goes by certificates knows us as the agent, and would cut it off
+        # a broker with certificates would take this client for the agent and disconnect the agent
         said = f"{settings.device}'s agent runs here: its rights at {broker} are tried while it is stopped"
         return [*found, ok("FQ411", said)]
     with checks_broker.open_link(broker, f"{permissions.NOBODY}-{settings.device}", timer) as link:

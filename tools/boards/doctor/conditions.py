@@ -2,8 +2,6 @@
 
 `read_conditions` reads the kernel's files without root rights. `check_conditions` returns the findings. A check returns
 None if no problem exists or the board does not have the part.
-
-`read_conditions` reads each from the kernel's own files, as any user may; `check_conditions` judges them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ GROUPS: Final = {
 class Finding(msgspec.Struct, frozen=True):
     """Result of one check. `mend` is a command or instruction, or None without a problem."""
 
-    number: str  # "FQ110": the first digit is the group
+    number: str  # such as "FQ110", whose first digit is the group
     severity: Severity
     sentence: str  # what, and where
     mend: str | None = None

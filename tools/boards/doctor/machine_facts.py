@@ -61,7 +61,7 @@ class MachineFacts:
     mode_hidden: bool = False  # nvpmodel keeps it where this user may not read it
     modes: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()  # clocks whose frequencies this user may not read
-    helper: HelperStatus | HelperFault | None = None  # None: no clock helper is there
+    helper: HelperStatus | HelperFault | None = None  # None without a clock helper
     paths: tuple[Path, ...] = field(default=())  # where its Python packages are
     flashed: bool = False  # its packages came by `fedquilt flash`: there is no pip that could change them
     conditions: Conditions = Conditions()

@@ -1,11 +1,7 @@
 """Installation of fedquilt on boards from the operator's machine (`fedquilt flash`).
 
 `bundle` builds one bundle and `install` installs it: into a mounted root file system, into a disk image (`image`), onto
-a running board through ssh (`remote`), or from an archive on the board. `fleet` does this for every board of a table.
-
-One bundle is built (`bundle`), and installed by what travels in it (`install`): into a mounted root file
-system from here, into the root file system of a disk image (`image`), onto a running board through ssh (`remote`), or
-by whoever unpacks the archive there. `fleet` does so for every board of a table.
+a running board through ssh (`ssh_host`), or from an archive on the board. `fleet` does this for every board of a table.
 """
 
 from __future__ import annotations
@@ -78,7 +74,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
                 f"without --token {board.device} enrols only if it was enrolled before: "
                 f"`fedquilt enrol token {board.device} --out FILE` makes one"
             )
-    brings = _includes_python(what, target)
+    brings = _require_fitting_python(what, target)
     asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
     try:
         with ExitStack() as stack:
@@ -114,7 +110,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
         raise JobError(str(error)) from None
 
 
-def _includes_python(what: FlashContent, target: targets.BundleTarget) -> bool:
+def _require_fitting_python(what: FlashContent, target: targets.BundleTarget) -> bool:
     if what.own_python is None:
         if target.brings:
             raise JobError(f"--target {target.name} has no Python that fedquilt runs on: {targets.OWN_PYTHON}")

@@ -55,7 +55,7 @@ MODELS: Final = "/var/lib/fedquilt-models"  # folder that agent and runner share
 class BoardFiles:
     device: str
     files: Mapping[str, bytes]
-    budget_bytes: int | None  # None: half of the board's memory
+    budget_bytes: int | None  # None for half of the board's memory
     enrols: bool = False  # whether the board gets or renews its certificate by itself
     limits: tuple[str, ...] = ()  # arguments of `fedquilt clocks serve` for the bounds that the board's owner has set
     models: str | None = None  # folder of models outside of the agent's home; None: in the home

@@ -83,9 +83,9 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 class CoordinatorFiles(msgspec.Struct, frozen=True):
     files: dict[str, bytes]
     serve: tuple[str, ...]
-    enrol: tuple[str, ...] | None  # None: nothing there enrols boards
+    enrol: tuple[str, ...] | None  # None without enrolment
     secrets: tuple[str, ...]
-    dash: tuple[str, ...] | None = None  # None: there is no dashboard
+    dash: tuple[str, ...] | None = None  # None without a dashboard
     device: str = "coordinator"
 
     @property

@@ -53,7 +53,7 @@ class BoardRow:
     name: str
     target: str
     budget: str | None = None
-    labels: tuple[str, ...] = ()  # (): those of agent.toml
+    labels: tuple[str, ...] = ()  # empty for the labels of agent.toml
     address: str | None = None  # as ssh takes it; None: an image or an archive is made
 
 
@@ -79,7 +79,7 @@ class FlashPlan:
 
 
 class FlashRecord(msgspec.Struct, frozen=True):
-    inputs: str  # hash of everything that decided what was written
+    inputs: str  # hash of all inputs of the bundle
     place: str
     written_s: float  # since 1970
 
@@ -414,7 +414,7 @@ def flash_table(
     failed = flash_boards(rows, plan)
     if plan.dry_run:
         return
-    with _connect_presences(plan, cert, key) as presences:
+    with _watch_online_devices(plan, cert, key) as presences:
         wait: Callable[[float], None] = time.sleep if presences is None else presences.process_messages
         if presences is not None:
             presences.process_messages(LOOK_S)
@@ -434,7 +434,7 @@ def flash_table(
 
 
 @contextmanager
-def _connect_presences(plan: FlashPlan, cert: Path | None, key: Path | None) -> Iterator[OnlineDevices | None]:
+def _watch_online_devices(plan: FlashPlan, cert: Path | None, key: Path | None) -> Iterator[OnlineDevices | None]:
     # without a connection, boards enrol all the same and their states are still printed
     if cert is None:
         yield None
@@ -447,7 +447,7 @@ def _connect_presences(plan: FlashPlan, cert: Path | None, key: Path | None) -> 
         try:
             link.wait_until_connected(CONNECT_S)
             presences = OnlineDevices(link, known.fleet)
-        except LinkError as error:  # boards enrol without the broker, and what was flashed is to be told
+        except LinkError as error:  # boards enrol without the broker, so their flash states are still printed
             print(f"who is online is not looked at: {error}", flush=True)
         yield presences
     finally:

@@ -1,8 +1,8 @@
 """Installation of a bundle into the root file system of a disk image.
 
-No root and no mount: debugfs (e2fsprogs) reads and writes the file system inside the image, and e2fsck checks it. The
-bundle is installed into an empty folder that holds what `install` looks at, and what it has made is copied in.
-The image that is given stays as it is.
+Neither root rights nor a mount are needed: debugfs (e2fsprogs) reads and writes the file system in the image, and
+e2fsck checks it. The bundle is installed into an empty folder with the files that `install` reads, and the result is
+copied into the image. The given image is not changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedquilt.tools.boards.flash.install import InstallRefusedError
 PIECE: Final = 4 << 20
 ZEROS: Final = bytes(PIECE)
 PATHS: Final = ("/usr/sbin", "/sbin", "/opt/homebrew/opt/e2fsprogs/sbin")  # often not on an ordinary user's PATH
-LOOKED_AT: Final = ("usr/bin/env", "bin/sh", "sbin/init")  # beside Python, what tells a board's machine
+LOOKED_AT: Final = ("usr/bin/env", "bin/sh", "sbin/init")  # files that show a board's architecture, as Python does
 TAKEN: Final = ("opt/fedquilt", "etc/fedquilt")
 BLOCK, INODE = 4096, 256  # bytes of a file system's block, and of what it notes of a file
 SPARE: Final = 0.05  # share of the file system that stays free
@@ -77,7 +77,7 @@ class ExtFileSystem:
         """Run writing debugfs commands, then check the file system.
 
         Raises:
-            Refused: If a command failed or the file system is damaged afterwards.
+            InstallRefusedError: If a command failed or the file system is damaged afterwards.
         """
         script.write_text("\n".join(commands) + "\n", encoding="utf-8")
         done = subprocess.run([self._debugfs, "-w", "-f", str(script), self._at], capture_output=True, check=False)
@@ -134,7 +134,7 @@ class DiskImage:
         """Copy the installed files into the image, and rename the copy to its final name.
 
         Raises:
-            Refused: If the image has too little free space, or debugfs failed.
+            InstallRefusedError: If the image has too little free space, or debugfs failed.
         """
         commands, needed = self._debugfs_commands()
         free = self._system.free_bytes()
@@ -188,7 +188,7 @@ def open_image_copy(base: Path, out: Path, interpreter: str, say: Callable[[str]
         say: Function that prints a line.
 
     Raises:
-        Refused: If the file is not a disk image with a root file system.
+        InstallRefusedError: If the file is not a disk image with a root file system.
         JobError: If programs or the file are missing.
         StoreError: If the copy cannot be written.
     """

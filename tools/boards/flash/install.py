@@ -1,14 +1,14 @@
 """Installer of a bundle into a root file system. Standard library only.
 
-It travels in the bundle and runs with the board's Python, which needs neither pip nor a network: a wheel is
-an archive, and a virtual environment a few links. Everything is in folders of fedquilt's own, and units:
+The installer is part of the bundle and runs with the board's Python, without pip and network: a wheel is an archive,
+and a virtual environment consists of a few links. All files are in fedquilt's own folders, or are units:
 
-    /opt/fedquilt/ID/       Python packages, ID made of what is in them; `current` is a link to one
-    /etc/fedquilt/          agent.toml, what its broker asks for, the board's identity
+    /opt/fedquilt/ID/       Python packages, with the hash of their content as ID; `current` links to the active ID
+    /etc/fedquilt/          agent.toml, files for the broker, the board's identity
     /etc/systemd/system/    fedquilt-*.service, fedquilt-enrol.timer, fedquilt-serve-model.path
-    /var/lib/fedquilt-agent/  versions of the agent that came over the air; launch.py starts the one in use
+    /var/lib/fedquilt-agent/  versions of the agent from over-the-air upgrades; launch.py starts the active version
 
-A second time it changes nothing. What somebody has edited on the board is kept beside the new file as NAME.old.
+A second installation changes nothing. A file edited on the board is kept as NAME.old beside the new file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from fedquilt.host import virtual_environment
 else:
-    import environment as virtual_environment  # on a board it lies beside this file
+    import environment as virtual_environment  # on a board the module is in the folder of this file
 
 OPT, ETC, UNITS, STATE = (
     "opt/fedquilt",
@@ -67,7 +67,7 @@ class RootFileSystem:
         """Return the real path of a name, with links resolved inside this root.
 
         Raises:
-            Refused: If the links form a cycle.
+            InstallRefusedError: If the links form a cycle.
         """
         done, waiting = self.path, list(PurePosixPath(name).parts)
         while waiting:
@@ -169,7 +169,7 @@ def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> No
     """Check that a bundle fits the machine and the Python of a root.
 
     Raises:
-        Refused: If the machine is another or the Python is missing.
+        InstallRefusedError: If the machine is another or the Python is missing.
     """
     python, wanted = manifest["interpreter"], manifest["machine"]
     where = "this board" if root.path == Path("/") else str(root.path)
@@ -193,7 +193,7 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
     """Read the manifest of a bundle and verify the digest of every file.
 
     Raises:
-        Refused: If the folder is not a bundle of this format, or a file is damaged.
+        InstallRefusedError: If the folder is not a bundle of this format, or a file is damaged.
     """
     try:
         manifest = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
@@ -214,7 +214,7 @@ def install_bundle(bundle: Path, root: RootFileSystem, *, start: bool = True) ->
     """Install a bundle into a root. Return the number of changes.
 
     Raises:
-        Refused: If the bundle is damaged or incompatible, or space is too small. Nothing has changed then.
+        InstallRefusedError: If the bundle is damaged or incompatible, or space is too small. Nothing has changed then.
         OSError: If a file cannot be written.
     """
     manifest = read_manifest(bundle)
@@ -248,7 +248,7 @@ def _install_all(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]
 def _install_packages(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
     home = f"{OPT}/{manifest['id']}"
     if not (root.path_for(home) / "bundle.json").is_file():
-        _check_free_space(root, manifest["unpacked_bytes"])
+        _require_free_space(root, manifest["unpacked_bytes"])
         if root.record_change(f"unpack {len(manifest['wheels'])} wheels into /{home}"):
             _unpack_environment(bundle, root.path_for(home), manifest)
     root.create_symlink(f"{OPT}/current", manifest["id"])
@@ -288,7 +288,7 @@ def _unpack_environment(bundle: Path, home: Path, manifest: Mapping[str, Any]) -
     new.replace(home)
 
 
-def _check_free_space(root: RootFileSystem, needed: int) -> None:
+def _require_free_space(root: RootFileSystem, needed: int) -> None:
     folder = root.resolve(OPT)
     while not folder.exists():
         folder = folder.parent

@@ -38,7 +38,7 @@ def find_root_partition(image: Path, *, called: Path | None = None) -> Partition
         called: File named in errors, if `image` is a copy.
 
     Raises:
-        Refused: If the file is not a disk image or does not have such a partition.
+        InstallRefusedError: If the file is not a disk image or does not have such a partition.
         OSError: If the file cannot be read.
     """
     name = called or image

@@ -2,9 +2,9 @@
 
     python -m fedquilt.tools.boards.flash.portable_python python-3.11-aarch64.tar
 
-It is Debian 12's, with the C library and every other library that it was built with. None of the board's are loaded:
-neither its glibc (2.27 or 2.31) nor its libstdc++ counts. A board's kernel has to be 3.7 or newer. The packages are
-downloaded and verified by this machine's apt.
+The archive contains Debian 12's Python with all its libraries, including glibc and libstdc++, so the board's own
+versions do not matter. The board needs Linux 3.7 or newer. The packages are downloaded and verified by this machine's
+apt.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class SshHost:
 
         Raises:
             LinkError: If the board is unreachable.
-            Refused: If the machine is another or the Python is missing.
+            InstallRefusedError: If the machine is another or the Python is missing.
         """
         said = self._run_captured(f"sh -c {shlex.quote(PROBE)} sh {shlex.quote(interpreter)}").split("\n")
         found, user = said[0].strip(), said[1].strip() if len(said) > 1 else ""

@@ -47,13 +47,13 @@ def pack_bundle(made: UpgradeManifest, house: Sequence[Path], out: Path, sign: C
     """Write an upgrade bundle, unsigned if `sign` is None. Return its size in bytes.
 
     Args:
-        made: its manifest.
-        house: files of its wheels, and perhaps others.
-        out: where it goes.
-        sign: makes the signature of the manifest's bytes; None: it is not signed.
+        made: Manifest of the bundle.
+        house: Wheel files. Wheels that the manifest does not name are left out.
+        out: File to write.
+        sign: Function that signs the manifest's bytes, or None.
 
     Raises:
-        StoreError: it cannot be written.
+        StoreError: If the file cannot be written.
     """
     text = msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n"
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in house if path.name in made.wheels}

@@ -1,7 +1,7 @@
 """Wheels for a board, resolved on the operator's machine and locked by their hashes.
 
-pip finds versions; but it reads the markers of a foreign target ("tomli; python_version < '3.11'") as this
-machine's Python, so what is needed is worked out here from the wheels' own metadata.
+pip finds versions, but evaluates markers of a foreign target ("tomli; python_version < '3.11'") with this machine's
+Python. Therefore the required packages are determined here from the metadata of the wheels.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _pin_gpu_builds(
     _, missing = dependency_closure(root, {"fedquilt": Wheel.from_file(mine)}, target)
     alone = ["--no-deps", "--index-url", index]
     for wanted in missing:
-        if Requirement(wanted).name in FOR_A_GPU:  # what the index does not have is looked for like all others
+        if Requirement(wanted).name in FOR_A_GPU:  # packages that this index lacks are resolved like all others
             _run_pip_download([wanted], folder, target, constraint, alone, local=True)
     pinned = []
     for wheel in map(Wheel.from_file, sorted(folder.glob("*.whl"))):

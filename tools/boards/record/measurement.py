@@ -1,15 +1,8 @@
 """Measurement of a board at a few operating points, in bounded time (for `fedquilt record`).
 
-Idle power is measured first. At each point (`profiles.fit.design`) units of arithmetic and of memory traffic are timed,
-then the probes of each workload. Points that do not fit the time limit are skipped. The clocks are released at the end.
-
-Idle power first, where there is a meter. Then at each of a few operating points
-(`profiles.fit.select_points_to_measure`: the fastest, the middle, then mostly corners) two units of work are repeated:
-arithmetic and memory traffic. The median time of each and the mean power go into the profile, and the model of
-`profiles.clock_model` is fitted to them. Probes of each workload (`probes`) follow: an engine's own small trainings and
-runs, whose least times tell what a launch and a task cost. Sensors are read between units. What the time does not
-suffice for is left out, and that is said. The clocks are given back however this ends; the clock helper sees to it even
-if this process is killed.
+Idle power is measured first. At each point (`profiles.fit.select_points_to_measure`) units of arithmetic and of
+memory traffic are timed, then the probes of each workload. Points that do not fit the time limit are skipped. The
+clocks are released at the end.
 """
 
 from __future__ import annotations
@@ -57,7 +50,7 @@ class MeasurementSetup:
 
     work: TimedWorkload
     read: Callable[[float], Reading]
-    clocks: ClockSetter | None  # None: they stay as the board has them
+    clocks: ClockSetter | None  # None to keep the board's clocks
     now: Callable[[], float]
     sleep: Callable[[float], None]
     probes: Mapping[str, Sequence[TaskProbe]] = field(default_factory=dict)  # by workload: `probes.build_probes`
@@ -171,7 +164,7 @@ def _measure_point(rig: MeasurementSetup, point: OperatingPoint, end_s: float) -
         held = rig.clocks.pin(point)
         rig.sleep(SETTLE_S)
     rig.work.compute()  # the first one at new clocks is not like the others
-    _check_time_left(rig, end_s)
+    _require_time_left(rig, end_s)
     plain_s = (PLAIN if rig.probes else 1.0) * (end_s - rig.now())
     plain_end_s = rig.now() + plain_s
     compute_s, busy_w = _time_units(rig, rig.work.compute, plain_end_s - (1 - COMPUTING) * plain_s, end_s)
@@ -202,7 +195,7 @@ def _measure_rates(rig: MeasurementSetup, probes: Sequence[TaskProbe], until_s: 
     try:
         while rig.now() < until_s or len(times[-1]) < LEAST_UNITS:
             for probe, seen in zip(probes, times, strict=True):
-                _check_time_left(rig, end_s)
+                _require_time_left(rig, end_s)
                 before_s = rig.now()
                 probe.run()
                 seen.append(rig.now() - before_s)
@@ -222,7 +215,7 @@ def _time_units(
     now_s = rig.now()
     ledger = EnergyAccount(now_s).with_reading(now_s, rig.read(now_s))
     while now_s < until_s or len(times) < LEAST_UNITS:
-        _check_time_left(rig, end_s)
+        _require_time_left(rig, end_s)
         before_s = rig.now()
         unit()
         now_s = rig.now()
@@ -232,7 +225,7 @@ def _time_units(
     return times, _mean_power_w(cost.energy_j, cost.duration_s)
 
 
-def _check_time_left(rig: MeasurementSetup, end_s: float) -> None:
+def _require_time_left(rig: MeasurementSetup, end_s: float) -> None:
     now_s = rig.now()
     if rig.clocks is not None:
         rig.clocks.send_keepalive(now_s)

@@ -237,7 +237,7 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:64] or "board"
 
 
-# -- what is said ---------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------
 
 
 def _describe_setup(work: workloads.TimedWorkload, load: str) -> str:

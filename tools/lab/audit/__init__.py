@@ -74,7 +74,7 @@ def extract_gradient(
     """Return the gradient that a device's upload after one step reveals, by tensor of the network.
 
     Raises:
-        JobError: the method sends none.
+        JobError: If the upload reveals no gradient.
     """
     sent: list[Mapping[str, Tensors]] = []
     method = methods.load(row.method)
@@ -121,16 +121,16 @@ def audit_methods(
     """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1.
 
     Args:
-        data: a file or folder of images, as a job's [data] path.
-        count: examples that are attacked.
-        steps: most steps of the attack.
-        noise: standard deviation of the noise added to gradients in the row that has it.
-        seed: of the examples and the attack.
-        size: pixels that images are scaled to; 0: unchanged.
-        say: called with one line for each row.
+        data: File or folder of images, as in [data] path of a job.
+        count: Number of examples to attack.
+        steps: Limit on the steps of an attack.
+        noise: Standard deviation of the noise that one row adds to gradients.
+        seed: Seed of the examples and the attack.
+        size: Side of the scaled images in pixels, or 0 to keep their size.
+        say: Function that receives a line for each row.
 
     Raises:
-        DataError: no images, or not square ones.
+        DataError: If there are no images, or images are not square.
     """
     from fedquilt.data import examples as shares
     from fedquilt.data.spec import DataSpec

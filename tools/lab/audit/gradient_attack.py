@@ -18,7 +18,7 @@ from fedquilt.arrays import tensors
 from fedquilt.core import Tensors
 from fedquilt.models.networks import register_trace, registry
 
-STARTS = 2  # the better of so many beginnings: what the attacker sees tells which
+STARTS = 2  # number of starts, of which the best counts, because the attacker sees the loss
 
 
 def use_one_thread() -> None:

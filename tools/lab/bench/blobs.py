@@ -48,7 +48,7 @@ class TransferRun(NamedTuple):
     outage: bool = False  # of the broker, or of TCP's server
 
 
-RUNS: Final = {  # the first is the yard-stick of all, and its time says when the others' outages begin
+RUNS: Final = {  # all runs are compared with the first, whose duration determines when outages of the others begin
     "tcp": TransferRun("tcp"),
     "http": TransferRun("http"),
     "mqtt": TransferRun("mqtt"),

@@ -1,11 +1,7 @@
 """Benchmark of a coordinator: processor time of an update, and duration of a round.
 
-A real Mosquitto and a `fedquilt serve` run with many light devices (`protocol_boards`), which do not train. The
+A real Mosquitto and a `fedquilt serve` run with many light devices (`protocol_devices`), which do not train. The
 baseline is a loop in the same run that decodes the message of an update and hashes, folds and writes its blob.
-
-A real Mosquitto, a `fedquilt serve` with a home on disk, and light boards (`protocol_boards`) in processes of their
-own, which speak the protocol and train nothing. Beside it stands the bare cost of an answer in the same run: its
-message is decoded, its blob is hashed, folded and written, in a loop.
 """
 
 from __future__ import annotations
@@ -335,7 +331,7 @@ def _measure_bare_ms() -> float:
                 given = DeviceUpdate(
                     update.device, 0, update.weight, update.metrics, {"model": tensors.decode_tensors(model)}
                 )
-                total = method.fold(state, total, given)
+                total = method.aggregation.fold(state, total, given)
                 out.write(model)
                 out.flush()
             return 1000 * (time.process_time() - begun) / BARE

@@ -55,7 +55,7 @@ def measure(
         raise JobError(f"{most} cores: an even number is wanted, from 2 to the {len(here)} that there are")
     cohort = EACH * most
     work = sim.FederationWorkload("cores", cohort, images, cohort, rounds, sim.COMPUTE.network, sim.COMPUTE.engine)
-    contestants = _contestants(carrier, [most // 2, most], [] if cluster else here)
+    contestants = _make_contestants(carrier, [most // 2, most], [] if cluster else here)
     runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contestants}
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:
@@ -85,8 +85,8 @@ def measure(
     }
 
 
-def _contestants(carrier: str, counts: list[int], here: list[int]) -> list[sim.Contestant]:
-    ours, bare = ((sys.executable, str(sim.HERE / script)) for script in ("ours.py", "bare.py"))
+def _make_contestants(carrier: str, counts: list[int], here: list[int]) -> list[sim.Contestant]:
+    ours, bare = ((sys.executable, str(sim.HERE / script)) for script in ("fedquilt_app.py", "torch_loop.py"))
     found = []
     for name, count in zip(("half", "whole"), counts, strict=True):
         pinned = frozenset(here[:count])

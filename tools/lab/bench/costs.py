@@ -1,9 +1,8 @@
 """Benchmark of predicted against measured time of tasks on this machine.
 
-The rates of `fedquilt.costs.cost_model` are measured first, as `fedquilt record` measures them; then rounds of whole
-tasks of other networks are timed, and compared with what the method's own order predicts. Probes and tasks take turns.
-One thread, and the least time of each: processor time of this process, so that others on the machine count little, and
-beside it wall time, which they lengthen.
+The rates of `fedquilt.costs.cost_model` are measured as by `fedquilt record`. Then rounds of whole tasks of other
+networks are timed and compared with the predicted times. Probes and tasks alternate. All run on one thread, and the
+least time of each counts: processor time of this process, which other programs affect little, and wall time.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def _measure_turns(turns: int, folder: Path) -> dict[str, Any]:
                 least.time(probe.run)
         for name, case in tried.items():
             took[name].time(case.run)
-    points = {clock: _point(clock, known, told) for clock in CLOCKS}
+    points = {clock: _make_point(clock, known, told) for clock in CLOCKS}
     found = {
         name: {
             clock: {"predicted_s": _predicted_s(case.work, point), "measured_s": took[name].seconds[clock]}
@@ -127,7 +126,7 @@ def _off(each: Mapping[str, float]) -> float:
     return max(ratio, 1 / ratio)
 
 
-def _point(
+def _make_point(
     clock: str, known: Mapping[str, Sequence[probes.TaskProbe]], told: Mapping[str, Sequence[LeastSeconds]]
 ) -> OperatingPoint:
     rates = {
@@ -155,7 +154,7 @@ def cases(folder: Path) -> dict[str, CostCase]:
         "FedSQ, not cached": _second_round_case(
             fedsq.METHOD, replace(halves, cache="off"), resnet, 64, "torch", folder / "not cached"
         ),
-        "MobileNet scoring": _scoring(folder),
+        "MobileNet scoring": _make_scoring_case(folder),
     }
 
 
@@ -191,7 +190,7 @@ def _second_round_case(
     )
 
 
-def _scoring(folder: Path) -> CostCase:
+def _make_scoring_case(folder: Path) -> CostCase:
     from fedquilt.tools.lab.bench import stitch
 
     job = {

@@ -33,7 +33,7 @@ START_S: Final = 60.0
 
 
 def measure() -> dict[str, Any]:
-    found = {count: _fleet(count) for count in FLEETS}
+    found = {count: _measure_fleet(count) for count in FLEETS}
     small, large = (found[count] for count in FLEETS)
     return {
         "bench": "dash",
@@ -48,7 +48,7 @@ def measure() -> dict[str, Any]:
     }
 
 
-def _fleet(count: int) -> dict[str, Any]:
+def _measure_fleet(count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "runs"
         Store(home).close()
@@ -71,7 +71,7 @@ def _fleet(count: int) -> dict[str, Any]:
 def _measure_dashboard(
     port: int, process: psutil.Process, store: TelemetryStore, boards: list[DeviceStatus]
 ) -> dict[str, Any]:
-    pages_ms = [_page_ms(port)]
+    pages_ms = [_measure_page_ms(port)]
     first_ms = pages_ms.pop()
     watcher = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     watcher.request("GET", "/api/events")
@@ -83,10 +83,10 @@ def _measure_dashboard(
         at = time.perf_counter()
         refused = msgspec.structs.replace(boards[0], refusal=LatestDecline(time.time(), code, ""))
         store.write_telemetry([refused, *some], [(each.device, _reading()) for each in some])
-        while code.encode() not in _get(port, "/api/fleet"):
+        while code.encode() not in _fetch_page(port, "/api/fleet"):
             events.readline()
         changes_ms.append(1000 * (time.perf_counter() - at))
-        pages_ms.append(_page_ms(port))
+        pages_ms.append(_measure_page_ms(port))
         time.sleep(max(0.0, at + PROBE_S - time.perf_counter()))
     share = (sum(process.cpu_times()[:2]) - used) / (time.perf_counter() - begun)
     watcher.close()
@@ -101,16 +101,16 @@ def _measure_dashboard(
     }
 
 
-def _page_ms(port: int) -> float:
+def _measure_page_ms(port: int) -> float:
     begun = time.perf_counter()
-    shell = _get(port, "/").decode()
+    shell = _fetch_page(port, "/").decode()
     for path in re.findall(r'(?:href|src)="(/static/[^"]+)"', shell):
-        _get(port, path)
-    _get(port, "/api/fleet")
+        _fetch_page(port, path)
+    _fetch_page(port, "/api/fleet")
     return 1000 * (time.perf_counter() - begun)
 
 
-def _get(port: int, path: str) -> bytes:
+def _fetch_page(port: int, path: str) -> bytes:
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
     try:
         link.request("GET", path)

@@ -6,7 +6,7 @@ which nobody is told, and by 10 % from task to task. Ten of forty boards of uneq
 round, and rounds take unequal work. A round goes on until all have answered, so no rule saves time by leaving
 work behind; "waiting" is from a device's answer to the end of its round, over all tasks. Joules are those of
 the round's boards until its end, waiting at idle power included. There is nothing to move
-between boards, as tasks are all alike; `planned` trains with methods where there is.
+between boards, as tasks are all alike; `planned_rounds` trains with methods where there is.
 
 Rules under one governor are compared by waiting. Between governors waiting is no cost of its own: one that slows a
 board down until the deadline leaves little time to wait, and can still take more joules and longer rounds. So the
@@ -41,7 +41,7 @@ from fedquilt.core import BlobRef, Cost, OperatingPoint, Profile, Update, Usage,
 from fedquilt.edge_agent.devices.simulated_device import SimulatedDevice
 from fedquilt.edge_agent.power import governor
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, highest_clocks, learn_segment
-from fedquilt.tools.lab.bench import planned
+from fedquilt.tools.lab.bench import planned_rounds
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 
 BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-orin-nano")
@@ -150,7 +150,7 @@ def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> 
             if now_s < at_s:
                 continue
             del under_way[device]
-            fact = state.acceptance_event(_update(device, state.round, cost), now_s, ask(device))
+            fact = state.acceptance_event(_make_update(device, state.round, cost), now_s, ask(device))
         began = state.phase == "selecting"
         state = apply_event(state, fact, now_s)
         match fact:
@@ -178,7 +178,7 @@ def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> 
     return tally
 
 
-def _update(device: str, round: int, cost: Cost) -> Update:
+def _make_update(device: str, round: int, cost: Cost) -> Update:
     return Update(
         job="bench",
         round=round,
@@ -193,7 +193,7 @@ def _update(device: str, round: int, cost: Cost) -> Update:
 
 def measure(seeds: Sequence[int] = SEEDS, count: int = ROUNDS) -> dict[str, Any]:
     table = [
-        {"governor": policy, "deadline": rule, **_row([play(rule, policy, seed, count) for seed in seeds], count)}
+        {"governor": policy, "deadline": rule, **_make_row([play(rule, policy, seed, count) for seed in seeds], count)}
         for policy in GOVERNORS
         for rule in POLICIES
     ]
@@ -209,7 +209,7 @@ def measure(seeds: Sequence[int] = SEEDS, count: int = ROUNDS) -> dict[str, Any]
     for name, unit in (("joules", "joules a round"), ("round_s", "seconds a round")):
         figures[f"{unit}, predicted and energy over paper's both"] = compare_at_most(ours[name], 1, "x")
     same = {policy: round(waits[policy, "predicted"] / waits[policy, "paper"], 3) for policy in GOVERNORS}
-    training = planned.measure(seeds, count)
+    training = planned_rounds.measure(seeds, count)
     return {
         "bench": "deadlines",
         "boards": {name: SimulatedDevice.from_name(name).provenance for name in BOARDS},
@@ -231,7 +231,7 @@ def _ratios_to(row: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     return {name: round(row[name] / other[name], 3) for name in ("waiting_s", "joules", "round_s")}
 
 
-def _row(tallies: Sequence[DeadlineTally], count: int) -> dict[str, float]:
+def _make_row(tallies: Sequence[DeadlineTally], count: int) -> dict[str, float]:
     tasks = sum(tally.tasks for tally in tallies)
     count *= len(tallies)
     return {
@@ -267,5 +267,5 @@ def lines(result: dict[str, Any]) -> list[str]:
     rests = ", ".join(f"{name} {kind}" for name, kind in result["boards"].items())
     if dark := [name for name in result["boards"] if SimulatedDevice.from_name(name).idle_w is None]:
         told.append(f"    J/round without {', '.join(dark)}, of whose idle power nothing is known")
-    told += ["", *planned.lines(result["training"]), ""]
+    told += ["", *planned_rounds.lines(result["training"]), ""]
     return [*told, *format_figures(result), f"    numbers of the profiles: {rests}"]

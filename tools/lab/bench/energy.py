@@ -6,26 +6,10 @@ The same tasks run twice:
   - in the paper's condition: each round lasts as long as under `max`. Energy counts until the end of the round, idle
     power included, and is compared with the minimum over all points of the profile.
 
-Then the governor runs on boards with physics unlike its own model (`governed`).
+Then the governor runs on boards with physics unlike its own model (`governor_bench`).
 
 Tasks are scaled by SCALE, because the demo's donors are small. The scale changes no ratio. Times and powers are those
 of the profiles. A board without a known idle power has no energy and is in no sum.
-
-Twice, with the same tasks:
-  - the federation: coordinator, agents and search as they are, on virtual time, once for each policy; deadlines
-    are the coordinator's `predicted` ones, which rest on profiles and not on the policy. The blocks chosen
-    have to be the same, as a governor changes when an answer comes and nothing else;
-  - the paper's condition: the same tasks with each round as long as `max` makes it, the slowest board's
-    time at its fastest point. Every board's joules are counted until the end of the round, idle included, and
-    compared with the cheapest that trying every point of its profile finds, without any margin.
-
-And then the governor on boards whose physics is not its own model, where it has to learn (`governed`), beside the
-fastest point, the paper's rule, the board's own governors and the optimum.
-
-The demo's donors are small; so that a round is not over before a message is through, each task is counted as
-SCALE times its arithmetic and memory traffic. That changes no ratio. Times and powers are the profiles', and
-what those rest on stands beside them: where that is "assumed", so are the savings. A board whose idle power is not
-known works as the others do; what it draws while it waits nobody knows, so it has no joules and is in no sum.
 """
 
 from __future__ import annotations

@@ -92,13 +92,13 @@ def _time_rounds(
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(turns + 1):
             for way, params in ways.items():
-                taken_s = _round(engine, bundle, member, params, Path(folder) / way)
+                taken_s = _measure_round_s(engine, bundle, member, params, Path(folder) / way)
                 if turn:  # the first looks features up, and warms
                     times[way].append(taken_s)
     return times
 
 
-def _round(engine: Any, bundle: Bundle, member: DeviceData, params: fedsq.Params, cache: Path) -> float:
+def _measure_round_s(engine: Any, bundle: Bundle, member: DeviceData, params: fedsq.Params, cache: Path) -> float:
     method = fedsq.METHOD
     order = method.send(method.init(bundle, params, 0), DeviceView(member.device, None))
     assert order is not None

@@ -111,12 +111,16 @@ def measure(
             subject = build_subject(name, Path(folder))
             for batch in batches:
                 rows.append(
-                    _row("training", name, batch, subject.training_bytes(batch), _measure_training_peak(subject, batch))
+                    _make_row(
+                        "training", name, batch, subject.training_bytes(batch), _measure_training_peak(subject, batch)
+                    )
                 )
                 if batch > 1 and not subject.graph_bytes[1]:
-                    continue  # a graph that does not say what an example takes is run on one at a time
+                    continue  # a graph without a known size per example runs one example at a time
                 rows.append(
-                    _row("scoring", name, batch, subject.scoring_bytes(batch), _measure_scoring_peak(subject, batch))
+                    _make_row(
+                        "scoring", name, batch, subject.scoring_bytes(batch), _measure_scoring_peak(subject, batch)
+                    )
                 )
             if name in tight:
                 stepped.append(_measure_small_budget(subject, max(batches), tight[name]))
@@ -139,7 +143,7 @@ def measure(
     }
 
 
-def _row(work: str, network: str, batch: int, foreseen: int, seen: int) -> dict[str, Any]:
+def _make_row(work: str, network: str, batch: int, foreseen: int, seen: int) -> dict[str, Any]:
     row = {
         "work": work,
         "network": network,

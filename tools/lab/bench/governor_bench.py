@@ -3,11 +3,6 @@
 A board's profile is recorded at twelve points with noise. Then the board runs tasks of one kind with deadlines between
 tight and ample, under the agent's power management on virtual time. Each policy runs the same tasks. The optimum is the
 cheapest point in time by the physics.
-
-The board is recorded as `fedquilt record` does it, at twelve points, with NOISE on all that is measured. Then it works
-for tasks of one kind, of unequal size, with deadlines between tight and ample, under the agent's own power management
-on virtual time. Each task's time and power have errors of their own, of which nobody is told. The same tasks are worked
-for under each policy, and at the point that is cheapest in time by the physics (the optimum: every point is tried).
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ ALLOWED: Final = (1.15, 3.0)  # deadlines over that time
 STEP_S: Final = 0.5  # of virtual time
 TOLD: Final = 0.025  # share of a task after which its process tells how far it is
 TRAINING: Final = 10  # tasks before what is judged
-FIRST: Final = 2  # tasks that may be late in any case: nobody knows yet what they are
+FIRST: Final = 2  # first tasks, which may be late because their duration is unknown
 POLICIES: Final[tuple[governor.Policy, ...]] = ("max", "paper", "board", "energy")
 SEEDS, TASKS = tuple(range(20)), 20
 

@@ -1,9 +1,9 @@
-"""Benchmark of training on this machine's GPU: rate against a plain loop, and memory.
+"""Benchmark of training on this machine's GPU: rate compared with a plain loop, and memory.
 
-Each network is trained by the agent's own task process under method fedavg, in a short and a long task, so that what a
-task costs by itself cancels out in the rate. The bare loop takes as many mini-batches in this process with plain
-torch. Memory is that of another short task in a fresh process: what it held resident and on the GPU together,
-above the process with its engine.
+Each network is trained by the agent's own task process with method fedavg, in a short and a long task. The difference
+gives the rate without the fixed cost of a task. The baseline trains the same number of mini-batches in this process
+with plain torch. Memory is the peak of another short task in a fresh process, resident and on the GPU together, above
+that of the process with its engine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ RATE, LOWEST, HIGHEST = 0.95, 0.9, 1.3
 
 
 def measure(networks: Sequence[str] = NETWORKS, *, device: str = "cuda", turns: int = TURNS) -> dict[str, Any]:
-    """Measure images a second of both, and predicted and true peaks in MB.
+    """Measure the training rates of task and bare loop, and predicted and measured peaks in MB.
 
     Args:
-        networks: names among `footprint.NETWORKS`.
-        device: where the bare loop computes; the task's engine takes the GPU wherever torch finds one.
-        turns: how often each is timed; the median counts.
+        networks: Names in `footprint.NETWORKS`.
+        device: Torch device of the bare loop. The task's engine uses the GPU if torch finds one.
+        turns: Number of timings, of which the median counts.
 
     Raises:
-        JobError: torch finds no GPU.
+        JobError: If torch finds no GPU.
     """
     import torch
 
@@ -46,7 +46,7 @@ def measure(networks: Sequence[str] = NETWORKS, *, device: str = "cuda", turns: 
     for name in networks:
         with tempfile.TemporaryDirectory() as folder:
             subject = footprint.build_subject(name, Path(folder))
-            times = [(_task_s(subject), _bare_s(subject, device)) for _ in range(turns)]
+            times = [(_measure_task_s(subject), _measure_bare_s(subject, device)) for _ in range(turns)]
             peak, base = footprint.train(subject, BATCH, footprint.PLENTY_BYTES)
         images = (LONG - SHORT) * footprint.COUNT
         ours, bare = (images / statistics.median(column) for column in zip(*times, strict=True))
@@ -71,7 +71,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     return [*told, *format_figures(result)]
 
 
-def _task_s(subject: footprint.MemorySubject) -> float:
+def _measure_task_s(subject: footprint.MemorySubject) -> float:
     with footprint.task_process(subject, footprint.COUNT, footprint.PLENTY_BYTES) as process:
         took = [
             process.run_task(footprint.training(subject, BATCH, epochs), number)[0].wall_s
@@ -80,7 +80,7 @@ def _task_s(subject: footprint.MemorySubject) -> float:
     return took[2] - took[1]
 
 
-def _bare_s(subject: footprint.MemorySubject, device: str) -> float:
+def _measure_bare_s(subject: footprint.MemorySubject, device: str) -> float:
     import torch
     from torch import nn
 

@@ -1,10 +1,9 @@
 """Benchmark of a round of large updates: memory, disk and pauses of a coordinator.
 
-A real Mosquitto, a `fedquilt serve` with a home on disk, and light boards (`protocol_boards`) in processes of their
-own, whose updates have the size of a ResNet-50. A board that takes no part asks for something all the time, from before
-the job is submitted: how long it waits for the answer is how long the coordinator's loop pauses, with the broker's
-part. Beside it stands the bare
-fold in the same run: the same bytes are hashed, decoded and folded, in a loop.
+A real Mosquitto and a `fedquilt serve` run with light devices (`protocol_devices`), whose updates have the size of a
+ResNet-50. A device outside of the round sends requests continuously, from before the job is submitted. The time to the
+response is the length of a pause of the coordinator, including the broker's part. The baseline is a loop in the same
+run that hashes, decodes and folds the same bytes.
 """
 
 from __future__ import annotations
@@ -53,15 +52,15 @@ MOST_MB, MOST_PAUSE_S, MOST_OVER_FEDAVG = 500.0, 1.0, 1.5
 
 
 def measure(updates: int = UPDATES) -> dict[str, Any]:
-    """Run a round of FedAvg and one of SCAFFOLD with so many boards.
+    """Run a round of FedAvg and a round of SCAFFOLD with `updates` devices.
 
     Raises:
-        JobError: Mosquitto is not installed.
-        LinkError: a process did not start, or a round took too long.
+        JobError: If Mosquitto is not installed.
+        LinkError: If a process did not start, or a round took too long.
     """
     mosquitto = processes.find_mosquitto()
     model = tensors.encode_tensors(resnet50())
-    rounds = {name: _round(mosquitto, name, updates, model) for name in METHODS}
+    rounds = {name: _measure_round(mosquitto, name, updates, model) for name in METHODS}
     fedavg, scaffold = (rounds[name] for name in METHODS)
     figures = {
         "peak_with_fedavg": compare_at_most(fedavg["peak_mb"], MOST_MB, "MB"),
@@ -128,7 +127,7 @@ def resnet50(classes: int = CLASSES) -> dict[str, np.ndarray]:
 # -- one round ------------------------------------------------------------------------------------
 
 
-def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, Any]:
+def _measure_round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, processes.managed_processes() as start:
         home = Path(folder)
         bare_s, most_disk_mb = _measure_bare_fold(home, method, model)
@@ -149,10 +148,10 @@ def _round(mosquitto: str, method: str, count: int, model: bytes) -> dict[str, A
                 raise LinkError(f"the coordinator has answered nobody within {LIMIT_S:g} s")
             run, queued_s = _queue_job(home, method, count, model), time.monotonic()
             watch.subscribe([wire.Topics(FLEET).round_topic(run)])
-            _until(watch, lambda told: bool(told.asked))
+            _wait_until(watch, lambda told: bool(told.asked))
             start_mb, start_pause_s = _peak_mb(serving.pid), watched.longest_s
             begun_s, used_s = time.monotonic(), processes.processor_time_s([serving])
-            _until(watch, lambda told: told.round > 0 and bool(told.asked))
+            _wait_until(watch, lambda told: told.round > 0 and bool(told.asked))
             round_s, used_s = time.monotonic() - begun_s, processes.processor_time_s([serving]) - used_s
             peak_mb = _peak_mb(serving.pid)
         watch.close()
@@ -189,7 +188,7 @@ def _queue_job(home: Path, method: str, count: int, model: bytes) -> str:
         return store.add_job(settings.parse_job(table), home / "bundle")
 
 
-def _until(watch: MqttLink, done: Callable[[wire.RoundState], bool]) -> None:
+def _wait_until(watch: MqttLink, done: Callable[[wire.RoundState], bool]) -> None:
     until_s = time.monotonic() + LIMIT_S
     while time.monotonic() < until_s:
         watch.wait(1.0)
@@ -209,7 +208,7 @@ def _peak_mb(process: int) -> float:
     raise JobError("this system does not tell how much memory a process has had at the most")
 
 
-# -- what goes on beside it -----------------------------------------------------------------------
+# -- observers ------------------------------------------------------------------------------------
 
 
 class _CoordinatorSamples:
@@ -235,7 +234,7 @@ class _CoordinatorSamples:
 def _observe_coordinator(url: str, home: Path, process: int) -> Iterator[_CoordinatorSamples]:
     seen, stop = _CoordinatorSamples(), threading.Event()
     threads = [
-        threading.Thread(target=_ask, args=(url, seen, stop)),
+        threading.Thread(target=_probe_coordinator, args=(url, seen, stop)),
         threading.Thread(target=_sample_disk, args=(home, Path(f"/proc/{process}/fd"), seen, stop)),
     ]
     for thread in threads:
@@ -248,7 +247,7 @@ def _observe_coordinator(url: str, home: Path, process: int) -> Iterator[_Coordi
             thread.join()
 
 
-def _ask(url: str, seen: _CoordinatorSamples, stop: threading.Event) -> None:
+def _probe_coordinator(url: str, seen: _CoordinatorSamples, stop: threading.Event) -> None:
     topics, link = wire.Topics(FLEET), MqttLink(Broker.from_url(url), "bench-asks")
     names = [f"asks-{number:02d}" for number in range(ASKERS)]
     link.wait_until_connected(timeout_s=10.0)
@@ -277,10 +276,12 @@ def _ask(url: str, seen: _CoordinatorSamples, stop: threading.Event) -> None:
 
 def _sample_disk(home: Path, opened: Path, seen: _CoordinatorSamples, stop: threading.Event) -> None:
     while not stop.wait(LOOK_S):
-        seen.disk_bytes = max(seen.disk_bytes, sum(_sizes(home)) + sum(_sizes(opened, nameless=True)))
+        seen.disk_bytes = max(
+            seen.disk_bytes, sum(_yield_disk_bytes(home)) + sum(_yield_disk_bytes(opened, nameless=True))
+        )
 
 
-def _sizes(folder: Path, *, nameless: bool = False) -> Iterator[int]:
+def _yield_disk_bytes(folder: Path, *, nameless: bool = False) -> Iterator[int]:
     for path in folder.rglob("*"):
         try:
             found = os.stat(path)
@@ -315,7 +316,7 @@ def _measure_bare_fold(home: Path, method: str, model: bytes) -> tuple[float, fl
         given = DeviceUpdate(
             f"board-{number}", 0, update_weight(method), metrics, {"model": tensors.decode_tensors(payload)}
         )
-        total = found.fold(state, total, given)
+        total = found.aggregation.fold(state, total, given)
     bare_s = (time.process_time() - begun_s) / BARE
     sum_bytes, state_bytes = (tensors.total_bytes([tensors.split_state(each)[0]]) for each in (total, state))
     most_bytes = (STORED_AT + 3) * sum_bytes + 3 * state_bytes + len(model)

@@ -41,7 +41,10 @@ def measure(size: int = 224, work: Path | None = None) -> dict[str, Any]:
         find = create_finder(folder, made)
         shown = draw_examples(2 * IMAGES)
         np.savez(Path(scratch) / "images.npz", x_train=shown.x, y_train=shown.y)
-        runs = {name: _run(made, find, room_mb * 10**6, Path(scratch) / name) for name, room_mb in ROOMS_MB.items()}
+        runs = {
+            name: _measure_tasks(made, find, room_mb * 10**6, Path(scratch) / name)
+            for name, room_mb in ROOMS_MB.items()
+        }
     figures = {
         f"peak_of_{what}_{name}": compare_at_most(max(_peaks(tasks, begins)), ROOMS_MB[name], "MB")
         for what, begins in HELD.items()
@@ -60,7 +63,7 @@ def _peaks(tasks: Sequence[Mapping[str, Any]], what: str) -> list[float]:
     return [task["peak_mb"] for task in tasks if task["task"].startswith(what)]
 
 
-def _asks(made: Bundle) -> Iterator[tuple[str, SearchState]]:
+def _yield_tasks(made: Bundle) -> Iterator[tuple[str, SearchState]]:
     state = METHOD.init(made, SearchParams(score_at="output", completion=False, samples=IMAGES, fit_samples=IMAGES), 0)
     pool = steps.starting_networks(state.stock)[0].pool
     for path in (("vgg16.0",), ("vgg16.0", "densenet121.2", "resnet50.4")):
@@ -88,7 +91,7 @@ def _random_junctions(state: SearchState, path: Sequence[str]) -> dict[str, dict
     return found
 
 
-def _run(made: Bundle, find: Callable[[str], Path], room_bytes: int, folder: Path) -> list[dict[str, Any]]:
+def _measure_tasks(made: Bundle, find: Callable[[str], Path], room_bytes: int, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir()
     bare, found = 0, []
     budget_bytes, data = (
@@ -96,7 +99,7 @@ def _run(made: Bundle, find: Callable[[str], Path], room_bytes: int, folder: Pat
         {"path": str(folder.parent / "images.npz")},
     )
     with TaskProcess("fedstitch", "onnx", budget_bytes, data, find, folder) as process:
-        for number, (what, state) in enumerate(_asks(made)):
+        for number, (what, state) in enumerate(_yield_tasks(made)):
             sent = METHOD.send(state, DeviceView("bench", None))
             assert sent is not None
             outcome, _ = process.run_task(sent, number)

@@ -3,11 +3,6 @@
 A task has arithmetic, memory traffic and host work. Arithmetic and traffic overlap (a roofline), host work does not. A
 clock domain draws switching power at its voltage, in proportion to its load, and leakage with the cube of the voltage.
 Numbers are synthetic, of the size of a TX2's. The clocks are the public tables'.
-
-A task has arithmetic, memory traffic and work of the host. Arithmetic and traffic overlap (a roofline), the host's
-part does not. A unit draws switching power at its voltage, which has a floor and rises linearly above it, in
-proportion to how busy it is and with a share that it takes when it only waits; and leakage with the voltage's cube.
-Numbers are made up, of the size of a TX2's; its clocks are the public tables'.
 """
 
 from __future__ import annotations

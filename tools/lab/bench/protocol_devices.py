@@ -25,7 +25,7 @@ from fedquilt.arrays import tensors
 from fedquilt.blobs import chunks
 from fedquilt.blobs.transfer.download import Download
 from fedquilt.core import BlobRef, FedquiltError, Profile, Task, Update, Usage, WireMessage
-from fedquilt.edge_agent.agent import RETELL_MOST_S, RETELL_S
+from fedquilt.edge_agent.agent import REPUBLISH
 from fedquilt.profiles import load_board_profile as load_board
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.client import MqttClient, payload_limit
@@ -127,7 +127,7 @@ class DeviceGroup:
         self.broker, self.topics, self.clock = Broker.from_url(url), wire.Topics(FLEET), time.monotonic
         self.blobs: dict[str, bytes] = {}  # sha256 -> content that the boards have fetched, once for all of them
         self.boards = [LightDevice(self, number) for number in range(first, first + count)]
-        self.parts: dict[str, bytearray] = {}  # sha256 -> what has come of a blob that a board fetches for all
+        self.parts: dict[str, bytearray] = {}  # sha256 -> received part of a blob that one device fetches for all
         self._layouts: dict[str, dict[str, str]] = {}  # sha256 -> types and shapes of its tensors
         self.refused = 0  # updates that the coordinator did not take
         self._ready = selectors.DefaultSelector()
@@ -188,7 +188,7 @@ class LightDevice:
     def __init__(self, crowd: DeviceGroup, number: int) -> None:
         self.crowd, self.number, self.device = crowd, number, device_name(number)
         self.told = False  # whether the broker has its presence and profile
-        self._told, self._tell_s, self._patience_s = -1, 0.0, RETELL_S
+        self._told, self._tell_s, self._published = -1, 0.0, 0
         self.client: MqttClient
         self._task: Task | None = None
         self._pulls: dict[str, Download] = {}  # by sha256
@@ -242,7 +242,7 @@ class LightDevice:
     def _publish_presence(self, now_s: float) -> None:
         self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
         self._told = self._publish("profile", Profile(device=self.device, **self.crowd.profile), retain=True)
-        self._tell_s, self._patience_s = now_s + self._patience_s, min(2 * self._patience_s, RETELL_MOST_S)
+        self._tell_s, self._published = now_s + REPUBLISH.delay_s(self._published), self._published + 1
 
     def _handle_publish_ack(self, mid: int, code: int) -> None:
         self.told = self.told or mid == self._told
@@ -252,7 +252,7 @@ class LightDevice:
         route, now_s = wire.parse_topic(topic), self.crowd.clock()
         match route.leaf:
             case "coord" if wire.decode(payload, wire.CoordState).online:
-                self._patience_s = RETELL_S
+                self._published = 0
                 self._publish_presence(now_s)
             case "presence":
                 self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)

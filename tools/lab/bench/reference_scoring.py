@@ -2,10 +2,6 @@
 
 For each candidate everything runs again from the images: the path, the candidate's donor, the junction's fit and the
 Gram matrices. Runtime, images, positions and estimator are those of `fedquilt.models.stitching.device.scoring`.
-
-For each candidate everything is run again from the images: the path, the candidate's own donor up to
-it and through it, the junction's fit, and the Gram matrices. The runtime, the images, the positions
-that junctions are fitted on and the estimator are those of `fedquilt.models.stitching.device.scoring`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Benchmark of a coordinator above sites of many boards, on virtual time.
+"""Benchmark of a coordinator above sites of many devices, on virtual time.
 
-Boards are light ones (`protocol_boards`), which speak the protocol and train nothing; sites are the coordinators and
-agents of `fedquilt serve --site`, on a broker in memory; the coordinator above them is in a process of its own
-(`sites_root`), whose memory is what its process has had resident at the most. The states that it comes to are compared
-with those of the method's own functions for all boards, in the order of their names, where no coordinator takes part.
+Devices are light (`protocol_devices`) and do not train. Sites are the coordinators and agents of `fedquilt serve
+--site`, on a broker in memory. The coordinator above them is in a process of its own (`sites_root`), whose peak of
+resident memory is measured. Its states are compared with those of the method's functions for all devices in the order
+of their names, without a coordinator.
 """
 
 from __future__ import annotations
@@ -63,14 +63,15 @@ def measure(
     """Run a job of each method, and one in which a site is offline for an hour.
 
     Args:
-        sites: number of sites.
-        agents: number of boards of each.
-        rounds: of each job.
-        methods: whose jobs are run: those that take a model, and fedstitch.
-        features: of FedStitch's donors together; with others than the small graph's, they are joined and not stitched.
+        sites: Number of sites.
+        agents: Number of devices of each site.
+        rounds: Number of rounds of each job.
+        methods: Methods to run: methods that train a model, or "fedstitch".
+        features: Number of features of all FedStitch donors. With another number than that of the small graph, donors
+            are joined and not stitched.
 
     Raises:
-        LinkError: the process of the coordinator above has ended.
+        LinkError: If the process of the coordinator above has ended.
     """
     runs = {name: _run_job(name, sites, agents, rounds, features=features) for name in methods}
     offline = _run_job("fedavg", sites, agents, OFFLINE_ROUNDS, work_s=WORK_S)
@@ -320,17 +321,17 @@ def _compare_states(
         there = [fact.update.boards for fact in facts if isinstance(fact, UpdateAccepted) and fact.round == round]
         answers.append(len(there))
         total = None
-        for given in _flat(
+        for given in _yield_flat_updates(
             plain, method, state, round, [(board, numbers[board]) for board in sorted({*itertools.chain(*there)})]
         ):
-            total = plain.fold(state, total, given)
+            total = plain.aggregation.fold(state, total, given)
         packed = tensors.pack_state(plain.step(state, total))
         equal += hashlib.sha256(packed).hexdigest() == ref.sha256
         state = tensors.unpack_state(packed, plain.state)
     return equal, len(states), answers
 
 
-def _flat(
+def _yield_flat_updates(
     plain: Method, method: str, state: Any, round: int, boards: Sequence[tuple[str, int]]
 ) -> Iterator[DeviceUpdate]:
     payload = b""

@@ -63,7 +63,7 @@ class RelayedLink:
         """Refuse: virtual time does not wait.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: If called, because virtual time does not wait.
         """
         raise RuntimeError("virtual time does not wait")
 

@@ -4,13 +4,6 @@ One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409
 weights, one path up to depth 10 without native successors. Some rounds of a real search are scored in the three ways of
 this engine and by `fedquilt.tools.lab.bench.reference_scoring`. The benchmark fails if scores differ. Figures are
 ratios of processor time.
-
-One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with
-random weights, one path up to depth 10 that avoids a donor's own next block. The rounds are those of a
-real search. Some of them are scored by this engine in its three ways and by the naive procedure
-(`fedquilt.tools.lab.bench.reference_scoring`) in the same runtime, one right after the other; scores that differ make
-the bench fail. Figures are ratios of processor time, which other work on the machine changes little; those of wall
-time stand beside them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ LABELS: Final = 10
 SIDE: Final = 4  # of the blocks' maps
 DONORS: Final = ("east", "west")
 SMALL: Final = 48  # features of both donors together
-ROWS: Final = 80  # images of a board at whose features of all donors it looks, if it does nothing else
+ROWS: Final = 80  # images for which a device that does nothing else computes the features of all donors
 
 
 def write(folder: Path, features: int = SMALL) -> None:
@@ -56,10 +56,10 @@ def answer(asked: Mapping[str, Any], number: int) -> SentUpdate:
     weight, told = EXAMPLES, {"turn": float(asked["turn"])}
     match asked["phase"]:
         case "score":
-            bundles, more = _scores(msgspec.convert(asked, ScoreRequest), number)
+            bundles, more = _draw_scores(msgspec.convert(asked, ScoreRequest), number)
             told |= more
         case "fit":
-            bundles = _fits(msgspec.convert(asked, FitRequest), 1 + model_shift(number))
+            bundles = _make_junction_sums(msgspec.convert(asked, FitRequest), 1 + model_shift(number))
         case "gather":
             bundles, told["short"] = _moments(msgspec.convert(asked, GatherRequest), 1 + model_shift(number)), 0.0
             weight = int(bundles["moments"]["counts"].sum())
@@ -70,7 +70,7 @@ def answer(asked: Mapping[str, Any], number: int) -> SentUpdate:
     )
 
 
-def _scores(ask: ScoreRequest, number: int) -> tuple[dict[str, Tensors], dict[str, float]]:
+def _draw_scores(ask: ScoreRequest, number: int) -> tuple[dict[str, Tensors], dict[str, float]]:
     values = np.random.default_rng((ask.turn, number)).random(len(ask.pool))
     level = np.zeros(len(ask.pool), np.int64)
     picks, explored = vote.choose_picks(values, level, ask.pool, ask.k, ask.epsilon, ask.coin, ask.spread)
@@ -78,7 +78,7 @@ def _scores(ask: ScoreRequest, number: int) -> tuple[dict[str, Tensors], dict[st
     return {"scores": given}, {"score": float(values.max()), "explored": float(explored), "doubtful": 0.0}
 
 
-def _fits(ask: FitRequest, by: float) -> dict[str, Tensors]:
+def _make_junction_sums(ask: FitRequest, by: float) -> dict[str, Tensors]:
     p, found = ask.blocks[ask.path[-1]].out_shape[0], dict[str, Tensors]()
     for i, name in enumerate(ask.winners):
         one = _junction(ask.turn + i, p, ask.blocks[name].in_shape, ask.bias)

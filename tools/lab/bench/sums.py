@@ -38,19 +38,19 @@ MOST_BYTES: Final = 16.0  # an entry: twice a float64
 def measure(
     entries: int = ENTRIES, updates: int = UPDATES, moments: Sequence[tuple[int, int, bool]] = MOMENTS
 ) -> dict[str, Any]:
-    exact_s, total = _seconds(_exact, entries, range(updates))
-    plain_s, _ = _seconds(_plain, entries, range(updates))
-    backwards = _seconds(_exact, entries, range(updates)[::-1])[1].value()
+    exact_s, total = _measure_seconds(_exact, entries, range(updates))
+    plain_s, _ = _measure_seconds(_plain, entries, range(updates))
+    backwards = _measure_seconds(_exact, entries, range(updates)[::-1])[1].value()
     half = updates // 2
-    groups = [_seconds(_exact, entries, some)[1] for some in (range(half), range(half, updates))]
+    groups = [_measure_seconds(_exact, entries, some)[1] for some in (range(half), range(half, updates))]
     whole = total.value()
     same = whole.tobytes() == backwards.tobytes() == exact_sums.merge_sums(*groups).rounded_value().tobytes()
     return {
         "entries": entries,
         "exact_ns": 1e9 * exact_s / entries,
         "plain_ns": 1e9 * plain_s / entries,
-        "small_us": {"exact": _small_us(_exact), "plain": _small_us(_plain)},
-        "moments": [_moments(*each) for each in moments],
+        "small_us": {"exact": _measure_small_us(_exact), "plain": _measure_small_us(_plain)},
+        "moments": [_measure_moments(*each) for each in moments],
         "figures": {
             "bytes_an_entry": compare_at_most(sum(limb.nbytes for limb in total.limbs) / entries, MOST_BYTES, "bytes"),
             "orders_and_groups_with_other_bits": compare_at_most(float(not same), 0.0, ""),
@@ -73,7 +73,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def _moments(examples: int, features: int, exactly: bool) -> dict[str, float]:
+def _measure_moments(examples: int, features: int, exactly: bool) -> dict[str, float]:
     roll, updates = np.random.default_rng(0), []
     for board in range(-(-features // examples) + 1):  # so many are merged at once
         z = np.maximum(roll.normal(size=(examples, features)), 0).astype(np.float32)
@@ -97,7 +97,7 @@ def _moments(examples: int, features: int, exactly: bool) -> dict[str, float]:
     }
 
 
-def _seconds(add: Callable[[Any, np.ndarray, float], Any], entries: int, updates: range) -> tuple[float, Any]:
+def _measure_seconds(add: Callable[[Any, np.ndarray, float], Any], entries: int, updates: range) -> tuple[float, Any]:
     took: list[float] = []
     total = None
     for weight, update in _updates(entries, updates):
@@ -109,7 +109,7 @@ def _seconds(add: Callable[[Any, np.ndarray, float], Any], entries: int, updates
 
 def _updates(entries: int, which: range) -> Iterator[tuple[float, np.ndarray]]:
     base = np.random.default_rng(0).normal(size=entries).astype(np.float32)
-    for k in which:  # as models differ: by a part of their own size, here and there by all of it
+    for k in which:  # as models differ: by a small part of each value, and of some values by all
         yield 20.0 + 13 * k, np.roll(base, k * k) * np.float32(0.05)
 
 
@@ -124,7 +124,7 @@ def _plain(total: np.ndarray | None, update: np.ndarray, weight: float) -> np.nd
     return total
 
 
-def _small_us(add: Callable[[Any, np.ndarray, float], Any]) -> float:
+def _measure_small_us(add: Callable[[Any, np.ndarray, float], Any]) -> float:
     update = [np.full(shape, 0.1, np.float32) for shape in SMALL]
     once = functools.partial(_all, add, update)
     totals = once([None] * len(update))

@@ -1,6 +1,6 @@
 """Simulated physics of a board with voltage tables and a smooth roofline.
 
-It shares no code with either. Numbers are made up, of the size of an AGX Orin's.
+The module shares no code with `physics` and the agent's model. Numbers are synthetic, of the size of an AGX Orin's.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def _pull_tcp(port: int, folder: Path, sha256: str) -> None:
     buffer, digest, came = memoryview(bytearray(256 * 1024)), hashlib.sha256(), 0
     with open(folder / "part", "wb", buffering=0) as file:
         while came < SIZE:
-            # from another address: a port that nobody listens at may be given to this side, which is then its own peer
+            # from another address: a client may be given the unused port itself, and would then connect to itself
             with suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), LIMIT_S, OWN) as sock:
                 sock.sendall(came.to_bytes(8, "big"))
                 while got := sock.recv_into(buffer):

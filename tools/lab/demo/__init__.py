@@ -21,7 +21,7 @@ import numpy as np
 from fedquilt.console import progress, table, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import costs
+from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import Examples
 from fedquilt.formats import job_bundle
 from fedquilt.host import disk
@@ -85,7 +85,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
             others = compare_networks(plan, artefact, members, test, found.points[-1].rounds, far)
             written = export.export_result(store, run, out / "stitched.onnx")
     live.clear_line()
-    whole = found.account.whole
+    whole = found.summary.total
     moved = whole.down_bytes + whole.up_bytes
     taps, headed = artefact.meta["taps"], artefact.meta["head"] is not None
     name = display_names.network_name(taps, headed)  # as in the log of the search
@@ -102,13 +102,13 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
         "run": run,
         "accuracy": msgspec.to_builtins(networks),
         "alone": msgspec.to_builtins(others.devices),
-        "devices": msgspec.to_builtins(found.account.devices),
+        "devices": {name: cost.to_table() for name, cost in found.summary.device_costs().items()},
         "report": str(report),
     }
     if not text:
         print(msgspec.json.encode(result).decode())
         return 0
-    print("\n".join(_format_results(networks, describe_network(taps, headed), others.devices, found.account, plan)))
+    print("\n".join(_format_results(networks, describe_network(taps, headed), others.devices, found.summary, plan)))
     print("\n".join(["", *_wrap_text(written)]))
     print(f"classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
     print(f"{time.monotonic() - began_s:.0f} s in all; report, with plots (--open shows it): {report}")
@@ -183,7 +183,7 @@ def _format_results(
     networks: Sequence[NetworkResult],
     theirs: str,
     devices: Sequence[DeviceAccuracy],
-    account: costs.JobCost,
+    summary: RunSummary,
     plan: agents.FleetPlan,
 ) -> list[str]:
     lines = [format_bold(f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}")]
@@ -196,8 +196,9 @@ def _format_results(
         format_bold(f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}")
     )
     budgets = {table["device"]: table["budget"] for table in plan.make_agent_tables()}
+    costs = summary.device_costs()
     for device in devices:
-        took = account.devices[device.name]
+        took = costs[device.name]
         energy = "-" if took.energy_j is None else f"{took.energy_j:.1f} J"
         lines.append(
             f"{device.name:20} {budgets[device.name]:>7} {device.examples + device.held:7} {100 * device.alone:9.1f} "

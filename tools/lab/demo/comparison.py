@@ -34,7 +34,7 @@ class NetworkResult(msgspec.Struct, frozen=True):
     name: str
     accuracy: float  # 0..1, on the test digits
     note: str = ""
-    energy_j: float | None = None  # None: nothing ran on the boards, or it was not counted
+    energy_j: float | None = None  # None if nothing ran on the boards or energy was not measured
     moved_bytes: int | None = None
 
 

@@ -17,7 +17,7 @@ from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
 from fedquilt.coordinator.rounds.rollout import StatusReported
 from fedquilt.coordinator.storage.rollout_log import StoredRollout
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import costs
+from fedquilt.coordinator.views.run_summary import summarise_events
 from fedquilt.tools.lab.demo.request_streams import ResponseCounts, RunnerStatusSample
 from fedquilt.tools.report import page, plots
 
@@ -101,7 +101,7 @@ def build_report(
     kept = [store.rollouts.find_rollout(id) for id in rollouts]
     first, bad, last = (model_sha256(each) for each in kept)
     used = seconds_in_use(store, rollouts[1])
-    whole = [costs.compute_job_cost(fact for _, _, fact in store.read_events(run)).whole for run in runs]
+    whole = [summarise_events(store.find_job(run).job, store.read_events(run)).total for run in runs]
     with TelemetryStore(home) as boards:
         drifts = {
             each.device: [reading.drift for reading in boards.load_readings(each.device, stream.began, stream.ended)]

@@ -22,7 +22,7 @@ from fedquilt.host import threads
 BATCH: Final = 20  # images of one request
 SLOW_S, FAST_S = 0.5, 0.01  # between two requests to every runner, at least
 REQUEST_S: Final = 30.0
-SAMPLE_S: Final = 1.0  # between two looks at what runners say of themselves
+SAMPLE_S: Final = 1.0  # interval of reading the runners' status
 
 
 class LabelReply(msgspec.Struct, frozen=True):

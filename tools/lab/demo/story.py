@@ -2,10 +2,6 @@
 
 Every step is a fedquilt command in a process, and every number is read from the coordinator's home and the answers of
 the model runners. Only the boards are simulated: times and joules follow their profiles.
-
-Every step is a command of this program in a process of its own, and every number is read from what these leave behind:
-the coordinator's home, and the answers of the boards' runners. Only the boards are simulated: their times and joules
-follow their profiles.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from fedquilt.coordinator.rounds.events import UpdateAccepted
 from fedquilt.coordinator.rounds.rollout import SETTLED
 from fedquilt.coordinator.storage.rollout_log import StoredRollout
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.coordinator.views import costs
+from fedquilt.coordinator.views.run_summary import summarise_events
 from fedquilt.core import Examples, JobError
 from fedquilt.formats import toml
 from fedquilt.host import disk
@@ -199,7 +195,7 @@ class _StorySteps:
         row = self._fleet.store.find_job(JOB)
         if row.status != "done":
             raise JobError(f"{row.id} is {row.status}: see {self._fleet.log_path('run')}")
-        whole = costs.compute_job_cost(fact for _, _, fact in self._fleet.store.read_events(row.id)).whole
+        whole = summarise_events(row.job, self._fleet.store.read_events(row.id)).total
         joules = "" if whole.energy_j is None else f", {whole.energy_j:.1f} J"
         size = units.format_bytes(whole.down_bytes + whole.up_bytes)
         self._report_event(f"a network from {whole.examples:.0f} images{joules}, {size}, nothing trained")

@@ -1,7 +1,7 @@
 """Tables of papers with our results, and grids of jobs defined by users.
 
-A table is a grid of jobs in TOML (`grid`). The code of a table is a module of the same name with `look` and functions
-that run a row (`cells.run_case`), the function named by the grid's `run`, `lines(result)` for the text, and
+A table is a grid of jobs in TOML (`grid`). The code of a table is a module of the same name with `observe_run` and
+functions that run a row (`cells.run_case`), the function named by the grid's `run`, `lines(result)` for the text, and
 `picture(result)` for an SVG.
 """
 

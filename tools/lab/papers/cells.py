@@ -205,7 +205,7 @@ def run_with_options(
     job: JobSettings, folder: Path, how: ExecutionOptions, tell: comparison.Tell = lambda done: None, **changes: Any
 ) -> SeedRun:
     """Run a job with the options of its cell. `changes` override arguments of `run_seed`."""
-    look = getattr(import_code(how.code), "look", None)
+    look = getattr(import_code(how.code), "observe_run", None)
     options: dict[str, Any] = {"pick": how.select_devices, "away": how.row.away, "together": how.together}
     options |= {"first": how.first, "tested": how.tested}
     if look is not None:

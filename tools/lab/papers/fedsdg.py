@@ -17,7 +17,7 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 
-def look(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
+def observe_run(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
     """Return after the last round the sizes, the uploads in % of the shared part, and the gates."""
     if not simulation.is_finished:
         return {}
@@ -37,7 +37,7 @@ def look(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: Wor
     return found
 
 
-def alone(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+def run_each_device(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     """Run a job for each device alone. The accuracy is over the held-out examples of all devices."""
     members = how.select_devices(single_run.load_devices(job, folder)[0])
     runs = [

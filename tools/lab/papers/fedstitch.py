@@ -36,7 +36,7 @@ EPOCHS: Final = 10  # epochs in each of the paper's rounds
 SEARCHERS: Final = 2  # number of devices that search alone
 
 
-def unfolded(job: Mapping[str, Any], seen: Examples) -> Tensors:
+def restore_batchnorm(job: Mapping[str, Any], seen: Examples) -> Tensors:
     """Return a donor's weights. Folded batch normalisation is restored with statistics of `seen`."""
     import torch
 
@@ -49,11 +49,11 @@ def unfolded(job: Mapping[str, Any], seen: Examples) -> Tensors:
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
-def searched(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+def run_search(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     return run_with_options(job, folder, how, workers=1, together=True)
 
 
-def alone(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+def run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     """Run FedStitch on SEARCHERS devices, each alone. Their runs are in `figures` under "alone"."""
     every = [member.device for member in single_run.load_devices(job, folder)[0]]
     names = cohort_selection.select_cohort(job.seed, 0, every, SEARCHERS)
@@ -66,7 +66,7 @@ def alone(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     return msgspec.structs.replace(runs[-1], figures={"alone": [msgspec.to_builtins(run) for run in runs]})
 
 
-def trained(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+def run_training(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     """Run a training method. The costs of the paper's schedule are in `figures` under "planned"."""
     run = run_with_options(job, folder, how, workers=1)
     rounds = int(how.row.paper["rounds"][0])
@@ -172,14 +172,22 @@ def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | N
     return max(peaks, default=None)
 
 
-__all__ = ["alone", "lines", "picture", "searched", "trained", "unfolded", "whole"]  # named by fedstitch.toml
+__all__ = [
+    "lines",
+    "picture",
+    "restore_batchnorm",
+    "run_search",
+    "run_single_devices",
+    "run_table",
+    "run_training",
+]  # named by fedstitch.toml
 PAPER: Final = {"speed-up": 8.12, "memory": 79.5, "energy": 89.41}  # the paper's largest savings: times as fast, %, %
 PAPER_BATCH: Final = 128  # batch size for the memory of tasks, and hence for who takes part
 WIDTHS: Final = (7, 13, 7, 8, 9, 9, 6, 13, 11, 9, 10)  # of columns, in characters
 OURS: Final = "FedStitch"
 
 
-def whole(
+def run_table(
     table: str, grid: Grid, seeds: Sequence[int], rounds: int | None, out: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run a table and return its result. Claims are judged with the default number of rounds only.

@@ -21,7 +21,7 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 
-def look(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
+def observe_run(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
     """Bring new devices online for the last two rounds, and return accuracies and sizes."""
     if not how.row.away:
         return {}
@@ -47,13 +47,13 @@ def _mean_accuracy(told: Iterable[Mapping[str, float]]) -> float:
     return statistics.fmean(each["held_correct"] / each["held_examples"] for each in told)
 
 
-def scratch(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+def train_from_scratch(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     """Train new devices from the weights in the bundle, each alone."""
     run = run_with_options(job, folder, how)
     return msgspec.structs.replace(run, marks=(), figures={"newcomers": run.marks[-1].mean})
 
 
-def whole(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+def train_from_fedavg(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     """Run FedAvg on the known devices, then train new devices from its result, each alone."""
     last: list[dict[str, Any]] = []
 
@@ -67,11 +67,11 @@ def whole(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
         file = place / "weights.safetensors"
         file.write_bytes(tensors.encode_tensors(last[0]))
         prepare.prepare_bundle({"model": {**job.model, "weights": str(file)}}, place / "bundle")
-        run = scratch(msgspec.structs.replace(job, rounds=1), place / "bundle", how)
+        run = train_from_scratch(msgspec.structs.replace(job, rounds=1), place / "bundle", how)
     return msgspec.structs.replace(run, figures={**run.figures, "begun_bytes": tensors.total_bytes(last)})
 
 
-def sizes(
+def compute_sizes(
     table: str, grid: Grid, seeds: Sequence[int], rounds: int | None, out: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the result of "genefl-bytes", computed from torchvision's ResNet18 without any run."""

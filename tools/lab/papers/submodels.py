@@ -15,7 +15,7 @@ PARTS: Final = ("1GB", "2GB", "4GB")
 WHOLE: Final = ("fedavg", "fedepth")  # methods that send the whole network to every device
 
 
-def look(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
+def observe_run(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
     """Return after the last round the accuracy of the sub-model for each memory budget."""
     if not simulation.is_finished or simulation.job.method in WHOLE:
         return {}

@@ -22,12 +22,12 @@ HEADERS: Final = {
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
 }
-REPORT: Final = {  # a page of a run has its style in it, no script, and stands in a frame of ours
+REPORT: Final = {  # a run's page contains its style, no script, and is displayed in a frame of the dashboard
     **HEADERS,
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'self'; sandbox allow-same-origin",
 }
-PROOF: Final = "x-fedquilt-proof"  # header of a request to do something, which no page of somebody else's can know
+PROOF: Final = "x-fedquilt-proof"  # header of an action, whose value pages of other sites cannot know
 
 
 def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, acts: bool = False) -> str | None:

@@ -212,7 +212,7 @@ def _control_stored_run(what: str, watch: HomeWatcher, run: str) -> str:
 
 
 class SecuredApp:
-    """ASGI middleware that checks host and origin and adds the security headers of `guard`."""
+    """ASGI middleware that checks host and origin and adds the security headers of `access_control`."""
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
         self._app, self._names = app, names

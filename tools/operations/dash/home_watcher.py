@@ -28,7 +28,7 @@ from fedquilt.tools.operations.dash.run_follower import CELLS, RunFollower, find
 
 T = TypeVar("T")
 
-POLL_S: Final = 0.2  # between two looks at whether anybody has written
+POLL_S: Final = 0.2  # interval of checking for writes
 PAUSE: Final = 1.5  # between two readings of all boards, in times of what the last one took
 PIECE: Final = 1000  # facts that are read at once
 HELD: Final = 4  # runs that have ended and are held with their details: those asked for last
@@ -72,7 +72,7 @@ class HomeWatcher:
         self._problems: dict[str, tuple[float, str]] = {}  # run -> until when it is not read again, why it cannot be
         self._summaries: dict[str, tuple[object, dict[str, Any]]] = {}  # run -> status and epoch it is of, values
         self._served = False
-        self._wanted: dict[str, None] = {}  # runs whose logs somebody waits for
+        self._wanted: dict[str, None] = {}  # runs whose logs a viewer waits for
         self._wish = asyncio.Event()  # there may be a log to read
 
     # -- changes --
@@ -299,7 +299,7 @@ class HomeWatcher:
     async def _read_next_log(self) -> bool:
         if self._wanted:
             run = next(iter(self._wanted))
-            with contextlib.suppress(FedquiltError):  # whoever asks again is told why
+            with contextlib.suppress(FedquiltError):  # the next request for the log reports the error
                 await self.load_follower(run)
             self._wanted.pop(run, None)
             return True

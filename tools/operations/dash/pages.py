@@ -94,7 +94,7 @@ async def load_device_page(watch: HomeWatcher, name: str, query: Query) -> dict[
     """Return the status, readings and latest rounds of one device.
 
     Raises:
-        MissingBoardError: If the device is unknown.
+        MissingDeviceError: If the device is unknown.
         JobError: If the time span is invalid.
         StoreError: If the device database cannot be read.
     """

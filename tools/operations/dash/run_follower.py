@@ -15,18 +15,15 @@ from fedquilt.coordinator.rounds.events import (
     JobConstants,
     JobState,
     RoundCommitted,
-    TaskDeclined,
     UpdateAccepted,
-    UpdateRejected,
 )
 from fedquilt.coordinator.storage.store import StoredJob
-from fedquilt.coordinator.views import event_messages, progress, round_outcomes, wait_reasons
+from fedquilt.coordinator.views import event_messages, round_outcomes, run_summary, wait_reasons
+from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.tools.report import columns, matrix
 
 LINES: Final = 1000  # of the log
-CELLS: Final = (
-    40_000  # devices times rounds whose parts are held; earlier rounds are read anew where they are asked for
-)
+CELLS: Final = 40_000  # limit on devices times rounds in memory; earlier rounds are read again on request
 LEAST: Final = 2  # rounds that are held in any case
 DRAWN: Final = 300  # points of a run's plots
 
@@ -52,7 +49,7 @@ class UpdateTiming(NamedTuple):
 @dataclass
 class RoundTimes:
     began: float  # wall-clock seconds
-    took_s: float | None = None  # None: it runs
+    took_s: float | None = None  # None while running
     asked: dict[str, float] = field(default_factory=dict)  # device -> wall-clock seconds of the last time
     timed: dict[str, UpdateTiming] = field(default_factory=dict)
 
@@ -69,19 +66,18 @@ class RunFollower:
         self.row, self.seq, self.cells = row, 0, cells
         self.lines: deque[LogLine] = deque(maxlen=LINES)
         self.turns: dict[int, RoundTimes] = {}
-        self._parts, self._teller = (
-            round_outcomes.RoundOutcomes(JobConstants.from_job(row.job)),
-            event_messages.EventFormatter(),
-        )
-        self._columns = columns.RoundRows(row.job.rounds, columns.find_main_metric(row.job))
-        self.down_bytes = self.up_bytes = self.declined = 0
+        self._parts = round_outcomes.RoundOutcomes(JobConstants.from_job(row.job))
         self.at: float | None = None  # wall-clock seconds of the last fact
         self.first: int | None = None  # earliest round in which devices were looked at
         self.last: int | None = None  # latest one
 
     @property
     def state(self) -> JobState:
-        return self._parts.state
+        return self._parts.summary.state
+
+    @property
+    def summary(self) -> RunSummary:
+        return self._parts.summary
 
     @property
     def parts(self) -> Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]:
@@ -93,9 +89,9 @@ class RunFollower:
         Raises:
             JobError: If the event cannot follow the earlier ones.
         """
+        before = self.summary
         self._parts.apply_event(fact, at)
-        self._columns.add_event(fact)
-        text, *more = self._teller.format_event(fact, self.state)
+        text, *more = event_messages.format_event(before, fact, self.summary)
         round: int | None = getattr(fact, "round", None)
         device = fact.update.device if isinstance(fact, UpdateAccepted) else getattr(fact, "device", None)
         kind = type(fact).__name__
@@ -117,13 +113,9 @@ class RunFollower:
                 usage, turn = fact.update.usage, self.turns.setdefault(fact.round, RoundTimes(at))
                 took_s = usage.wall_s if fact.took_s is None else fact.took_s
                 turn.timed[fact.update.device] = UpdateTiming(took_s, usage.wall_s, usage.down_bytes, usage.up_bytes)
-                self.down_bytes += fact.update.down_bytes
-                self.up_bytes += fact.update.up_bytes
             case RoundCommitted():
                 if fact.round in self.turns:
                     self.turns[fact.round].took_s = fact.took_s
-            case TaskDeclined() | UpdateRejected():
-                self.declined += 1
 
     def _evict_details(self) -> None:
         found = self._parts.found
@@ -138,26 +130,26 @@ class RunFollower:
 
     def make_round_rows(self) -> list[dict[str, Any]]:
         """Return one row per round (`columns.ROUND`), thinned out evenly to at most DRAWN rows."""
-        rows = self._columns.rows
+        rows = columns.make_rows(self.summary)
         if len(rows) > DRAWN:
             rows = [rows[round(i * (len(rows) - 1) / (DRAWN - 1))] for i in range(DRAWN)]
-        return [{**row, "accuracy": row[columns.METRIC]} for row in rows]
+        return rows
 
     def find_last_metric(self) -> float | None:
-        known = (row[columns.METRIC] for row in reversed(self._columns.rows))
-        return next((value for value in known if value is not None), None)
+        known = (each.scores for each in reversed(self.summary.committed_rounds()) if each.rounds_before)
+        return next((scores.weighted for scores in known if scores is not None), None)
 
     def make_summary(self) -> dict[str, Any]:
         state, metric = self.state, columns.find_main_metric(self.row.job)
         return {
-            "done": len(self._columns.rows),
+            "done": self.summary.completed_rounds,
             "metric": {"title": metric.title, "share": metric.share, "value": self.find_last_metric()},
-            "down_bytes": self.down_bytes,
-            "up_bytes": self.up_bytes,
+            "down_bytes": self.summary.total.down_bytes,
+            "up_bytes": self.summary.total.up_bytes,
             "joules": state.spent.joules if state.spent.metered else None,
             "metered": state.spent.metered,
             "tasks": state.spent.metered + state.spent.unmetered,
-            "declined": self.declined,
+            "declined": self.summary.total.declined,
             "fact_at": self.at,
             "reason": state.reason,
         }
@@ -206,7 +198,7 @@ class RunFollower:
         if timed is None:
             return told
         took_s = timed.took_s if turn.took_s is None else turn.took_s
-        split = progress.split_round_time(number, took_s, [(timed.took_s, timed.wall_s)])
+        split = run_summary.split_round_time(number, took_s, [(timed.took_s, timed.wall_s)])
         before_s = min(max((asked or turn.began) - turn.began, 0.0), split.wait_s)
         moved = timed.down_bytes + timed.up_bytes
         down_s = split.transfer_s * (timed.down_bytes / moved if moved else 0.5)
@@ -235,8 +227,8 @@ def find_round_outcomes(
     told = round_outcomes.RoundOutcomes(plan)
     for fact in facts:
         told.apply_event(fact)
-        for number in [number for number in told.found if number < min(round, told.state.round)]:
+        for number in [number for number in told.found if number < min(round, told.summary.state.round)]:
             del told.found[number]
-        if told.state.round > round:
+        if told.summary.state.round > round:
             break
     return told.found.get(round)

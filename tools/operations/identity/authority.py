@@ -1,10 +1,9 @@
 """Certificate authority of a fleet: a folder with key, certificate, revocation list and register.
 
-ECDSA on P-256 throughout. What a certificate may be used for is in it: a device's and an observer's
-only to be a client, a server's only to be a server, so that a board's own certificate cannot pose as
-the broker or the coordinator. The authority, servers and the coordinator are valid since 1970, so that a
-board whose clock says 1970 can check them in full; everything else of the check (chain, name, use) is
-never left out.
+All keys are ECDSA keys on P-256. Certificates restrict their use: certificates of devices and observers to clients, a
+server's to servers, so that a device cannot impersonate the broker or the coordinator. Certificates of the authority,
+servers and the coordinator are valid from 1970, so that a board whose clock shows 1970 can verify them. All other parts
+of the verification (chain, name, use) are always required.
 """
 
 from __future__ import annotations
@@ -226,10 +225,10 @@ class CertificateAuthority:
     def next_upgrade_number(self, now_s: float) -> int:
         """Reserve the number of the next signed upgrade, greater than all earlier numbers.
 
-        It is no less than the seconds since 1970, so that it grows also in a folder that was put back from a copy.
+        The number is at least the seconds since 1970, so that it also grows in a folder restored from a backup.
 
         Raises:
-            StoreError: the folder cannot be read or written.
+            StoreError: If the folder cannot be read or written.
         """
         file = self.folder / "upgrades"
         with self.register.transaction():  # one at a time
@@ -332,7 +331,7 @@ class CertificateAuthority:
             .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
             .add_extension(certificate_parts.authority_key_id(self.cert), critical=False)
         )
-        if self.crl_url is not None:  # EMQX heeds only a list that says where it belongs
+        if self.crl_url is not None:  # EMQX uses only a revocation list whose address is in the certificate
             point = x509.IssuingDistributionPoint(
                 full_name=[x509.UniformResourceIdentifier(self.crl_url)],
                 relative_name=None,

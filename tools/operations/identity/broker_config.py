@@ -1,11 +1,12 @@
 """Configuration files of Mosquitto and EMQX for a fleet: TLS, access rules and limits.
 
-A device's certificate names it, and the broker lets it write `dev/<its name>/up/#` and read
-`dev/<its name>/dn/#` and the coordinator's state: nothing else. Observers are named in the rules one by one,
-as no rule of Mosquitto's tells them from devices. The client id is made the certificate's
-name as well, or one device could take over another's session by using its id.
-Options and what they do on a real Mosquitto 2.0.11: tests/tools/identity. EMQX 5: by its documentation
-(docs.emqx.com: listener, acl.conf, CRL check), not run here.
+A device's certificate contains its name, and the broker lets the device write `dev/<name>/up/#` and read
+`dev/<name>/dn/#` and the coordinator's state, nothing else. Observers are listed in the rules by name, because
+Mosquitto's rules cannot distinguish observers from devices. The client id is also set to the certificate's name.
+Otherwise a device could take over another device's session.
+
+The options are tested with Mosquitto 2.0.11 (tests/tools/identity). EMQX 5 is configured after its documentation
+(docs.emqx.com: listener, acl.conf, CRL check) and was not run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """HTTPS server for enrolment on the authority's machine.
 
-The log contains who received a certificate or why not, and nothing else of a request.
-
-The endpoint needs the authority's key, so it belongs on a machine that devices reach and the world does not. The log
-has who got a certificate or why not, and nothing else of a request.
+The server needs the authority's key, so it belongs on a machine that devices reach and the internet does not. The log
+contains who received a certificate or why not, and nothing else of a request.
 """
 
 from __future__ import annotations

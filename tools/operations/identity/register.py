@@ -1,8 +1,6 @@
 """Register of certificates and tokens in an SQLite file for commands and server.
 
 A token is stored only as its SHA-256.
-
-A token is stored only as its SHA-256.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ReferenceDistribution(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     edges: tuple[tuple[float, ...], ...]  # of each: ascending, up to BINS - 1
     counts: tuple[tuple[float, ...], ...]  # of each: below, at and between its edges
     weights: tuple[Annotated[float, Meta(gt=0, le=1)], ...]  # of each: what an example counts for
-    classes: tuple[int, ...]  # with a bin of their own, in order; the last bin has all others
+    classes: tuple[int, ...]  # classes with a bin each, in order; the last bin contains all other classes
     class_counts: tuple[float, ...]
     class_weight: Annotated[float, Meta(gt=0, le=1)] = 1.0
 

@@ -102,7 +102,7 @@ class RunnerServer:
             address: Address of the client, as in `Connection`.
 
         Raises:
-            RefusedError: If the address exceeds BODIES_SHARE bytes, or all addresses together BODIES_MOST.
+            RequestRefusedError: If the address exceeds BODIES_SHARE bytes, or all addresses together BODIES_MOST.
         """
         reserved = 0
 
@@ -163,10 +163,10 @@ class RunnerServer:
         )
 
     def _require_own_page(self, exchange: HttpExchange) -> None:
-        """Refuse what a browser sends for the page of another site.
+        """Require that a request does not come from another site's page in a browser.
 
         Raises:
-            RefusedError: if the request comes from there, or by a name that is not this runner's.
+            RequestRefusedError: If the request comes from such a page, or under a host name that is not the runner's.
         """
         headers = exchange.headers
         called = headers.get("host", "").rpartition(":")[0].lower()

@@ -26,13 +26,15 @@ from fedquilt.tools.operations.runner.models import ModelSwitcher, ServedModel
 
 log = logging.getLogger("fedquilt.runner")
 
-SERVED: Final = "served.json"  # what the board's agent tells the coordinator
-REFERENCES: Final = "reference.json"  # of the latest models: a runner that is started anew goes on comparing
+SERVED: Final = "served.json"  # statistics, which the board's agent sends to the coordinator
+REFERENCES: Final = (
+    "reference.json"  # references of the latest models, so that a restarted runner continues the comparison
+)
 OFTEN_S: Final = 5.0  # between two writings of SERVED while requests come
 SELDOM_S: Final = 20.0  # likewise while none come
 REFERENCES_MOST: Final = 4
 AWAITED_MOST: Final = 10_000  # answers whose truth may arrive later
-LATENCIES: Final = 512  # latest answers whose median is told
+LATENCIES: Final = 512  # latest answers for the median latency
 LABELLED: Final = LATEST  # latest labels that count in the accuracy
 LABELLED_LEAST: Final = 20  # labels before an accuracy is told
 EXAMPLES_MOST: Final = 1024  # in one request
@@ -161,7 +163,7 @@ class ModelService:
         """Record the true label of a classification, a name or a number. Return whether they agree.
 
         Raises:
-            UnknownAnswerError: If the classification is unknown, or already has a label.
+            UnknownClassificationError: If the classification is unknown, or already has a label.
             DataError: If the label does not exist.
         """
         with self._work:

@@ -95,7 +95,7 @@ class _SiteJobLog:
     def current_round(self) -> int:
         return self.last.begins if isinstance(self.last, events.JobStarted) else self.last.round if self.last else 0
 
-    def read_new_events(self, store: Store, id: str) -> _SiteJobLog:
+    def apply_new_events(self, store: Store, id: str) -> _SiteJobLog:
         for seq, _, fact in store.read_events(id, self._seq):
             self._seq = seq
             match fact:
@@ -150,9 +150,9 @@ class SiteWorker:
 
     def poll(self, now_s: float) -> list[Event]:
         """Return the outcome when the round has been committed or has failed, and stop cancelled runs."""
-        self._record_halts()
+        self._record_stopped_jobs()
         if self._left is not None:
-            self._stop_job(self._left.task.job)
+            self._request_stop(self._left.task.job)
             self._left = None
         order = self._order
         if order is None:
@@ -164,8 +164,8 @@ class SiteWorker:
                 self._outcome = self._begin_round(order)
             except FedquiltError as error:
                 self._outcome = WorkResult(code="failed", reason=shorten_error(str(error)))
-        elif not self._asked and self._outcome is None and not self._resumes_round(order):
-            self._stop_job(order.task.job)
+        elif not self._asked and self._outcome is None and not self._try_resume_round(order):
+            self._request_stop(order.task.job)
         if self._outcome is None or self.server.find_job(order.task.job) is not None:
             return []
         outcome, self._outcome, self._order = self._outcome, None, None
@@ -193,7 +193,7 @@ class SiteWorker:
         A committed run is stopped until the next task.
         """
         if isinstance(fact, events.RoundCommitted):
-            self._stop_job(job.id)
+            self._request_stop(job.id)
             if self._is_ordered(job.id) and self._order is not None and fact.round == self._order.task.round:
                 self._outcome = self._make_outcome(job.id, fact)
         elif isinstance(fact, events.JobEnded) and fact.status == "stopped":
@@ -224,13 +224,13 @@ class SiteWorker:
     def _is_ordered(self, id: str) -> bool:
         return self._order is not None and id == self._order.task.job
 
-    def _stop_job(self, id: str) -> None:
+    def _request_stop(self, id: str) -> None:
         if self._store.stored_status(id) in ("queued", "running"):
             self._stopping.add(id)
             self._store.set_status(id, "stopping")
             self.server.request_poll()
 
-    def _record_halts(self) -> None:
+    def _record_stopped_jobs(self) -> None:
         # runs that a user stopped at the site
         for id in [id for id in self._halting if self.server.find_job(id) is None]:
             self._halting.discard(id)
@@ -238,7 +238,7 @@ class SiteWorker:
             if self._is_ordered(id) and self._outcome is None:
                 self._asked, self._outcome = True, WorkResult(code="failed", reason=HALTED)
 
-    def _resumes_round(self, order: WorkRequest) -> bool:
+    def _try_resume_round(self, order: WorkRequest) -> bool:
         job = self.server.find_job(order.task.job)
         if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in order.bundles:
             return False
@@ -253,7 +253,7 @@ class SiteWorker:
         """Start the ordered round, or return its outcome if it has ended already.
 
         Raises:
-            FedquiltError: the order is none that a site can carry out.
+            FedquiltError: If a site cannot run the task.
         """
         task, store, id = order.task, self._store, order.task.job
         if sites.STATE not in order.bundles or "job" not in task.params:
@@ -299,7 +299,7 @@ class SiteWorker:
         return None
 
     def _read_log(self, id: str) -> _SiteJobLog:
-        return self._logs.setdefault(id, _SiteJobLog()).read_new_events(self._store, id)
+        return self._logs.setdefault(id, _SiteJobLog()).apply_new_events(self._store, id)
 
     def _resume_job(self, id: str) -> None:
         self._stopping.discard(id)
@@ -380,7 +380,7 @@ def _get_round_identity(order: WorkRequest) -> tuple[str, int, str, tuple[str, .
 
 def _write_bundle(folder: Path, order: WorkRequest) -> None:
     files = {name.removeprefix(sites.FILE): name for name in order.bundles if name.startswith(sites.FILE)}
-    with contextlib.suppress(JobError):  # there is none, or not the whole of it
+    with contextlib.suppress(JobError):  # the file is missing or incomplete
         known = job_bundle.load_bundle(folder).files
         if all(known.get(name) == order.task.bundles[given] for name, given in files.items()):
             return

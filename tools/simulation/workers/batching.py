@@ -52,7 +52,7 @@ class ReplayEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._given: list[Given | None] = []  # of each call of `train` so far; None: it cannot be done with others'
+        self._given: list[Given | None] = []  # calls of `train` so far, None for a call that must run alone
         self._at = 0  # which call comes next
 
     @property
@@ -74,7 +74,7 @@ class ReplayEngine:
         """Return the stored result of this call, or train alone if the call cannot be batched.
 
         Raises:
-            Wait: If the call can be trained in a batch.
+            BatchWait: If the call can be trained in a batch.
         """
         if self._at == len(self._given):
             call = self._engine.batchable_call(network, start, examples, fit, rng, **options)

@@ -1,8 +1,8 @@
 """Partial sums of updates, folded by the workers so that the coordinator merges few sums.
 
-Only folds that add up (`core.adds_up`) are summed, because their sums are bit-identical in any order and grouping. A
-sum counts only if the round counts exactly its updates (`coordinator.updates.partial_aggregate`). Otherwise the updates
-are folded one by one.
+Only updates with mergeable accumulators (`Aggregation.accumulator`) are summed, because their sums are bit-identical in
+any order and grouping. A sum counts only if the round counts exactly its updates
+(`coordinator.updates.partial_aggregate`). Otherwise the updates are folded one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import DeviceUpdate, Method, mergeable_type, require_valid_update
+from fedquilt.core import DeviceUpdate, Method
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 
 
@@ -33,18 +33,18 @@ class OutcomeSums:
             outcomes: Results of these requests, with the bytes of their bundles.
         """
         self._waiting = None
-        with contextlib.suppress(Exception):  # whatever it is, the coordinator comes upon it and says what it is
+        with contextlib.suppress(Exception):  # the coordinator folds the same updates and reports the error
             if not file:
                 return False
             method = methods.load(orders[0].task.method)
             if self._state[0] != file:
                 self._state = file, tensors.unpack_state(Path(file).read_bytes(), method.state)
-            if mergeable_type(method.fold, self._state[1]) is None:
+            if method.aggregation.accumulator(self._state[1]) is None:
                 return False
             done = zip(orders, outcomes, strict=True)
             given = [_read_update(order, outcome) for order, outcome in done if outcome.code == "ok"]
             for each in given:
-                require_valid_update(method.fold, self._state[1], each)
+                method.aggregation.require_valid_update(self._state[1], each)
             self._waiting = (method, given) if given else None
         return self._waiting is not None
 
@@ -54,7 +54,7 @@ class OutcomeSums:
         with contextlib.suppress(Exception):  # the coordinator folds these updates one by one then
             assert waiting is not None
             method, given = waiting
-            return tensors.pack_state(reduce(partial(method.fold, self._state[1]), given, None))
+            return tensors.pack_state(reduce(partial(method.aggregation.fold, self._state[1]), given, None))
         return b""
 
 

@@ -177,7 +177,7 @@ class WorkerPool:
                 self._assign_packages(packages)
             answer, wanted.answer = wanted.answer, None
             yield answer
-            self._collect_replies(block=False)  # whoever is done meanwhile shall not wait
+            self._collect_replies(block=False)  # a worker that has ended gets its next package first
 
     def _assign_packages(self, packages: Sequence[WorkAssignment]) -> None:
         left = (each for each in packages if not each.given)

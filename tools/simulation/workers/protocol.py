@@ -1,6 +1,6 @@
 """Protocol between a pool and its workers.
 
-`processes` starts workers on this machine, `ray_workers` on the nodes of a Ray cluster. Both run
+`processes` starts workers on this machine, `ray.workers` on the nodes of a Ray cluster. Both run
 `worker.PoolWorker`.
 """
 
@@ -42,7 +42,7 @@ class PoolSetup(msgspec.Struct, frozen=True):
 class WorkBatch(msgspec.Struct, frozen=True):
     orders: tuple[WorkRequest, ...] = ()
     together: bool = False
-    state: str = ""  # file of the round's state: fold what the orders come to; "": do not
+    state: str = ""  # file of the round's state if the worker folds the updates, or ""
 
 
 class WorkOutcome(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""Worker processes of a pool: `... pool_worker PARENT ENGINE SOCKET:BLOBS...`.
+"""Worker processes of a pool: `... worker PARENT ENGINE SOCKET:BLOBS...`.
 
 The first process imports the engine and forks one more for each further pair of descriptors.
 """
@@ -71,7 +71,7 @@ class PoolWorker(WorkExecutor):
 def import_engine(engine: str) -> None:
     module = "batch_engine" if engine in ("torch", "numpy") else "engine"
     importlib.import_module(f"fedquilt.edge_agent.engines.{engine}.{module}")
-    gc.freeze()  # what is imported stays: no later collection has to go through it
+    gc.freeze()  # imported objects stay, so collections need not visit them
 
 
 def serve_requests(orders: socket.socket, blobs: int, make: Callable[[PoolSetup], PoolWorker] = PoolWorker) -> None:
@@ -123,7 +123,7 @@ def run_workers() -> None:
     serve_requests(socket.socket(fileno=mine[0]), mine[1])
     for pid in children:
         os.waitpid(pid, 0)
-    os._exit(0)  # torch takes a second to go in good order, and everything has been said
+    os._exit(0)  # regular exit of torch takes a second, and all results are sent
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ DEMO = Path(agents.__file__).parents[1] / "lab" / "demo"
 BOARD = "jetson-tx2"
 SEARCH = {"expansions": 2, "subrounds": 1, "depth": 3, "samples": 32, "finalists": 1, "k": 1}
 CNN = {"name": "cnn", "channels": 1, "size": 8, "classes": 10, "width": 2, "input": {"channels": 1, "size": 8}}
-TRAINED = GridRow(play="trained", paper={"rounds": (1.0,)})
+TRAINED = GridRow(play="run_training", paper={"rounds": (1.0,)})
 
 
 def job(method: str, rounds: int, seed: int = 7, **changes: Any) -> JobSettings:
@@ -57,7 +57,7 @@ def test_training_tells_each_evaluation_and_what_the_papers_schedule_would_take(
     pytest.importorskip("torch", reason="a network is trained")
     given = job("ft_full", 2, model=CNN, params={"batch": 8}, check={"every": 1})
     folder = bundle(given, tmp_path)
-    run = fedstitch.trained(given, folder, how(TRAINED))
+    run = fedstitch.run_training(given, folder, how(TRAINED))
     first, last = run.marks
     planned = run.figures["planned"]
     assert (first.rounds, last.rounds) == (1, 2)
@@ -78,7 +78,7 @@ def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tm
     """The demo's donors; nothing is trained, so that one evaluation is all; each of two devices has a run."""
     pytest.importorskip("onnxruntime", reason="blocks are run")
     given = job("fedstitch", 40, 0, params=SEARCH, cohort={"size": 1, "deadline_s": 1e6})
-    run = fedstitch.alone(given, DEMO / "bundle", how(GridRow(play="alone")))
+    run = fedstitch.run_single_devices(given, DEMO / "bundle", how(GridRow(play="run_single_devices")))
     assert run.figures.keys() == {"alone"}  # a search has no schedule of the paper's
     assert [(each["devices"], len(each["marks"])) for each in run.figures["alone"]] == [(1, 1), (1, 1)]
     (mark,) = run.marks
@@ -189,7 +189,7 @@ def test_rows_without_fedstitch_or_without_training_are_not_compared(tmp_path: P
     """Every row is compared with FedStitch, which the error names; a table of searches alone claims nothing."""
     chosen = papers.load_tables()["fedstitch"].grid.select_rows(["Local"])
     with pytest.raises(JobError, match="name FedStitch in --rows too"):
-        fedstitch.whole("fedstitch", chosen, [0], None, tmp_path, print)
+        fedstitch.run_table("fedstitch", chosen, [0], None, tmp_path, print)
     result = told(24.0, 700_000_000)
     ours = {name: result["rows"][name] for name in [fedstitch.OURS]}
     assert fedstitch._judge_claims(ours, result["runs"]) == {}

@@ -123,7 +123,7 @@ def check_torchvision(packages: InstalledPackages) -> Finding | None:
     if not other and not packages.vision_lacks:
         return ok("FQ205", f"torchvision {version} fits torch {torch}")
     why = f"was built for torch {wanted}" if other else f"needs {', '.join(packages.vision_lacks)}, which it has not"
-    return ok(  # `models.torchvision_fix` sees to it
+    return ok(
         "FQ205",
         f"torchvision {version} does not fit torch {torch} ({why}): its own operators, for detection, do not load; "
         "fedquilt needs none of them and imports it all the same",

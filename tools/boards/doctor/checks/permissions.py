@@ -1,9 +1,9 @@
-"""Tests of the broker's access rules, by publishing messages and receiving their answers.
+"""Tests of the broker's access rules, by publishing messages and receiving the responses.
 
-A device asks the coordinator for a blob that nobody has, on its own branch; the answer, that it is missing, comes back
-on the same branch, so both ways are proven, through the coordinator itself. Towards a signed one it begins a
-handshake instead. Without a coordinator only the broker's word on the message sent (PUBACK of MQTT 5) is to be had.
-Then it sends the same on the branch of a device that does not exist, where neither it nor an answer may go.
+A device requests an unknown blob from the coordinator on its own branch. The response, that the blob is missing,
+arrives on the same branch and proves both directions. With message authentication the request is a handshake instead.
+Without a coordinator only the broker's result for the message is available (PUBACK of MQTT 5). Then the same message
+is published on the branch of a device that does not exist, where neither message nor response may pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check before an upgrade that this version of the agent can run (`fedquilt agent --check`).
 
-The check reads what the agent reads, and carries out one small task in a process of its own, as tasks are. Nothing of
-the agent's is changed: an agent may run beside the check. What was wrong before the upgrade and does not keep an agent
-from running, such as data that are missing, is left to `fedquilt doctor`.
+The check reads the agent's files and runs a small task in a separate process. It changes none of the agent's files, so
+an agent may run at the same time. Existing problems that do not prevent an agent from running, such as missing data,
+are reported by `fedquilt doctor`.
 """
 
 from __future__ import annotations

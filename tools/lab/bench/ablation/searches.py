@@ -3,12 +3,6 @@
 Each search runs through the coordinator's own rounds, for each data partition and seed. Accuracy is that of the
 selected network on the test split. Runs are independent, so every core plays one with one thread. Finished runs are
 stored in a folder and not repeated.
-
-Every search goes through the coordinator's own rounds (`fedquilt.tools.simulation`) for each partition of
-the data and each seed, which draws the partition, the cohorts and all else. Accuracy is that of the chosen
-network on the test split, which nothing was fitted to or chosen on. Runs are independent, so as many
-processes as there are cores play them, one thread each. Those that are finished are kept in a folder
-and are not repeated.
 """
 
 from __future__ import annotations

@@ -4,13 +4,6 @@ Two FedAvg workloads on 28x28 images, SGD 0.05, batches of 32: `compute` (100 cl
 rounds, a CNN) and `overhead` (1,000 clients with 60 images, 50 per round, 20 rounds, logistic regression). All
 contestants start with the same weights and take turns on the same cores, with one process per core except for the
 single-process loop. A rate is client-rounds per second over all rounds except the first.
-
-Two workloads, FedAvg with SGD 0.05 and batches of 32 on 28x28 images: `compute` (100 clients with 600 images, 10 a
-round, 30 rounds, a CNN 16-32-128-10), where arithmetic is all, and `overhead` (1,000 clients with 60 images, 50 a
-round, 20 rounds, logistic regression), where everything else is. Our devices train the first with torch and the second
-with numpy, as torch is not needed for it; `ours_torch` is that with torch. All contestants begin with the same weights,
-take turns on the same cores, are given as many processes as there are cores (but for the bare loop on one), and
-each says how good its model got. A rate is client-rounds a second over all rounds but the first.
 """
 
 from __future__ import annotations
@@ -128,7 +121,7 @@ def measure(
     for name in beside:
         environments.find_simulator(name)
     processes = processes or len(os.sched_getaffinity(0))
-    contestants, absent = _find_contestants(beside, processes)
+    contestants, absent = _prepare_contestants(beside, processes)
     found: dict[str, Any] = {
         "processes": processes,
         "load": os.getloadavg()[0],
@@ -163,7 +156,7 @@ OURS = ("ours", "ours_torch")
 BARE = ("bare_1", "bare_n")
 
 
-def _find_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
+def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
     bare = (sys.executable, str(HERE / "torch_loop.py"))
     ours = (sys.executable, str(HERE / "fedquilt_app.py"))
     found = [
@@ -188,7 +181,7 @@ def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> 
     """Write the data, cohorts and first weights that contestants are given, and our bundle and job.
 
     Raises:
-        DataError: no such images, or too few.
+        DataError: If there are too few images, or images of another size.
     """
     table = {"path": str(path), "held": 0.0, "seed": SEED}
     train, test = (
@@ -215,7 +208,7 @@ def write_workload(work: FederationWorkload, path: Path | str, folder: Path) -> 
         "engine": work.engine,
         "rounds": work.rounds,
         "seed": SEED,
-        "cohort": {"size": work.asked, "turns": 1e9},  # drawn as the others are told
+        "cohort": {"size": work.asked, "turns": 1e9},  # selected uniformly, as by the other simulators
         "params": {"lr": 0.05, "batch": 32},
     }
     table = {"clients": work.clients, "each": work.each, "network": work.network, "lr": 0.05, "batch": 32, "seed": SEED}

@@ -51,7 +51,7 @@ def prepare_environment(name: str, folder: Path | None = None) -> tuple[Path, st
     The environment gets the torch version of this Python.
 
     Raises:
-        AbsentError: If the installation failed.
+        SimulatorMissingError: If the installation failed.
     """
     other = find_simulator(name)
     home = (folder or cache_folder()) / name

@@ -1,4 +1,4 @@
-"""Fedquilt's simulated fleet on a workload: `python ours.py FOLDER WORKERS [ENGINE [CARRIER]]`.
+"""Fedquilt's simulated fleet on a workload: `python fedquilt_app.py FOLDER WORKERS [ENGINE [CARRIER]]`.
 
 Without ENGINE the devices have the job's, and without CARRIER (as of `fedquilt fleet --engine`) a pool does their work.
 """

@@ -4,11 +4,6 @@ These scripts run in environments of other simulators, without fedquilt.
 
 A folder contains `spec.json`, examples in order of clients (`x.npy` (clients * n, 28, 28) uint8, `y.npy`), a test set,
 the initial weights (`start.npz`, by torch's names) and the cohort of each round (`cohorts.npy`).
-
-These scripts run in environments of other simulators, where fedquilt is not installed.
-
-A folder holds `spec.json`, examples in order of clients (`x.npy` (clients * n, 28, 28) uint8, `y.npy`), a test set,
-the weights to begin with (`start.npz`, by the names of torch) and who is asked in which round (`cohorts.npy`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fedquilt.core import JobError, Update, Usage
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching.search import ranking
 from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method
-from fedquilt.tools.emulate import beside
+from fedquilt.tools.emulate import native_comparison
 
 bundle, runner = build_donors()
 SEARCH = run_method("fedstitch", bundle, image_members(), SMALL, engine=runner, seed=3, rounds=1000)
@@ -59,10 +59,10 @@ class Stored:
 
 def test_a_run_beside_itself_differs_in_nothing(stored: Stored) -> None:
     """Every network is common, scores and junctions too, and so is the one chosen."""
-    found = beside.compare(stored(SEARCH, [0.5, 2.0]), stored(SEARCH))
+    found = native_comparison.compare(stored(SEARCH, [0.5, 2.0]), stored(SEARCH))
     last = SEARCH[-1]
     assert (found.rounds, found.tasks_s) == (len(SEARCH), (0.5, 2.0))
-    assert (found.paths, found.only, found.score, found.junction) == (len(beside.scores(last)), 0, 0.0, 0.0)
+    assert (found.paths, found.only, found.score, found.junction) == (len(native_comparison.scores(last)), 0, 0.0, 0.0)
     assert found.chosen == ranking.candidate_name(last.candidates[last.chosen])
     assert found.same
 
@@ -80,7 +80,7 @@ def test_other_numbers_are_told_by_their_largest_difference(stored: Stored) -> N
         frontier=tuple(net for net in last.frontier if net.path != first.path),
         finished=tuple(net for net in last.finished if net.path != first.path),
     )
-    found = beside.compare(stored([last]), stored([other]))
+    found = native_comparison.compare(stored([last]), stored([other]))
     assert found.score == pytest.approx(0.25)
     assert found.junction == pytest.approx(0.5, abs=1e-6)
 
@@ -89,15 +89,15 @@ def test_another_network_chosen_is_told(stored: Stored) -> None:
     """Networks that one of them alone has are counted."""
     last = SEARCH[-1]
     other = replace(last, chosen=(last.chosen + 1) % len(last.candidates), frontier=(), finished=(), current=None)
-    found = beside.compare(stored([last]), stored([other]))
+    found = native_comparison.compare(stored([last]), stored([other]))
     assert not found.same
     assert found.paths == len({finalist.path for finalist in last.finalists})
-    assert found.only == len(beside.scores(last)) - found.paths
+    assert found.only == len(native_comparison.scores(last)) - found.paths
 
 
 def test_a_search_that_is_not_finished_has_chosen_none(stored: Stored) -> None:
     """Its scores are compared all the same."""
-    found = beside.compare(stored(SEARCH[:2]), stored(SEARCH[:2]))
+    found = native_comparison.compare(stored(SEARCH[:2]), stored(SEARCH[:2]))
     assert (found.chosen, found.same) == ("", True)
     assert found.paths > 0
 
@@ -105,4 +105,4 @@ def test_a_search_that_is_not_finished_has_chosen_none(stored: Stored) -> None:
 def test_a_run_without_a_round_cannot_be_compared(stored: Stored) -> None:
     """With what tells why."""
     with pytest.raises(JobError, match=r"has committed no round: `fedquilt logs toy-"):
-        beside.compare(stored([]), stored(SEARCH))
+        native_comparison.compare(stored([]), stored(SEARCH))

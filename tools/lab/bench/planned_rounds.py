@@ -136,10 +136,12 @@ def play(job: settings.JobSettings, folder: Path, home: Path) -> PlannedRunResul
             raise JobError(f"{simulated.run} has {simulated.final_status}: {simulated.reason}")
         run = simulated.run
     with Store(home) as store:
-        return _result(job, [fact for _, _, fact in store.read_events(run)], accuracies)
+        return _make_result(job, [fact for _, _, fact in store.read_events(run)], accuracies)
 
 
-def _result(job: settings.JobSettings, facts: Sequence[AnyEvent], accuracies: Mapping[int, float]) -> PlannedRunResult:
+def _make_result(
+    job: settings.JobSettings, facts: Sequence[AnyEvent], accuracies: Mapping[int, float]
+) -> PlannedRunResult:
     idle_w = {f"d{index}": _idle_w(make(board)) for index, board in enumerate(job.fleet.boards)}
     rounds: list[PlannedRound] = []
     answers: list[UpdateAccepted] = []
@@ -204,7 +206,7 @@ def measure(seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> dict[str, Any
                     progress.LINE.print_to_stdout(f"{method}, {rule}, seed {seed}: done")
                 if (best := limit(job_of(method, RULES["energy"], seed, rounds), home / "bundle")) is not None:
                     limits.append(best)
-        table += [_row(method, rule, found, runs["predicted"], rounds) for rule, found in runs.items()]
+        table += [_make_row(method, rule, found, runs["predicted"], rounds) for rule, found in runs.items()]
         row, base = table[-1], table[-len(runs)]
         shares[f"joules a round, energy over predicted, {method}"] = compare_at_most(
             row["joules"] / base["joules"], 0.85, "x"
@@ -230,7 +232,7 @@ def measure(seeds: Sequence[int] = SEEDS, rounds: int = ROUNDS) -> dict[str, Any
     }
 
 
-def _row(
+def _make_row(
     method: str, rule: str, found: Sequence[PlannedRunResult], base: Sequence[PlannedRunResult], rounds: int
 ) -> dict[str, Any]:
     pairs = list(zip(found, base, strict=True))

@@ -26,18 +26,22 @@ from fedquilt.tools.emulate.hub import CoordinatorHost
 from fedquilt.tools.emulate.journal import count_restarts, last_message
 from fedquilt.tools.emulate.layouts import Layout
 from fedquilt.tools.emulate.listener import ReceivedMessages
-from fedquilt.tools.emulate.released import HOOK, ReleaseChecks, flash_options
+from fedquilt.tools.emulate.release_checks import HOOK, ReleaseChecks, flash_options
 from fedquilt.tools.emulate.rollouts import job_table
 from fedquilt.tools.emulate.site import HOST, STOP_S, LoopbackFleet, find_free_ports, last, run_server, stop_process
 from fedquilt.tools.lab import demo
 
-PACKAGES: Final = (*guest.PACKAGES, "systemd-sysv", "dbus")  # what a booted system needs beside the least Debian
+PACKAGES: Final = (
+    *guest.PACKAGES,
+    "systemd-sysv",
+    "dbus",
+)  # packages that a booted system needs besides a minimal Debian
 MACHINES: Final = {"x86_64": "amd64", "aarch64": "arm64"}  # the kernel's name -> Debian's and flash's
 DEVICE: Final = "rehearsed"
 
 
 AGENT, CLOCKS, ENROL = "fedquilt-agent.service", "fedquilt-clocks.service", "fedquilt-enrol.service"
-FIRST: Final[Layout] = ("jetson-orin-nx", 6)  # the board on which everything is checked; others are only booted
+FIRST: Final[Layout] = ("jetson-orin-nx", 6)  # board with all checks; other boards are only booted
 USER: Final = "fedquilt"
 BUDGET: Final = "256MB"
 DATA: Final = "/srv/digits.npz"  # in the root file system
@@ -72,7 +76,7 @@ class Rehearsal:
     def prepare_fleet(self, out: Path, mirror: str | None) -> None:
         self._debian, self._wheels = self._ensure_base(out, mirror), out / "wheels"
         self.checks.print_line("an authority, certificates, a token, a job; the broker and the enrolment endpoint")
-        self.site.create_fleet(DEVICE)
+        self.site.issue_identities(DEVICE)
         self._prepare_job()
         self._stack.enter_context(
             run_server(self.site.write_broker_config(), self.folder, self.folder / "mosquitto.log", self.site.broker)

@@ -25,11 +25,11 @@ class NativeComparison:
     rounds: int  # committed by the first
     tasks_s: tuple[float, ...]  # of each task of the first, on its board
     paths: int  # networks, whole or not, that both have scored
-    only: int  # those that one of them alone has
+    only: int  # networks scored by one of the runs only
     score: float | None  # between scores of the same network
     junction: float | None  # between weights of the same junction
     chosen: str  # name of the network that the first has come to; "": its search is not finished
-    same: bool  # whether the other has come to the same
+    same: bool  # whether both runs selected the same network
 
 
 def compare(first: tuple[Store, str], other: tuple[Store, str]) -> NativeComparison:

@@ -1,0 +1,301 @@
+"""Summary of a run, computed event by event, from which all views of a run derive.
+
+The evaluation of a round is that of the state at its start, and costs what all earlier rounds have cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from fedquilt import metrics
+from fedquilt.coordinator.rounds.events import (
+    AnyEvent,
+    CohortSelected,
+    JobConstants,
+    JobEnded,
+    JobState,
+    RoundCommitted,
+    TaskDeclined,
+    UpdateAccepted,
+    UpdateRejected,
+    apply_event,
+)
+from fedquilt.coordinator.settings import JobSettings
+from fedquilt.coordinator.views.costs import CostLedger
+from fedquilt.core import EvaluationSums, Update
+
+
+@dataclass(frozen=True)
+class PersonalScores:
+    weighted: float  # over all their examples
+    mean: float  # over devices, however many examples each has
+    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is worst
+    deviation: float  # standard deviation over devices
+    count: int  # number of devices, those of sites among them
+    loss: float  # over all their examples
+    devices: dict[str, float]  # of devices and sites
+    metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
+
+
+@dataclass(frozen=True)
+class ProgressPoint:
+    """State of a run after some rounds, with their total costs, or None where unknown."""
+
+    rounds: int
+    clock_s: float  # on the coordinator's clock: virtual in a simulation
+    real_s: float  # from the log's dates, without pauses between a stop and the next fact
+    boards_s: (
+        float | None
+    )  # the sum of the slowest task of each round, as its board tells: by its profile if it is simulated
+    down_bytes: int
+    up_bytes: int
+    energy_j: float | None  # gross, of all boards
+    personal: PersonalScores | None = None  # None: no check
+
+
+@dataclass(frozen=True)
+class TimeBreakdown:
+    """Time of a round by use, as means over its devices. The parts add up to `lasted_s`."""
+
+    round: int
+    lasted_s: float
+    compute_s: float
+    transfer_s: float  # down and up, and until the task began: a device reports them as one
+    wait_s: float  # for others, or for the round to begin
+
+
+def summarise_round(total: EvaluationSums | None, updates: Iterable[Update]) -> PersonalScores | None:
+    return summarise_evaluation(total, {update.device: update.evaluation for update in updates})
+
+
+def summarise_evaluation(
+    total: EvaluationSums | None, devices: Mapping[str, EvaluationSums | None]
+) -> PersonalScores | None:
+    main, over = metrics.main_metric(total), metrics.summarise_over_devices(total)
+    if total is None or main is None or over is None:
+        return None
+    known = {
+        device: found[1] for device, each in sorted(devices.items()) if (found := metrics.main_metric(each)) is not None
+    }
+    return PersonalScores(
+        weighted=main[1],
+        mean=over.mean,
+        worst_decile=over.worst_decile,
+        deviation=over.deviation,
+        count=over.devices,
+        loss=math.fsum(total.loss) / total.examples,
+        devices=known,
+        metric=main[0].name,
+    )
+
+
+class RoundSummary(msgspec.Struct, frozen=True):
+    """Cost of a round and, once it is committed, its result."""
+
+    number: int = 0
+    cost: CostLedger = CostLedger()
+    slowest_s: float = 0.0  # longest task, as its device reports
+    committed: bool = False
+    # of a committed round:
+    rounds_before: int = 0  # number of the job's rounds completed before it
+    is_work: bool = False  # one of the job's rounds, neither a settling round nor the closing evaluation
+    settled: bool = False
+    took_s: float = 0.0  # on the coordinator's clock
+    real_s: float = 0.0  # from the log's dates, without pauses between a stop and the next event
+    train_loss: float | None = None
+    scores: PersonalScores | None = None  # without single devices; None: no evaluation
+    times: TimeBreakdown | None = None  # None: no update was timed
+
+
+class DeviceScore(NamedTuple):
+    rounds: int  # completed before the device's last evaluation
+    value: float  # of the main metric
+
+
+class RunSummary(msgspec.Struct, frozen=True):
+    """Immutable summary of a run after some of its events, in memory for all rounds and devices but not for each pair.
+
+    The running round and its devices are not yet in `earlier` and `devices`: see `committed_rounds`, `round_costs` and
+    `device_costs`.
+    """
+
+    state: JobState
+    total: CostLedger = CostLedger()
+    running: RoundSummary = RoundSummary()
+    earlier: Mapping[int, RoundSummary] = {}
+    devices: Mapping[str, CostLedger] = {}
+    scores: Mapping[str, DeviceScore] = {}  # device -> its last evaluation
+    selected: frozenset[str] = frozenset()  # devices of the running round, in any of its attempts
+    answers: tuple[UpdateAccepted, ...] = ()  # of the running round, lost ones too
+    declines: tuple[str, ...] = ()  # devices of the running round, once for each refused task or update
+    final: int | None = None  # number of the evaluation after the last round
+    since_s: float = math.inf  # when the running round began, or the run was resumed in it
+    worked_s: float = 0.0  # in the running round before the last stop
+
+    @staticmethod
+    def from_job(job: JobSettings) -> RunSummary:
+        return RunSummary(JobState(JobConstants.from_job(job)))
+
+    def after(self, fact: AnyEvent, at_s: float = 0.0, state: JobState | None = None) -> RunSummary:
+        """Return the summary after the next event of the run.
+
+        Args:
+            fact: The event.
+            at_s: The time of the event, in wall-clock seconds.
+            state: The job state after the event, or None to compute it.
+
+        Raises:
+            JobError: If the event cannot follow the earlier ones.
+        """
+        state = apply_event(self.state, fact, at_s) if state is None else state
+        number = getattr(fact, "round", self.running.number)
+        found = self if number == self.running.number else self._open_round(number)
+        selected = found.selected or state.asked.union(state.answered)
+        since_s, worked_s = min(found.since_s, at_s), found.worked_s
+        match fact:
+            case CohortSelected():
+                selected = selected.union(fact.devices)
+            case UpdateAccepted():
+                found = found._add_update(fact)
+            case TaskDeclined() | UpdateRejected():
+                running = replace(found.running, cost=found.running.cost.add_decline())
+                found = replace(
+                    found, total=found.total.add_decline(), running=running, declines=(*found.declines, fact.device)
+                )
+            case RoundCommitted():
+                found = found._commit_round(fact, worked_s + at_s - since_s)
+                selected, since_s, worked_s = frozenset(), at_s, 0.0
+            case JobEnded():
+                since_s, worked_s = math.inf, worked_s + at_s - since_s
+        final = number if is_of_final_evaluation(state, fact) else found.final
+        return replace(found, state=state, selected=selected, final=final, since_s=since_s, worked_s=worked_s)
+
+    @property
+    def completed_rounds(self) -> int:
+        """Number of the job's committed rounds, without settling rounds and the closing evaluation."""
+        return sum(each.is_work for each in self.committed_rounds())
+
+    def committed_rounds(self) -> list[RoundSummary]:
+        return [each for each in (*self.earlier.values(), self.running) if each.committed]
+
+    def round_costs(self) -> dict[int, CostLedger]:
+        """Return the cost of each round in which a device answered or declined, by number."""
+        found = {each.number: each.cost for each in (*self.earlier.values(), self.running)}
+        return {number: cost for number, cost in sorted(found.items()) if cost.tasks or cost.declined}
+
+    def device_costs(self) -> dict[str, CostLedger]:
+        """Return the cost of each device that answered or declined, by name."""
+        found = dict(self.devices)
+        for answer in self.answers:
+            device = answer.update.device
+            found[device] = found.get(device, CostLedger()).add_update(answer.update)
+        for device in self.declines:
+            found[device] = found.get(device, CostLedger()).add_decline()
+        return dict(sorted(found.items()))
+
+    def _open_round(self, number: int) -> RunSummary:
+        earlier = {**self.earlier, self.running.number: self.running}
+        running = earlier.get(number, RoundSummary(number))
+        return replace(self, running=running, earlier=earlier, devices=self.device_costs(), answers=(), declines=())
+
+    def _add_update(self, fact: UpdateAccepted) -> RunSummary:
+        update, running = fact.update, self.running
+        slowest_s = max(running.slowest_s, update.usage.wall_s)
+        running = replace(running, cost=running.cost.add_update(update), slowest_s=slowest_s)
+        return replace(self, total=self.total.add_update(update), running=running, answers=(*self.answers, fact))
+
+    def _commit_round(self, fact: RoundCommitted, real_s: float) -> RunSummary:
+        done, updates, devices = self.state.completed_rounds, [answer.update for answer in self.answers], self.scores
+        scores = None if fact.settled else summarise_round(fact.evaluation, updates)
+        if scores is not None:
+            devices = {**devices, **{name: DeviceScore(done, value) for name, value in scores.devices.items()}}
+            scores = dataclasses.replace(scores, devices={})
+        timed = [(each.took_s, each.update.usage.wall_s) for each in self.answers if each.took_s is not None]
+        running = replace(
+            self.running,
+            committed=True,
+            rounds_before=done,
+            is_work=not fact.settled and not self.state.is_work_done,
+            settled=fact.settled,
+            took_s=fact.took_s,
+            real_s=real_s,
+            train_loss=fact.metrics.get("loss"),
+            scores=scores,
+            times=split_round_time(fact.round, fact.took_s, timed) if timed else None,
+        )
+        return replace(self, running=running, scores=devices)
+
+
+def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, AnyEvent]]) -> RunSummary:
+    """Return the summary of a job's events, with the rows of `Store.read_events`."""
+    summary = RunSummary.from_job(job)
+    for _, at_s, fact in facts:
+        summary = summary.after(fact, at_s)
+    return summary
+
+
+def is_of_final_evaluation(state: JobState, fact: AnyEvent) -> bool:
+    """Return whether an event belongs to the evaluation after the last round.
+
+    `state` is the job state after the event. A settling round before that evaluation does not belong to it.
+    """
+    if isinstance(fact, RoundCommitted):
+        return state.checked
+    return state.is_work_done and not state.settling and getattr(fact, "round", None) == state.round
+
+
+def progress_points(summary: RunSummary) -> list[ProgressPoint]:
+    """Return the progress of a run before every committed round and after the last round."""
+    found, now = list[ProgressPoint](), ProgressPoint(0, 0.0, 0.0, 0.0, 0, 0, 0.0)
+    for each in summary.committed_rounds():
+        if not each.settled:  # the cost of a settling round is in the next point's sums
+            found.append(dataclasses.replace(now, rounds=each.rounds_before, personal=each.scores))
+            if not each.is_work:
+                return found
+        cost, boards_s, energy_j = each.cost, now.boards_s, now.energy_j
+        if cost.tasks:
+            boards_s = None if boards_s is None else boards_s + each.slowest_s
+            energy_j = None if energy_j is None or cost.whole_j is None else energy_j + cost.whole_j
+        now = ProgressPoint(
+            rounds=each.rounds_before + each.is_work,
+            clock_s=now.clock_s + each.took_s,
+            real_s=now.real_s + each.real_s,
+            boards_s=boards_s,
+            down_bytes=now.down_bytes + cost.down_bytes,
+            up_bytes=now.up_bytes + cost.up_bytes,
+            energy_j=energy_j,
+        )
+    return [*found, now] if found else []
+
+
+def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
+    """Return the gross joules for each per cent of the main metric from the first evaluation to the best."""
+    checks = [(point.energy_j, point.personal) for point in points if point.personal is not None]
+    if not checks or not metrics.KNOWN[checks[0][1].metric].share:
+        return None
+    (first_j, first), (best_j, best) = checks[0], max(checks, key=lambda check: check[1].weighted)
+    percent = 100 * (best.weighted - first.weighted)
+    if percent <= 0 or first_j is None or best_j is None or best_j <= first_j:
+        return None
+    return (best_j - first_j) / percent
+
+
+def split_round_time(round: int, took_s: float, timed: Sequence[tuple[float, float]]) -> TimeBreakdown:
+    """Return the use of time in a round.
+
+    Args:
+        round: The number of the round.
+        took_s: The duration measured by the coordinator, in seconds.
+        timed: For each device, at least one, the seconds from selection to update and the seconds spent on the task.
+    """
+    lasted_s = max(took_s, *(answered_s for answered_s, _ in timed))
+    compute_s = sum(wall_s for _, wall_s in timed) / len(timed)
+    mean_s = sum(answered_s for answered_s, _ in timed) / len(timed)
+    return TimeBreakdown(round, lasted_s, compute_s, max(mean_s - compute_s, 0.0), lasted_s - mean_s)

@@ -1,0 +1,229 @@
+"""Local training of one network by mini-batches: state, predicted cost, task and result of the methods that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt.arrays import tensors
+from fedquilt.core import (
+    Artefact,
+    Bundle,
+    ClientContext,
+    ClientResult,
+    DeviceUpdate,
+    Fit,
+    Hooks,
+    ModelError,
+    Task,
+    TaskSpec,
+    Tensors,
+    UpdateError,
+    UpdateSchema,
+    WorkEstimate,
+)
+from fedquilt.costs import layer_costs, peak_memory
+from fedquilt.formats import tensor_register
+
+FIT = tuple(each.name for each in fields(Fit))
+
+
+@dataclass(frozen=True)
+class NetworkState:
+    """Global model, with the parameters of the job and the table and cost of the network."""
+
+    params: dict[str, Any]
+    network: dict[str, Any]
+    model: dict[str, np.ndarray]
+    flops: float  # of one forward pass of one example
+    example_bytes: int  # bytes of one example in training at the least, beside the weights; 0: not in the bundle
+    layers: tuple[layer_costs.Layer, ...] = field(default=(), kw_only=True)  # their costs; (): not in the bundle
+
+    def costs_by_layer(self) -> tuple[layer_costs.Layer, ...]:
+        """Return the cost of each layer, or of the network as one layer if the bundle has no layers."""
+        return self.layers or layer_costs.parse_layers({"flops": self.flops})
+
+    @property
+    def register(self) -> tensor_register.TensorRegister:
+        """Register of the network's tensors, with the type and module of each."""
+        return tensor_register.register_of(self.network)
+
+    def trained_names(self) -> list[str]:
+        """Return the names of the model's tensors that gradients change."""
+        return self.register.parameters_of(self.model)
+
+    def plain_state_with(self, model: Mapping[str, np.ndarray]) -> NetworkState:
+        """Return a plain state of the same network with other tensors."""
+        return NetworkState(self.params, self.network, dict(model), self.flops, self.example_bytes, layers=self.layers)
+
+
+def initial_state(bundle: Bundle, params: Any) -> NetworkState:
+    """Return the state with the bundle's model.
+
+    Raises:
+        ModelError: If the bundle has no model.
+    """
+    if "model" not in bundle.files:
+        raise ModelError("the bundle has no 'model': give the job a [model] table and run `fedquilt prepare`")
+    table = {name: getattr(params, name) for name in type(params).__dataclass_fields__}
+    network, model = dict(bundle.meta["network"]), dict(bundle.load("model"))
+    if "register" in bundle.meta:
+        network["register"] = msgspec.to_builtins(bundle.meta["register"])
+    flops, example_bytes = float(bundle.meta.get("flops", 0)), int(bundle.meta.get("example_bytes", 0))
+    found = layer_costs.parse_layers(bundle.meta) if "layers" in bundle.meta else ()
+    return NetworkState(table, network, model, flops, example_bytes, layers=found)
+
+
+# -- tasks and their cost -------------------------------------------------------------------------
+
+
+def training_task_spec(
+    state: NetworkState,
+    bundles: Mapping[str, Tensors],
+    *,
+    trainings: float = 1.0,
+    looks: float = 0.0,
+    anchors: int = 0,
+    moved: Tensors | None = None,
+) -> TaskSpec:
+    """Return the task spec to train the whole network by mini-batches, with its predicted cost.
+
+    See `training_work` for the other arguments.
+    """
+    return TaskSpec(
+        {**state.params, "network": tensor_register.without_register(state.network)},
+        bundles,
+        training_work(state, trainings=trainings, looks=looks, anchors=anchors, moved=moved),
+        check=evaluation_work(state),
+    )
+
+
+def training_work(
+    state: NetworkState,
+    *,
+    trainings: float = 1.0,
+    looks: float = 0.0,
+    anchors: int = 0,
+    moved: Tensors | None = None,
+) -> WorkEstimate:
+    """Return the cost of training the whole network by mini-batches.
+
+    The predicted peak is that of one example at a time or, with trained batch norm, of a mini-batch.
+
+    Args:
+        state: State with the parameters, the network's table and the cost of a forward pass.
+        trainings: Forward and backward passes over each example in an epoch.
+        looks: Forward passes over each example in an epoch, in addition to `trainings`.
+        anchors: Copies of the model in memory, in addition to those of plain SGD.
+        moved: Trained tensors, or None if all are. The other tensors have no gradients and no moments.
+    """
+    size = tensors.total_bytes([state.model])
+    moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
+    library = str(state.network.get("name", "")).partition("/")[0]
+    convolutions = state.register.convolution_paths(state.model)
+    moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
+    fixed = peak_memory.fixed_training_bytes(
+        size, len(convolutions), moving, copies=peak_memory.COPIES + anchors, library=library
+    )
+    peak_bytes = fixed + minimum_batch(state, moved) * state.example_bytes
+    costs, names = state.costs_by_layer(), state.model if moved is None else moved
+    each = layer_costs.PassCost().add_scaled(layer_costs.training_cost(costs, names), trainings)
+    each = each.add_scaled(layer_costs.forward_cost(costs), looks)
+    steps = {
+        name: round(trainings * count) for name, count in layer_costs.trained_tensor_bytes(state.model, names).items()
+    }
+    work = layer_costs.training_work(each, state.params, steps, size)
+    kind = layer_costs.workload_kind(costs, convolutions)
+    return msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind)
+
+
+def evaluation_work(state: NetworkState) -> WorkEstimate:
+    """Return the cost of one forward pass over as many examples as a device trains on."""
+    kind = layer_costs.workload_kind(state.costs_by_layer(), state.register.convolution_paths(state.model))
+    found = layer_costs.inference_work(
+        layer_costs.forward_cost(state.costs_by_layer()), tensors.total_bytes([state.model])
+    )
+    return msgspec.structs.replace(found, workload=kind)
+
+
+def minimum_batch(state: NetworkState, moved: Tensors | None = None) -> int:
+    """Return the least number of examples in memory: a mini-batch with trained batch norm, else one.
+
+    Args:
+        state: State with the model and the batch size.
+        moved: Trained tensors, or None if all are.
+    """
+    names = None if moved is None else moved.keys()
+    return int(state.params.get("batch", 1)) if state.register.is_coupled(state.model, names) else 1
+
+
+# -- on the device --------------------------------------------------------------------------------
+
+
+def fit_from_task(task: Task) -> Fit:
+    """Return the training settings of a task, at the learning rate of its round."""
+    given = {name: task.params[name] for name in FIT if name in task.params}
+    return Fit(**{**given, "lr": learning_rate(task.params, task.round)})
+
+
+def learning_rate(params: Mapping[str, Any], round: int) -> float:
+    """Return the client's learning rate in a round: eta * decay^round."""
+    return float(params["lr"]) * float(params.get("lr_decay", 1.0)) ** round
+
+
+def train_from(task: Task, site: ClientContext, start: Tensors, hooks: Hooks = Hooks()) -> ClientResult:
+    """Train from `start` and return the trained tensors as bundle "model", weighted by examples."""
+    model, metrics = site.engine.train(
+        task.params["network"], start, site.train, fit_from_task(task), site.rng, hooks=hooks, progress=site.progress
+    )
+    return ClientResult({"model": model}, weight=float(len(site.train)), metrics=metrics)
+
+
+# -- updates and results --------------------------------------------------------------------------
+
+
+def full_model_schema(state: Any) -> UpdateSchema:
+    """Return the schema of an update with all tensors of the model."""
+    return UpdateSchema({"model": tensors.tensor_shapes(state.model)})
+
+
+def partial_model_schema(state: Any) -> UpdateSchema:
+    """Return the schema of an update with any part of the model."""
+    return UpdateSchema({"model": tensors.tensor_shapes(state.model)}, whole=False)
+
+
+def require_unit_weight(update: DeviceUpdate) -> None:
+    """Raise an error unless an update has weight 1, in methods without weighting.
+
+    Raises:
+        UpdateError: If the weight is not 1.
+    """
+    if update.weight != 1:
+        raise UpdateError(f"{update.device} weighs {update.weight:g}: with this method every device weighs 1")
+
+
+def reported_steps(update: DeviceUpdate) -> float:
+    """Return the number of mini-batches that a device reports.
+
+    Raises:
+        UpdateError: If the update reports none.
+    """
+    steps = update.metrics.get("steps", 0.0)
+    if not 1 <= steps < 2**53:
+        raise UpdateError(f"{update.device} says that it took {steps:g} steps: this method has to know, 1 or more")
+    return float(steps)
+
+
+def weights_artefact(network: Mapping[str, Any], model: Tensors, **meta: Any) -> Artefact:
+    """Return a trained network as an artefact, with each tensor under all of its names."""
+    table = {"network": tensor_register.without_register(network), **meta}
+    return Artefact("weights", table, with_aliases(network, model))
+
+
+def with_aliases(network: Mapping[str, Any], model: Tensors) -> Tensors:
+    """Return the model with each tensor under all of its names."""
+    return tensor_register.register_of(network).with_aliases(model) if "register" in network else model
