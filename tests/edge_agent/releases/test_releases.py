@@ -243,7 +243,7 @@ def test_a_release_is_committed_only_once_its_kind_has_noted_that_it_held(
     assert toy.calls.count("keep") == 2
 
 
-@pytest.mark.parametrize("method", ["stage", "begin_check", "swap", "back", "drop"])
+@pytest.mark.parametrize("method", ["stage", "start_check", "activate", "roll_back", "discard_unused"])
 @pytest.mark.parametrize("late", [False, True])
 def test_killed_in_any_call_it_goes_on_by_itself(site: Site, toy: ToyKind, method: str, late: bool) -> None:
     """Death comes before the call has done anything, or after; the second release is ill, and returns to the first."""
