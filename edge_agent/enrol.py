@@ -9,6 +9,7 @@ Not imported by the agent's daemon: this needs the cryptography library (`fedqui
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import http.client
 import logging
@@ -130,12 +131,12 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
 
 
 def wait(
-    settings: AgentSettings,  # """Repeat `enrol` until the endpoint is reached; a refusal or a wrong setting ends it.
+    settings: AgentSettings,
     clock: Callable[[], datetime.datetime],
     pause: Callable[[float], None],
     post: Post | None = None,
 ) -> str:
-    """`enrol`, again and again until the endpoint is reached; a refusal or a wrong setting ends it.
+    """Repeat `enrol` until the endpoint is reached. A refusal or a wrong setting ends the repetition.
 
     Raises:
         JobError, StoreError: as `enrol`.
@@ -275,18 +276,15 @@ def _post(url: str, files: Paths, path: str, request: Request, certified: bool) 
         LinkError: no answer, or an untrusted one.
         JobError: a URL, CA file, certificate or key that cannot be used.
     """
-    parts = urlsplit(url)
-    if parts.scheme != "https" or not parts.hostname or parts.path not in ("", "/") or parts.username:
-        raise JobError(f"[enrol] url = {url!r} is no endpoint's address: write https://HOST[:PORT]")
+    host, port = _endpoint_address(url)
     try:
-        port = parts.port or enrolment.PORT
         context = ssl.create_default_context(cafile=str(files.ca))
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         if certified:
             context.load_cert_chain(files.cert, files.key)
     except (ValueError, OSError) as error:
         raise JobError(f"[enrol] url = {url!r} or {files.ca} cannot be used: {mqtt_errors.why(error)}") from None
-    connection = http.client.HTTPSConnection(parts.hostname, port, timeout=ANSWER_S, context=context)
+    connection = http.client.HTTPSConnection(host, port, timeout=ANSWER_S, context=context)
     try:
         connection.request("POST", path, msgspec.json.encode(request), {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -304,6 +302,16 @@ def _post(url: str, files: Paths, path: str, request: Request, certified: bool) 
     if status != 200:
         raise LinkError(f"{url} could not answer ({status}): {answer.reason}")
     return answer
+
+
+def _endpoint_address(url: str) -> tuple[str, int]:
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or enrolment.PORT
+        host.encode("idna")  # as the look-up of the name does
+        if host and parts.scheme == "https" and parts.path in ("", "/") and not parts.username:
+            return host, port
+    raise JobError(f"[enrol] url = {url!r} is no endpoint's address: write https://HOST[:PORT]")
 
 
 def _unreached(url: str, files: Paths, error: Exception) -> str:

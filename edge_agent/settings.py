@@ -155,9 +155,11 @@ def size_bytes(text: str) -> int:
     size = {name.upper(): each for name, each in UNITS.items()}.get(unit)
     if found is None or size is None:
         raise JobError(f'{text!r} is no size: write, for example, "512MB" or "1.5GiB"; units are {", ".join(UNITS)}')
-    if not found[2] and float(found[1]):
+    whole, _, part = found[1].partition(".")
+    number = int(whole + part)  # a float would lose bytes of large sizes
+    if not found[2] and number:
         raise JobError(f'{text!r} has no unit: write "{found[1]}MB", or "{found[1]}B" if it is bytes')
-    return int(float(found[1]) * size)
+    return number * size // 10 ** len(part)
 
 
 def load(path: Path) -> AgentSettings:

@@ -27,6 +27,7 @@ HEADER_BYTES: Final = 8 * 1024
 PIECE_BYTES: Final = 64 * 1024  # of a body that are read at once
 LINGER_BYTES: Final = 256 << 20  # read and dropped after a refusal, so that the client gets the answer
 POLL_MS: Final = 500  # between checks of deadlines
+PORT_MOST: Final = 65535
 SPARE_THREADS: Final = 16  # for connections that were closed and whose threads have not ended yet
 _REQUEST: Final = re.compile(rb"([A-Z]{1,16}) (\S+) HTTP/1\.([01])\Z")
 _ONCE: Final = frozenset({"host", "content-length", "content-range", "range", "authorization", "origin"})
@@ -163,11 +164,13 @@ class HttpServer:
         self._handler, self._context, self._error_body = handler, context, error_body
         self._places = threading.BoundedSemaphore(self.connections.limits.connections + SPARE_THREADS)
         self._closed = False
+        if not 0 <= port <= PORT_MOST:  # `create_server` would leave its socket open
+            raise OSError(f"port {port} is not between 0 and {PORT_MOST}")
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, port), family=family, backlog=128)
             self._listener.setblocking(False)
-        except OverflowError as error:
+        except (UnicodeError, TypeError) as error:  # Python's for host names that no host can have
             raise OSError(str(error)) from None
         self._thread = threading.Thread(target=self._accept_connections, name="http", daemon=True)
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-# # OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
+# OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
 # other work starves both: 250 steps of a small network took 6 s with it, over 60 s without.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

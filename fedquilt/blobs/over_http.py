@@ -106,14 +106,18 @@ class Reach:
             CarrierError: the place's certificate is not to be trusted.
             OSError: the place is not reached.
         """
-        parts = urlsplit(source.url)
-        host = parts.hostname or ""
+        try:
+            parts = urlsplit(source.url)
+            host, port = parts.hostname or "", parts.port
+            host.encode("idna")  # as the look-up of the name does
+        except ValueError:
+            raise CarrierError(f"{source.origin} is no host and port", later=False) from None
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
             context = self._context(source)
-            connection = http.client.HTTPSConnection(host, parts.port, timeout=CONNECT_S, context=context)
+            connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=context)
         else:
-            connection = http.client.HTTPConnection(host, parts.port, timeout=CONNECT_S)
+            connection = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
         try:
             connection.connect()
             if source.token and isinstance(connection.sock, ssl.SSLSocket):

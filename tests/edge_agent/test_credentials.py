@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from fedquilt.core import JobError
 from fedquilt.edge_agent import credentials, settings
 
 
@@ -26,6 +29,17 @@ def test_a_password_too(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("secret")
     after = credentials.taken(told(password_file="/etc/fedquilt/password"), tmp_path)
     assert after.broker.password_file == str(tmp_path / "password")
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    """A credential has the name of one file: systemd's folder can hold no two."""
+    (tmp_path / "x.pem").write_text("certificate")
+    with pytest.raises(JobError, match=r"broker.ca /a/x\.pem and broker.cert /b/x\.pem have the same name"):
+        credentials.taken(told(ca="/a/x.pem", cert="/b/x.pem"), tmp_path)
+    both = credentials.taken(told(cert="/a/x.pem", key="/a/x.pem"), tmp_path)
+    assert (both.broker.cert, both.broker.key) == (str(tmp_path / "x.pem"),) * 2
+    (tmp_path / "x.pem").unlink()
+    assert credentials.taken(told(ca="/a/x.pem", cert="/b/x.pem"), tmp_path).broker.ca == "/a/x.pem"
 
 
 def test_without_such_a_folder_nothing_changes() -> None:

@@ -90,6 +90,9 @@ def test_a_size_without_its_unit_is_refused_with_the_mend() -> None:
         ("2kib", 2048),
         ("5TB", 5 * 10**12),
         ("1TiB", 1 << 40),
+        ("9007199254740993B", 9007199254740993),  # the first whole number that no float can hold
+        ("1.001kB", 1001),
+        ("0.3333 kB", 333),
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:

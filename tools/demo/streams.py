@@ -9,19 +9,33 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 
 from fedquilt import threads
-from fedquilt.core import Examples
+from fedquilt.core import UNDECODABLE, Examples
+from fedquilt.edge_agent import served
 
 BATCH: Final = 20  # images of one request
 SLOW_S, FAST_S = 0.5, 0.01  # between two requests to every runner, at least
 REQUEST_S: Final = 30.0
 SAMPLE_S: Final = 1.0  # between two looks at what runners say of themselves
+
+
+class Label(msgspec.Struct, frozen=True):
+    """Classification of one image by a runner."""
+
+    label: int = msgspec.field(name="class")
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """Body of a runner's reply to one request."""
+
+    model: str  # sha256
+    answers: list[Label]
 
 
 class Answers(NamedTuple):
@@ -109,15 +123,15 @@ class Streams:
         file, y = io.BytesIO(), images.y[chosen]
         np.savez(file, x=images.x[chosen], y=y)
         try:
-            told = self._post(device, file.getvalue())
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            reply = self._post(device, file.getvalue())
+            right = sum(each.label == truth for each, truth in zip(reply.answers, y.tolist(), strict=True))
+        except (OSError, http.client.HTTPException, ValueError, *UNDECODABLE) as error:
             self._links.pop(device).close()
             self.failed.append(f"{device}: {error}")
             return
-        right = sum(each["class"] == truth for each, truth in zip(told["answers"], y.tolist(), strict=True))
-        self.answers.append(Answers(time.time(), device, told["model"], right, len(y)))
+        self.answers.append(Answers(time.time(), device, reply.model, right, len(y)))
 
-    def _post(self, device: str, body: bytes) -> Any:
+    def _post(self, device: str, body: bytes) -> Reply:
         address = urlsplit(self._runners[device])
         if device not in self._links:
             self._links[device] = http.client.HTTPConnection(
@@ -129,13 +143,13 @@ class Streams:
         told = answer.read()
         if answer.status != http.client.OK:
             raise ValueError(f"{answer.status} {told[:200]!r}")
-        return msgspec.json.decode(told)
+        return msgspec.json.decode(told, type=Reply)
 
     def _sample(self) -> None:
         for device, folder in self._folders.items():
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                told = msgspec.json.decode((folder / "served.json").read_bytes())
-                said = Said(told["at"], device, told["model"], told["drift"], told["accuracy"])
+            with contextlib.suppress(OSError, *UNDECODABLE):
+                told = msgspec.json.decode((folder / served.FILE).read_bytes(), type=served.Served)
+                said = Said(told.at, device, told.model, told.drift, told.accuracy)
                 if said != self.latest().get(device):
                     self.said.append(said)
 

@@ -158,8 +158,7 @@ def _over_current(hwmon: Path) -> dict[str, int]:
 
 def _swap_on_card(root: Path) -> str | None:
     """The first swap on an SD card, as /proc/swaps names it. eMMC has the same device names; its type is MMC."""
-    for line in (sysfs.text(root / "proc/swaps") or "").splitlines()[1:]:
-        name, kind = line.split()[:2]
+    for name, kind in _first_columns(root / "proc/swaps")[1:]:
         device = name if kind == "partition" else _device_of(root, name)
         disk = re.match(r"/dev/(mmcblk\d+)", device or "")
         if disk is not None and sysfs.line(root / f"sys/block/{disk[1]}/device/type") == "SD":
@@ -170,8 +169,13 @@ def _swap_on_card(root: Path) -> str | None:
 def _device_of(root: Path, file: str) -> str | None:
     """Device of the file system that holds a file, by /proc/mounts: the longest mount point counts."""
     best, device = "", None
-    for line in (sysfs.text(root / "proc/mounts") or "").splitlines():
-        source, place = line.split()[:2]
+    for source, place in _first_columns(root / "proc/mounts"):
         if (file == place or file.startswith(place.rstrip("/") + "/")) and len(place) >= len(best):
             best, device = place, source
     return device
+
+
+def _first_columns(table: Path) -> list[tuple[str, str]]:
+    """Return the first two words of each line. A line with fewer is left out: a long file is cut anywhere."""
+    rows = (line.split(None, 2) for line in (sysfs.text(table) or "").splitlines())
+    return [(row[0], row[1]) for row in rows if len(row) > 1]

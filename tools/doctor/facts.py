@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 from fedquilt.core import ClockError, Device, JobError, Reading
 from fedquilt.edge_agent import devices, sysfs
@@ -25,6 +25,13 @@ FLASHED: Final = "opt/fedquilt/current"  # what `fedquilt flash` puts the agent'
 UNIT: Final = "etc/systemd/system/fedquilt-agent.service"
 JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # by the major number of Linux for Tegra
 SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # systemd's
+
+
+class HelperFault(NamedTuple):
+    """Reason why the clock helper gives no status."""
+
+    kind: Literal["not permitted", "no answer"]
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,7 @@ class Machine:
     mode_hidden: bool = False  # nvpmodel keeps it where this user may not read it
     modes: tuple[str, ...] = ()
     hidden: tuple[str, ...] = ()  # clocks whose frequencies this user may not read
-    helper: Status | str | None = None  # the clock helper's; or why it does not answer; None: not there
+    helper: Status | HelperFault | None = None  # None: no clock helper is there
     paths: tuple[Path, ...] = field(default=())  # where its Python packages are
     flashed: bool = False  # its packages came by `fedquilt flash`: there is no pip that could change them
     conditions: Conditions = Conditions()
@@ -166,7 +173,7 @@ def _undervoltage(hwmon: Path) -> bool | None:
     return None
 
 
-def _helper(path: Path) -> Status | str | None:
+def _helper(path: Path) -> Status | HelperFault | None:
     try:
         path.stat()
     except PermissionError:
@@ -174,13 +181,13 @@ def _helper(path: Path) -> Status | str | None:
     except OSError:
         return None
     if not os.access(path, os.W_OK):
-        return f"this user may not speak to the clock helper at {path}"
+        return HelperFault("not permitted", f"this user may not speak to the clock helper at {path}")
     clocks = Clocks.connect(path)
     if clocks is None:
-        return f"nobody answers at {path}, the clock helper's socket"
+        return HelperFault("no answer", f"nobody answers at {path}, the clock helper's socket")
     try:
         return clocks.status()
     except ClockError as problem:
-        return str(problem)
+        return HelperFault("no answer", str(problem))
     finally:
         clocks.close()

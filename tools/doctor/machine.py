@@ -197,9 +197,9 @@ def clock_helper(machine: Machine) -> Finding | None:
                 "sudo systemctl restart fedquilt-clocks",
             )
         return ok("FQ170", "the clock helper answers")
-    if "may not speak" in machine.helper:
-        return warning("FQ170", machine.helper, "sudo usermod -aG fedquilt $USER, and log in again")
-    return warning("FQ170", machine.helper, "sudo systemctl restart fedquilt-clocks")
+    if machine.helper.kind == "not permitted":
+        return warning("FQ170", machine.helper.sentence, "sudo usermod -aG fedquilt $USER, and log in again")
+    return warning("FQ170", machine.helper.sentence, "sudo systemctl restart fedquilt-clocks")
 
 
 def hidden_clocks(machine: Machine) -> Finding | None:

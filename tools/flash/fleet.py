@@ -15,10 +15,10 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -80,14 +80,39 @@ class Done(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class Enrolment:
+    """Enrolment of one board, as the authority's register has it."""
+
+    step: Literal["none", "token unused", "token expired", "enrolled"] = "none"
+    at_s: float | None = None  # end of the token, or time of issue of the certificate
+
+    def __str__(self) -> str:
+        when = "" if self.at_s is None else stamp(self.at_s)
+        match self.step:
+            case "none":
+                return "-"
+            case "token unused":
+                return f"waits for its first boot, until {when}"
+            case "token expired":
+                return "token expired"
+            case "enrolled":
+                return f"enrolled {when}"
+
+
+@dataclass(frozen=True)
 class State:
     """State of one board, as the operator's side knows it."""
 
     row: Row
     written: str  # where to, or why not
-    enrolment: str = "-"
-    presence: str = "not looked"
+    enrolment: Enrolment = Enrolment()
+    online: bool | None = None
     done: bool = False
+
+    @property
+    def presence(self) -> str:
+        """The presence in a word or two."""
+        return "not looked" if self.online is None else "online" if self.online else "offline"
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -214,15 +239,12 @@ def _place(row: Row, imaged: bool, folder: Path) -> str:
 
 
 def _token(row: Row, plan: Plan, at_s: float) -> Path:
-    """The board's own token: that of an interrupted run while it is valid, else a new one."""
+    """Return the file of the board's token: that of an interrupted run if the token is still unused, else a new one."""
     path = plan.folder / f"{row.name}.token"
-    if not path.is_file() or path.stat().st_mtime + plan.hours * 3600.0 <= at_s:
-        register = Register(plan.authority / "register.db")
-        try:
+    with closing(Register(plan.authority / "register.db")) as register:
+        if not path.is_file() or not register.is_unused(path.read_text(errors="replace").strip(), at_s):
             text = register.make_token(row.name, plan.hours * 3600.0, at_s)
-        finally:
-            register.close()
-        enrolment.keep(path, f"{text}\n".encode(), 0o600)
+            enrolment.keep(path, f"{text}\n".encode(), 0o600)
     return path
 
 
@@ -265,32 +287,32 @@ def states(rows: Sequence[Row], plan: Plan, failed: Mapping[str, str], online: s
             issued = register.certificates(row.name) if register is not None else []
             written = note.place if note else f"not written: {failed.get(row.name, 'not yet')}"
             mine = [one for one in tokens if one.pattern == row.name]
-            presence = "not looked" if online is None else "online" if row.name in online else "offline"
-            told.append(State(row, written, enrolled(issued, mine, time.time()), presence, note is not None))
+            there = None if online is None else row.name in online
+            told.append(State(row, written, enrolled(issued, mine, time.time()), there, note is not None))
         return told
     finally:
         if register is not None:
             register.close()
 
 
-def enrolled(issued: Sequence[Issued], tokens: Sequence[Token], now_s: float) -> str:
-    """What the authority knows of one board, in a word or two."""
+def enrolled(issued: Sequence[Issued], tokens: Sequence[Token], now_s: float) -> Enrolment:
+    """Return the enrolment of a board with these certificates and tokens."""
     valid = [one for one in issued if one.revoked_s is None and one.ends_s > now_s]
     token = tokens[-1] if tokens else None
     if token is not None and token.used_s is None and not any(one.issued_s >= token.made_s for one in valid):
-        return f"waits for its first boot, until {stamp(token.ends_s)}" if token.ends_s > now_s else "token expired"
-    return f"enrolled {stamp(valid[-1].issued_s)}" if valid else "-"
+        return Enrolment("token unused" if token.ends_s > now_s else "token expired", token.ends_s)
+    return Enrolment("enrolled", valid[-1].issued_s) if valid else Enrolment()
 
 
 def lines(states: Sequence[State], wide: int | None = None) -> list[str]:
     """The table at the end, and what is still offline in one sentence."""
-    rows = [(s.row.name, " ".join(s.row.labels), s.row.target, s.written, s.enrolment, s.presence) for s in states]
+    rows = [(s.row.name, " ".join(s.row.labels), s.row.target, s.written, str(s.enrolment), s.presence) for s in states]
     told = columns.table([HEAD, *rows], "<", wide)
     if missing := [one.row.name for one in states if not one.done]:
         told.append(f"not written: {', '.join(missing)}; the same command again goes on with them")
-    if waiting := [one.row.name for one in states if one.enrolment.startswith(("waits", "token"))]:
+    if waiting := [one.row.name for one in states if one.enrolment.step in ("token unused", "token expired")]:
         told.append(f"not enrolled yet: {', '.join(waiting)}")
-    if off := [one.row.name for one in states if one.presence == "offline"]:
+    if off := [one.row.name for one in states if one.online is False]:
         told.append(f"still offline: {', '.join(off)}")
     return told
 
@@ -327,13 +349,13 @@ def watch(look: Callable[[], Sequence[State]], wait: Callable[[float], None], sa
         wait: waits so many seconds for something to happen.
         say: prints a line.
     """
-    before: dict[str, tuple[str, str]] = {}
+    before: dict[str, tuple[Enrolment, bool | None]] = {}
     while True:
         now = look()
         for one in now:
-            if before.get(one.row.name) != (one.enrolment, one.presence):
-                before[one.row.name] = (one.enrolment, one.presence)
-                said = one.enrolment if one.presence == "not looked" else f"{one.enrolment}, {one.presence}"
+            if before.get(one.row.name) != (one.enrolment, one.online):
+                before[one.row.name] = (one.enrolment, one.online)
+                said = str(one.enrolment) if one.online is None else f"{one.enrolment}, {one.presence}"
                 say(f"{time.strftime('%H:%M:%S')}  {one.row.name}: {said}")
         if all(ready(one) for one in now if one.done):
             return now
@@ -342,6 +364,4 @@ def watch(look: Callable[[], Sequence[State]], wait: Callable[[float], None], sa
 
 def ready(state: State) -> bool:
     """Whether nothing more is to be waited for from a board that was flashed."""
-    if state.presence != "not looked":
-        return state.presence == "online"
-    return not state.enrolment.startswith("waits")
+    return state.enrolment.step != "token unused" if state.online is None else state.online

@@ -22,9 +22,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 import fedquilt
 from fedquilt import config
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import UNDECODABLE, JobError, StoreError
 from fedquilt.disk import doing
 from fedquilt.tools.flash.targets import Target
 
@@ -35,6 +37,13 @@ ROUNDS_MOST: Final = 6  # of finding that something more is needed
 FOR_A_GPU: Final = ("onnxruntime-gpu", "torch", "torchvision")  # an index besides PyPI has its own builds of these
 NUMPY_2: Final = b"numpy._core._multiarray_umath"  # is imported by what was compiled with the headers of NumPy 2
 STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file in our own wheel: the same files, the same bytes
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """List of the downloaded wheels of a folder. JSON, since a list that was cut off must not read as a shorter one."""
+
+    asked: str  # hash of the question that the wheels answer
+    sha256_by_name: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -203,19 +212,18 @@ def sha256(path: Path) -> str:
 def _kept(folder: Path, asked: str) -> list[Path] | None:
     """Wheels that an earlier call downloaded for the same question, if all are there and whole."""
     try:
-        first, *lines = (folder / "kept.txt").read_text().splitlines()
-    except (OSError, ValueError):
+        kept = msgspec.json.decode((folder / "kept.json").read_bytes(), type=Kept)
+    except (OSError, *UNDECODABLE):
         return None
-    named = [line.split("  ", 1) for line in lines]
-    paths = [folder / name for _, name in named]
-    if first != asked or not all(path.is_file() for path in paths):
+    paths = {folder / name: digest for name, digest in kept.sha256_by_name.items()}
+    if kept.asked != asked or not all(path.is_file() and sha256(path) == digest for path, digest in paths.items()):
         return None
-    return paths if [sha256(path) for path in paths] == [digest for digest, _ in named] else None
+    return list(paths)
 
 
 def _keep(folder: Path, wheels: Sequence[Path], asked: str) -> None:
-    lines = [asked, *(f"{sha256(path)}  {path.name}" for path in wheels)]
-    (folder / "kept.txt").write_text("\n".join(lines) + "\n")
+    kept = Kept(asked=asked, sha256_by_name={path.name: sha256(path) for path in wheels})
+    (folder / "kept.json").write_bytes(msgspec.json.encode(kept))
 
 
 def _resolved(

@@ -106,7 +106,11 @@ class Endpoint:
             case "POST", enrolment.ENROL | enrolment.RENEW:
                 self._answer_enrolment(exchange)
             case "GET" | "HEAD", enrolment.CRL:  # public: brokers elsewhere can fetch the revocation list
-                crl = (authority.folder / "crl.pem").read_bytes()
+                try:
+                    crl = (authority.folder / "crl.pem").read_bytes()
+                except OSError as error:  # raised further, it would count as the connection's
+                    log.error("the revocation list cannot be read: %s", error)
+                    raise RefusedError(500, "the revocation list cannot be read: see the endpoint's log") from None
                 exchange.answer(200, {"Content-Type": "application/x-pem-file"}, crl)
             case _:
                 raise RefusedError(404, "there is nothing at this address")

@@ -147,6 +147,12 @@ class Register:
         rows = self._db.execute("SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token ORDER BY made_s")
         return [Token(*row) for row in rows]
 
+    def is_unused(self, text: str, now_s: float) -> bool:
+        """Check that a token can still be redeemed by any key."""
+        values = (_digest(text), now_s)
+        row = self._db.execute("SELECT 1 FROM token WHERE digest = ? AND used_s IS NULL AND ends_s > ?", values)
+        return row.fetchone() is not None
+
     def take_token(self, text: str, device: str, key_id: str, now_s: float) -> Token | str:
         """Use a token up, within `together`; or why it cannot be used, as a sentence.
 

@@ -174,7 +174,8 @@ def test_whom_the_helper_does_not_know_has_the_board_without_its_clocks(user: Us
     seen, _ = planted("jetson-orin-nx", 6)
     with Served(seen, user.folder / "run", None) as served:
         told = user.does(is_refused, seen, served.path)
-        assert told == [False, f"this user may not speak to the clock helper at {served.path}"]
+        fault = facts.HelperFault("not permitted", f"this user may not speak to the clock helper at {served.path}")
+        assert told == [False, list(fault)]
 
 
 # -- everything else that root alone may read -----------------------------------------------------

@@ -50,13 +50,13 @@ class Server:
             sock.sendall(head.encode() + PAYLOAD[start : start + most])
 
 
-def fetched(tmp_path: Path, server: Server, reach: over_http.Reach) -> Depot:
+def fetched(tmp_path: Path, server: Server, reach: over_http.Reach, *before: Source) -> Depot:
     digests = "".join(hashlib.sha256(PAYLOAD[at : at + CHUNK]).hexdigest() for at in range(0, len(PAYLOAD), CHUNK))
     sha256 = hashlib.sha256(PAYLOAD).hexdigest()
     manifest = wire.Manifest(sha256=sha256, size=len(PAYLOAD), chunk=CHUNK, digests=digests)
     depot = Depot(tmp_path)
     intake = Intake(depot, manifest, depot.resume(manifest))
-    over_http.fetch(reach, (source(server, sha256),), intake)
+    over_http.fetch(reach, (*before, source(server, sha256)), intake)
     assert depot.has(intake.ref)
     return depot
 
@@ -103,3 +103,16 @@ def test_a_server_that_was_never_reached_is_not_waited_for(tmp_path: Path) -> No
     with pytest.raises(over_http.CarrierError, match="cannot be used"):
         fetched(tmp_path, server, over_http.Reach(pause=pauses.append))
     assert pauses == []
+
+
+@pytest.mark.parametrize("origin", ["http://a..b", "http://[::1", "http://a:x", "http://a:65536"])
+def test_a_place_without_an_address_is_passed_over(tmp_path: Path, origin: str) -> None:
+    """The next place is tried, and nothing of the address but its host is quoted."""
+    server = Server()
+    server.listen(len(PAYLOAD))
+    fetched(tmp_path, server, over_http.Reach(), Source(url=f"{origin}/secret", token="t"))
+    server.thread.join()
+    assert server.starts == [0]
+    with pytest.raises(over_http.CarrierError, match="is no host and port") as refused:
+        over_http.ask(over_http.Reach(), "HEAD", Source(url=f"{origin}/secret", token="t"))
+    assert "secret" not in str(refused.value)

@@ -238,6 +238,9 @@ def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
     assert told(Status(clocks=(), owes=("the GPU's limit",))) == ["FQ171"]
     dead = Machine(1.8e9, memory_bytes=10**9, helper=facts._helper(place))  # its socket is left, nobody listens
     assert [one.number for one in machine.check(dead) if one.severity != "ok"] == ["FQ170"]
+    assert "systemctl restart" in (machine.clock_helper(dead).mend or "")  # type: ignore[union-attr]
+    refused = Machine(1.8e9, memory_bytes=10**9, helper=facts.HelperFault("not permitted", "no"))
+    assert "usermod" in (machine.clock_helper(refused).mend or "")  # type: ignore[union-attr]
 
 
 def test_what_flash_and_the_authority_need_is_looked_for() -> None:

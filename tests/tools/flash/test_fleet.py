@@ -14,7 +14,7 @@ from boards import PYTHON, TARGET
 from fedquilt import cli, config, wire
 from fedquilt.core import JobError
 from fedquilt.tools.flash import fleet, many
-from fedquilt.tools.flash.fleet import Row, State
+from fedquilt.tools.flash.fleet import Enrolment, Row, State
 from fedquilt.tools.identity.register import Issued, Register, Token
 from fedquilt.transport.link import Message
 
@@ -103,6 +103,32 @@ def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest
     assert "orin-1: done before" not in capfd.readouterr().out
 
 
+def redeem(register: Register, token: str) -> None:
+    with register.together():
+        register.take_token(token, "orin-1", "key of the first card", time.time())
+
+
+def cancel(register: Register, token: str) -> None:
+    register.cancel_tokens("orin-1")
+
+
+@pytest.mark.parametrize("spend", [redeem, cancel])
+def test_a_row_that_changed_gets_a_new_token_once_the_first_is_spent(site: Path, spend: Any) -> None:
+    """The new card makes a new key, and no token serves two keys."""
+    (site / "boards.csv").write_text("name,budget\norin-1,1GB\n")
+    assert flash(site) == 0
+    file = site / "fedquilt-boards/orin-1.token"
+    first = file.read_text().strip()
+    register = Register(site / "ca/register.db")
+    spend(register, first)
+    (site / "boards.csv").write_text("name,budget\norin-1,2GB\n")
+    assert flash(site) == 0
+    with register.together():
+        taken = register.take_token(file.read_text().strip(), "orin-1", "key of the second card", time.time())
+    register.close()
+    assert isinstance(taken, Token), taken
+
+
 @pytest.mark.parametrize("watch", [(), ("--watch",)])
 def test_a_broker_that_is_away_hides_neither_the_table_nor_enrolments(
     site: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, watch: tuple[str, ...]
@@ -168,32 +194,34 @@ def test_enrolment_is_what_the_register_says() -> None:
     """A certificate from before the token is another card's."""
     token = Token("a", 100.0, 1000.0, None, None, None)
     used = token._replace(used_s=200.0)
-    assert fleet.enrolled([], [token], 150.0).startswith("waits for its first boot")
-    assert fleet.enrolled([issued(50.0)], [token], 150.0).startswith("waits")
-    assert fleet.enrolled([issued(50.0), issued(200.0)], [used], 250.0).startswith("enrolled 1970-01-01 00:03")
-    assert fleet.enrolled([], [token], 2000.0) == "token expired"
-    assert fleet.enrolled([issued(50.0, revoked_s=60.0)], [], 150.0) == "-"
+    waits = "waits for its first boot, until 1970-01-01 00:16 UTC"
+    assert str(fleet.enrolled([], [token], 150.0)) == waits
+    assert str(fleet.enrolled([issued(50.0)], [token], 150.0)) == waits
+    assert str(fleet.enrolled([issued(50.0), issued(200.0)], [used], 250.0)) == "enrolled 1970-01-01 00:03 UTC"
+    assert str(fleet.enrolled([], [token], 2000.0)) == "token expired"
+    assert str(fleet.enrolled([issued(50.0, revoked_s=60.0)], [], 150.0)) == "-"
 
 
 def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
     """First boot, enrolment, online; a board that was never written is not waited for."""
     rows = [Row("a", "jetpack6"), Row("b", "jetpack6"), Row("lost", "jetpack6")]
-    seen = iter([("waits", "offline"), ("waits", "offline"), ("enrolled 1", "offline"), ("enrolled 1", "online")])
+    waits, enrolled = Enrolment("token unused", 1000.0), Enrolment("enrolled", 200.0)
+    seen = iter([(waits, False), (waits, False), (enrolled, False), (enrolled, True)])
     waited: list[float] = []
     said: list[str] = []
 
     def look() -> list[State]:
-        enrolment, presence = next(seen)
-        told = [State(one, "x.img", enrolment, presence, done=True) for one in rows[:2]]
-        return [*told, State(rows[2], "not written", "-", "offline")]
+        enrolment, online = next(seen)
+        told = [State(one, "x.img", enrolment, online, done=True) for one in rows[:2]]
+        return [*told, State(rows[2], "not written", online=False)]
 
     ended = fleet.watch(look, waited.append, said.append)
     assert [one.presence for one in ended] == ["online", "online", "offline"]
     assert len(waited) == 3
     assert [line.split("  ")[1] for line in said if "  a: " in line] == [
-        "a: waits, offline",
-        "a: enrolled 1, offline",
-        "a: enrolled 1, online",
+        "a: waits for its first boot, until 1970-01-01 00:16 UTC, offline",
+        "a: enrolled 1970-01-01 00:03 UTC, offline",
+        "a: enrolled 1970-01-01 00:03 UTC, online",
     ]
     assert fleet.lines(ended, 200)[-1] == "still offline: lost"
 
@@ -244,6 +272,6 @@ def test_states_join_table_register_and_presence(site: Path, capfd: pytest.Captu
         register.add(issued(time.time() + 1, time.time() + 1e6)._replace(name="other", serial="2"))
     register.close()
     one, two = fleet.states(rows, plan, {"orin-2": "no route"}, {"orin-1"})
-    assert (one.enrolment[:8], one.presence) == ("enrolled", "online")
-    assert (two.enrolment[:5], two.presence) == ("waits", "offline")
+    assert (one.enrolment.step, one.online) == ("enrolled", True)
+    assert (two.enrolment.step, two.online) == ("token unused", False)
     assert callable(many.main)

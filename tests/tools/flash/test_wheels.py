@@ -161,6 +161,19 @@ def test_every_board_gets_the_same_versions_without_a_network(index: Path, tmp_p
     assert Wheel.read(paho).version == "100.0"
 
 
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9])
+def test_a_list_of_kept_wheels_that_was_cut_off_leads_to_a_new_download(
+    index: Path, tmp_path: Path, share: float
+) -> None:
+    """As by a disk that was full. A shorter list would send a board fewer wheels than it needs."""
+    first = wheels.house(JP7, [], tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").glob("*/kept.json")
+    whole = kept.read_text()
+    kept.write_text(whole[: int(len(whole) * share)])
+    assert wheels.house(JP7, [], tmp_path / "cache") == first
+    assert kept.read_text() == whole
+
+
 def test_an_operator_may_say_which_versions_are_allowed(index: Path, tmp_path: Path) -> None:
     """Kept beside what boards without that constraint get, so that neither replaces the other's."""
     wheel(index, "paho_mqtt", "98.0")

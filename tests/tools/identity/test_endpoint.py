@@ -160,6 +160,15 @@ def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_
         other.close()
 
 
+@pytest.mark.parametrize(
+    "url", ["https://a..b", "https://[::1", "https://a:x", "https://a:65536", "http://a", "https://"]
+)
+def test_an_address_that_is_none_is_named_before_anything_is_sent(site: Site, url: str) -> None:
+    """`wait` would repeat what can never succeed, or end in a traceback."""
+    with pytest.raises(JobError, match="is no endpoint's address"):
+        enrol.enrol(site.board("orin-7", "token", url), now())
+
+
 def test_a_clock_that_is_far_ahead_is_named_as_what_is_wrong(site: Site) -> None:
     """Here the endpoint's certificate was made by a clock far behind, which looks the same to the board."""
     board = site.board("orin-7", site.token("orin-7"))
@@ -206,6 +215,17 @@ def test_plain_http_and_garbage_are_dropped_quietly(site: Site, caplog: pytest.L
             assert ask(site, "GET", "/")[0] == 404
         until(lambda: "the connection of 127.0.0.1 ended early" in caplog.text, "the log says it")
     assert "Traceback" not in caplog.text
+
+
+def test_a_revocation_list_that_cannot_be_read_is_answered_and_logged(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A broker that fetches it would else see a closed connection, and the operator nothing."""
+    (site.authority.folder / "crl.pem").unlink()
+    status, body = ask(site, "GET", enrolment.CRL)
+    assert status == 500
+    assert "the revocation list cannot be read" in json.loads(body)["reason"]
+    assert "crl.pem" in caplog.text
 
 
 def test_a_port_in_use_says_so(site: Site) -> None:
