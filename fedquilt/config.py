@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -85,6 +86,11 @@ def text(table: Mapping[str, Any]) -> str:
     import tomli_w  # only writers of settings need it
 
     return tomli_w.dumps(_written(table))
+
+
+def key_text(name: str) -> str:
+    """Return a key as TOML writes it: bare, or quoted where it has other than letters, digits, "-" and "_"."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def _written(value: Any) -> Any:

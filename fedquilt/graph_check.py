@@ -127,9 +127,10 @@ class Graph:
                     f"the graph has {len(values)} {side}s ({names}), and fedquilt {verb} one: export a network with "
                     f"one {side}, and make other {side}s constants or leave them out"
                 )
-        ((name, kind, shape),) = self.inputs
-        if kind == _BFLOAT16:
-            raise ModelError(f"input {name[:80]!r} is bfloat16, which fedquilt cannot feed: export it with float32")
+            if values[0].kind == _BFLOAT16:
+                named = f"{side} {values[0].name[:80]!r}"
+                raise ModelError(f"{named} is bfloat16, which has no type in numpy: export it with float32")
+        ((name, _, shape),) = self.inputs
         if shape == ():
             raise ModelError(f"input {name[:80]!r} is a single number: export it with a batch as its first axis")
         if shape and shape[0] not in (None, 1):

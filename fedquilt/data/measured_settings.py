@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from fedquilt import config
 from fedquilt.core import DataError, JobError
 from fedquilt.data.spec import AUTO, DataSpec
 
@@ -35,7 +36,10 @@ def agent_lines(table: Mapping[str, Any]) -> list[str]:
     """Return the measured settings as TOML lines for an agent's [data] table."""
     lines = []
     if categories := table.get("categories"):
-        each = (f"{column} = {json.dumps(list(words), ensure_ascii=False)}" for column, words in categories.items())
+        each = (
+            f"{config.key_text(column)} = {json.dumps(list(words), ensure_ascii=False)}"
+            for column, words in categories.items()
+        )
         lines.append(f"categories = {{ {', '.join(each)} }}")
     if depth := table.get("depth"):
         lines.append(f"depth = {depth}")

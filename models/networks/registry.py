@@ -58,7 +58,19 @@ def build(network: Mapping[str, Any]) -> nn.Module:
         raise ModelError(f"network {name!r} cannot be built from {dict(network)}: {error}") from None
     if not hasattr(model, "state_dict"):
         raise ModelError(f"network {name!r}: the function returned a {type(model).__name__}, not a torch.nn.Module")
+    _materialise(model, network)
     return model
+
+
+def _materialise(model: nn.Module, network: Mapping[str, Any]) -> None:
+    """Give torch's lazy modules their shapes, by one example of zeros."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, *input_shape(network)))
+        model.train()
 
 
 def load(network: Mapping[str, Any], weights: str | Path | None = None, *, seed: int = 0) -> nn.Module:
@@ -98,10 +110,23 @@ def cost(model: nn.Module, shape: tuple[int, ...]) -> Cost:
 
     counter = FlopCounterMode(display=False)
     was_training = model.training
-    with plain_attention(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), counter:
+    with plain_attention(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), _without_gradients(model), counter:
         model.eval()(torch.zeros(1, *shape))
     model.train(was_training)
     return Cost(float(counter.get_total_flops()), sum(p.numel() for p in model.parameters()))
+
+
+@contextlib.contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Have no parameter ask for gradients: torch's counter fails on a module that takes a view of one as its input."""
+    asking = [value for value in model.parameters() if value.requires_grad]
+    try:
+        for value in asking:
+            value.requires_grad_(False)
+        yield
+    finally:
+        for value in asking:
+            value.requires_grad_()
 
 
 @contextlib.contextmanager

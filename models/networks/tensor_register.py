@@ -35,7 +35,8 @@ def trace_register(model: nn.Module, shape: tuple[int, ...]) -> Register:
         module = modules[path]
         parameter = isinstance(value, nn.Parameter)
         kind: Kind = "parameter" if parameter else "buffer" if value.is_floating_point() else "counter"
-        running = [named[id(each)][0] in moved for each in module.buffers(recurse=False) if each.is_floating_point()]
+        held = [each for each in module.buffers(recurse=False) if id(each) in named]  # the others are not in the state
+        running = [named[id(each)][0] in moved for each in held if each.is_floating_point()]
         normalises = isinstance(module, _NORMS) or (any(running) and not any(module.children()))
         facts = (kind, path, layers.get(path, path), _module_type(module), normalises, name in moved)
         rows.append(Entry(name, *facts, tuple(named[id(value)][1:])))

@@ -276,6 +276,10 @@ def test_inputs_with_a_value_are_weights() -> None:
             "input 'x' takes exactly 4 examples at once: export it with a first axis",
         ),
         (lambda: made_graphs.product(kind=made_graphs.BFLOAT16), "input 'x' is bfloat16"),
+        (
+            lambda: made_graphs.product(output=made_graphs.value("y", kind=made_graphs.BFLOAT16)),
+            "output 'y' is bfloat16, which has no type in numpy: export it with float32",
+        ),
         (lambda: made_graphs.product(()), "input 'x' is a single number"),
     ],
 )

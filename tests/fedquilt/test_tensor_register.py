@@ -257,3 +257,10 @@ def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -
     with pytest.raises(ModelError, match=r"weight of '2' is made of '2\.parametrizations\.weight\.original"):
         register.require_plain_weight("2")
     register.require_plain_weight("0")
+
+
+def test_buffers_outside_the_state_are_not_in_the_register() -> None:
+    """As frequencies of rotary positions are, beside tensors that count."""
+    layer = nn.Linear(4, 3)
+    layer.register_buffer("frequencies", torch.ones(4), persistent=False)
+    assert [entry.name for entry in tensor_register.trace_register(layer, (4,)).tensors] == ["weight", "bias"]

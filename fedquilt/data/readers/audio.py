@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import wave
+import struct
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple
 
 import numpy as np
 
@@ -15,6 +18,21 @@ from fedquilt.data.readers import columns, files, table
 from fedquilt.data.readers.base import Reader
 from fedquilt.data.readers.columns import Chunk
 from fedquilt.data.spec import Audio, DataSpec
+
+PCM: Final = 1  # format of a WAV file
+EXTENSIBLE: Final = 0xFFFE  # names its format elsewhere, as programs write for 24 bits or several channels
+SUBFORMAT: Final = bytes.fromhex("000000001000800000aa00389b71")  # behind the number of the format that it names
+FMT_MOST: Final = 40  # bytes of a format
+
+
+class _Sound(NamedTuple):
+    """A WAV file that stands at its samples."""
+
+    stream: BinaryIO
+    channels: int
+    rate: int
+    width: int  # bytes of a sample
+    samples: int  # of each channel
 
 
 def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
@@ -35,8 +53,8 @@ def open_(path: Path, spec: DataSpec, *, labelled: bool = True) -> Reader:
     else:
         found, labels, owner = _read_listing(table.file_of(path, spec), spec, labelled)
     for file in found:
-        with _open_wav(file) as opened:
-            _require_sample_rate(opened, file, audio)
+        with _open_wav(file) as sound:
+            _require_sample_rate(sound, file, audio)
     shape = (spectrogram.frames_of(audio)[3], audio.mels)
 
     def take(rows: np.ndarray) -> np.ndarray:
@@ -73,27 +91,55 @@ def _read_listing(file: Path, spec: DataSpec, labelled: bool) -> tuple[list[Path
     return list(chain.from_iterable(found.x)), found.y, found.owner
 
 
-def _open_wav(source: Path | bytes) -> wave.Wave_read:
+@contextlib.contextmanager
+def _open_wav(source: Path | bytes) -> Iterator[_Sound]:
     """Open a WAV file or its bytes. Raise DataError if it is none."""
     file = _name_of(source)
     try:
-        return wave.open(io.BytesIO(source) if isinstance(source, bytes) else str(source), "rb")
+        stream = io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
-    except (wave.Error, EOFError) as error:
-        raise DataError(
-            f"{file} is no WAV file of plain samples ({error or 'it is cut short'}): save it as PCM"
-        ) from None
+    with stream:
+        try:
+            sound = _read_head(stream)
+        except OSError as error:
+            raise DataError(f"cannot read {file}: {error.strerror}") from None
+        except (ValueError, struct.error) as error:
+            why = "it is cut short" if isinstance(error, struct.error) else error
+            raise DataError(f"{file} is no WAV file of plain samples ({why}): save it as PCM") from None
+        yield sound
+
+
+def _read_head(stream: BinaryIO) -> _Sound:
+    """Read a WAV file up to its samples. Python's own reader takes extensible formats from Python 3.12 on alone."""
+    riff, _, kind = struct.unpack("<4sI4s", stream.read(12))
+    if (riff, kind) != (b"RIFF", b"WAVE"):
+        raise ValueError("it does not begin as one")
+    fmt = b""
+    while True:
+        name, size = struct.unpack("<4sI", stream.read(8))
+        if name == b"data":
+            break
+        end = stream.tell() + size + size % 2
+        if name == b"fmt ":
+            fmt = stream.read(min(size, FMT_MOST))
+        stream.seek(end)
+    tag, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", fmt)
+    if tag == EXTENSIBLE and fmt[26:] == SUBFORMAT:
+        (tag,) = struct.unpack_from("<H", fmt, 24)
+    width = (bits + 7) // 8
+    if tag != PCM or not channels or width not in (1, 2, 3, 4):
+        raise ValueError(f"format {tag}, {channels} channels, {bits} bits")
+    return _Sound(stream, channels, rate, width, size // (channels * width))
 
 
 def _name_of(source: Path | bytes) -> str:
     return "the recording" if isinstance(source, bytes) else str(source)
 
 
-def _require_sample_rate(opened: wave.Wave_read, source: Path | bytes, audio: Audio) -> None:
+def _require_sample_rate(sound: _Sound, source: Path | bytes, audio: Audio) -> None:
     """Raise DataError if the recording's rate is not the one of [data.audio]."""
-    rate = opened.getframerate()
-    if rate != audio.rate:
+    if (rate := sound.rate) != audio.rate:
         name = source.name if isinstance(source, Path) else "old.wav"
         raise DataError(
             f"{_name_of(source)} has {rate} samples a second, and {audio.rate} are wanted: bring it to that rate, as "
@@ -108,13 +154,13 @@ def read_samples(source: Path | bytes, audio: Audio) -> np.ndarray:
         DataError: it is no WAV file of integer samples, or cut short.
     """
     wanted, file = spectrogram.frames_of(audio)[0], _name_of(source)
-    with _open_wav(source) as opened:
-        _require_sample_rate(opened, source, audio)
-        width, channels, count = opened.getsampwidth(), opened.getnchannels(), opened.getnframes()
+    with _open_wav(source) as sound:
+        _require_sample_rate(sound, source, audio)
+        stream, channels, _, width, count = sound
         try:
-            raw = opened.readframes(min(wanted, count))
-        except (wave.Error, EOFError, OSError) as error:
-            raise DataError(f"cannot read {file}: {error or 'it is cut short'}") from None
+            raw = stream.read(min(wanted, count) * width * channels)
+        except OSError as error:
+            raise DataError(f"cannot read {file}: {error.strerror}") from None
     if len(raw) < min(wanted, count) * width * channels:
         raise DataError(f"{file} is cut short: its head announces {count} samples: record or copy it anew")
     if width == 1:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from fedquilt import config
 from fedquilt.core import DataError
 from fedquilt.data.readers.base import NAMED_MOST
 from fedquilt.data.spec import DataSpec
@@ -122,9 +123,8 @@ class Decoder:
         kinds = sorted({str(value) for value in chunk.columns[name] if not missing(value)})
         if len(kinds) > 20:
             return "leave the column out of [data] x, or mend the value"
-        return (
-            f"mend it, or list the column's words: categories = {{ {name} = {json.dumps(kinds, ensure_ascii=False)} }}"
-        )
+        words = f"{config.key_text(name)} = {json.dumps(kinds, ensure_ascii=False)}"
+        return f"mend it, or list the column's words: categories = {{ {words} }}"
 
     def _one_hot(self, chunk: Chunk, name: str, kinds: Sequence[str]) -> np.ndarray:
         places = {kind: place for place, kind in enumerate(kinds)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import wave
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,25 @@ def test_samples_of_any_width_and_channels_are_the_same_sound(width: int, tmp_pa
     """To the precision of their bits."""
     path = recorded(tmp_path / "a.wav", tone(440), width=width, channels=2)
     np.testing.assert_allclose(audio.read_samples(path, SPEC), tone(440), atol=2.0 ** (2 - 8 * width))
+
+
+@pytest.mark.parametrize(("number", "bits"), [(1, 24), (1, 16), (3, 32)])
+def test_an_extensible_format_is_read_if_it_names_plain_samples(number: int, bits: int, tmp_path: Path) -> None:
+    """On every version of Python. Programs write it for 24 bits, and notes before the samples; number 3 is floats."""
+    plain = recorded(tmp_path / "a.wav", tone(440), width=bits // 8)
+    head, samples = plain.read_bytes()[:44], plain.read_bytes()[44:]
+    named = struct.pack("<HHIH", 22, bits, 4, number) + bytes.fromhex("000000001000800000aa00389b71")
+    fmt = b"fmt " + struct.pack("<IH", 40, 0xFFFE) + head[22:36] + named
+    notes = b"LIST" + struct.pack("<I", 5) + b"INFOx\0"
+    path = tmp_path / "b.wav"
+    path.write_bytes(b"RIFF\0\0\0\0WAVE" + fmt + notes + b"data" + struct.pack("<I", len(samples)) + samples)
+    if number == 1:
+        np.testing.assert_array_equal(audio.read_samples(path, SPEC), audio.read_samples(plain, SPEC))
+    else:
+        with pytest.raises(
+            DataError, match=r"b\.wav is no WAV file of plain samples \(format 3, 1 channels, 32 bits\)"
+        ):
+            audio.read_samples(path, SPEC)
 
 
 def test_recordings_are_read_by_folder_or_by_table(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import fedquilt as fq
+from fedquilt import config
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.views import scores
 from fedquilt.core import DataError, JobError
-from fedquilt.data import examples, readers
+from fedquilt.data import examples, measured_settings, readers
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import settings as agent
 from fedquilt.tools.simulation.agents import Plan
@@ -318,6 +319,13 @@ def test_the_bundle_and_a_job_in_python_have_the_words_too(
     keys = {"y": "failed", "x": ["age", "material"], "categories": {"material": "auto"}}
     job = fq.Job(method="fedavg", data=fq.Data("pumps", **keys))
     assert job.data["categories"] == {"material": ["bronze", "iron", "steel"]}
+
+
+def test_the_line_for_agent_toml_quotes_columns_and_words_as_toml_does() -> None:
+    """Spaces, marks and letters beyond ASCII stand in heads of tables."""
+    categories = {"Größe": ["S", 'the "L"'], "a.b; c": ["1\n2"], "plain-1": ["ä"]}
+    (line,) = measured_settings.agent_lines({"categories": categories})
+    assert config.parse(line, "agent.toml") == {"categories": categories}
 
 
 def test_a_board_has_to_list_its_words() -> None:

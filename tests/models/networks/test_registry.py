@@ -28,6 +28,42 @@ def test_a_convolution_is_counted_at_every_position() -> None:
     assert registry.cost(first, (1, 28, 28)) == (2 * 16 * 25 * 784, 416)
 
 
+def test_a_network_whose_module_is_given_a_parameter_is_counted_and_asks_for_gradients_afterwards() -> None:
+    """A recurrent cell begins with a parameter: 4 x 4 weights are 32 FLOPs."""
+
+    class Begun(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.begin, self.cell = torch.nn.Parameter(torch.zeros(4)), torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.cell(self.begin.expand(len(x), -1)) + x
+
+    model = Begun()
+    assert registry.cost(model, (4,)) == (32.0, 24)
+    assert all(value.requires_grad for value in model.parameters())
+
+
+def test_lazy_modules_are_built_whole_with_weights_of_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late.py").write_text(
+        "from torch import nn\n"
+        "def network(inputs, classes):\n"
+        "    return nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(classes))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    table = {"name": "late:network", "inputs": 3, "classes": 2}
+    model, again, other = (registry.load(table, seed=seed) for seed in (1, 1, 2))
+    assert registry.build(table).training
+    assert {name: tuple(value.shape) for name, value in model.named_parameters()} == {
+        "0.weight": (3,),
+        "0.bias": (3,),
+        "1.weight": (2, 3),
+        "1.bias": (2,),
+    }
+    assert torch.equal(model[1].weight, again[1].weight)
+    assert not torch.equal(model[1].weight, other[1].weight)
+
+
 @pytest.mark.parametrize(
     "network",
     [
