@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from fedquilt import evaluation
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.core import EvaluationSums, Profile, SiteRight, TaskKind, Update, UpdateError
+from fedquilt.core.rights import has_site_bundles
 from fedquilt.metrics import KNOWN, MAIN
 
 if TYPE_CHECKING:
@@ -187,9 +188,7 @@ def require_plausible(update: Update, bounds: Bounds, *, work: bool) -> None:
         UpdateError: If the update cannot count.
     """
     require_metrics(update.metrics)
-    from fedquilt.coordinator import passed  # imports numpy, which a reader of snapshots does without
-
-    for_boards = passed.of_site(update.bundles) or not work
+    for_boards = has_site_bundles(update.bundles) or not work
     boards = bounds.right.most if bounds.right and for_boards else 1
     most = bounds.reported * boards
     if update.evaluation is not None:

@@ -7,8 +7,8 @@ from math import prod
 from typing import Any, Final
 
 from fedquilt import compression, tensors
-from fedquilt.coordinator import passed
 from fedquilt.core import Encoding, Expected, Update, UpdateError
+from fedquilt.core.rights import has_site_bundles
 
 UNKNOWN_MB: Final = 1024  # that a device may send where neither the job nor the method says how much it is
 LOSSY: Final = 2  # times as many bytes as the tensors have: topk with all entries, each with its place
@@ -44,7 +44,7 @@ def require_fit(
     whole_bytes = sum(ref.size for ref in update.bundles.values())
     if most_mb is None and expected is None:
         most_mb = UNKNOWN_MB
-    if passed.of_site(update.bundles):
+    if has_site_bundles(update.bundles):
         return _require_site_size(whole_bytes, expected, most_mb, boards)
     if most_mb is not None and whole_bytes > most_mb << 20:
         raise UpdateError(f"larger than max_update_mb = {most_mb}")

@@ -8,7 +8,7 @@ one update, so that none is too large for a manifest, or has a header too large 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -27,8 +27,8 @@ from fedquilt.core import (
     UpdateError,
     shapes,
 )
+from fedquilt.core.rights import SITE_BUNDLES
 
-OURS: Final = "site."  # before the names of a site's bundles
 SUM: Final = "site.sum"  # bundle with an accumulator: its arrays by number, and where in it they belong
 FORM: Final = "form"  # tensor of that, uint8 (n,): as of `fedquilt.tensors.parts`
 TABLE: Final = "boards"  # tensor of each bundle, uint8 (n,): JSON of a list of `Part`
@@ -43,11 +43,6 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: Amount = 0.0
     metrics: Metrics = {}
     bundles: tuple[Label, ...] = ()
-
-
-def of_site(bundles: Collection[str]) -> bool:
-    """Whether an update with bundles of these names is a site's."""
-    return any(name.startswith(OURS) for name in bundles)
 
 
 def table(parts: Sequence[Part]) -> np.ndarray:
@@ -107,10 +102,10 @@ def bundled(given: Sequence[Contribution]) -> Iterator[tuple[str, dict[str, np.n
                 size += array.nbytes
         parts.append(Part(update.device, update.weight, dict(update.metrics), tuple(update.bundles)))
         if len(held) >= BUNDLE_TENSORS or size >= BUNDLE_BYTES:
-            yield f"{OURS}{number}", {TABLE: table(parts), **held}
+            yield f"{SITE_BUNDLES}{number}", {TABLE: table(parts), **held}
             number, size, parts, held = number + 1, 0, [], {}
     if parts or not number:
-        yield f"{OURS}{number}", {TABLE: table(parts), **held}
+        yield f"{SITE_BUNDLES}{number}", {TABLE: table(parts), **held}
 
 
 def parts_of_site(update: Contribution) -> list[Part]:
@@ -141,7 +136,7 @@ def contributions(update: Contribution) -> list[Contribution]:
     """
     found = []
     for name, bundle in update.bundles.items():
-        if not name.startswith(OURS) or name == SUM:
+        if not name.startswith(SITE_BUNDLES) or name == SUM:
             raise UpdateError(f"bundle {name!r} stands beside updates that are passed up")
         found += _cut(update.round, bundle)
     if (weight := math.fsum(each.weight for each in found)) != update.weight:

@@ -44,6 +44,7 @@ from fedquilt.core import (
     soundness,
     summed,
 )
+from fedquilt.core.rights import has_site_bundles
 
 STATE: Final = "state"  # bundle of a site's task
 NOTHING: Final = np.zeros(0, np.uint8)
@@ -108,7 +109,7 @@ def _folding(half: Half) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def fold(state: Any, so_far: Any, update: Contribution) -> Any:
-        if not passed.of_site(update.bundles):
+        if not has_site_bundles(update.bundles):
             return plain(state, so_far, update)
         if passed.SUM not in update.bundles:
             require(state, update)
@@ -127,7 +128,7 @@ def _folding(half: Half) -> Callable[..., Any]:
         return total
 
     def require(state: Any, update: Contribution) -> None:
-        if not passed.of_site(update.bundles):
+        if not has_site_bundles(update.bundles):
             required(plain, state, update)
         elif passed.SUM in update.bundles:
             checked(state, update)

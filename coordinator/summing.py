@@ -34,6 +34,7 @@ from fedquilt.core import (
     required,
     summed,
 )
+from fedquilt.core.rights import has_site_bundles
 from fedquilt.on_disk import Scratch
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
@@ -71,7 +72,7 @@ class Summing:
         Raises:
             UpdateError: it cannot be folded, or is no output of the codec.
         """
-        of_site = passed.of_site(update.bundles)
+        of_site = has_site_bundles(update.bundles)
         if self._job.wire.codec == "raw" and not of_site and self._folding.holds(update):
             return update
         with checks.named(update.device):
@@ -233,7 +234,7 @@ class Summing:
             if update.boards:
                 given = self._streamed(update)
                 boards.update({each.device: partial(_as_it_is, each) for each in passed.contributions(given)})
-            elif not passed.of_site(update.bundles):
+            elif not has_site_bundles(update.bundles):
                 boards[device] = partial(self._streamed, update)
         total = None
         for device in sorted(boards):
@@ -303,13 +304,15 @@ class Summing:
         return mending.streamed(self._depot, update)
 
     def _decode(self, given: Contribution, base: Base) -> Contribution:
-        if passed.of_site(given.bundles):  # the site has decoded them, and types and shapes of its bundles are not kept
+        if has_site_bundles(
+            given.bundles
+        ):  # the site has decoded them, and types and shapes of its bundles are not kept
             return given
         return replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
 
     def _authorize(self, update: Update, given: Contribution, bounds: claims.Bounds) -> Update:
         """Return the update with the devices that a site may speak for, or raise UpdateError if it may not."""
-        if not passed.of_site(given.bundles):
+        if not has_site_bundles(given.bundles):
             return update
         parts = passed.parts_of_site(given)
         claims.require_site_boards(update, parts, bounds)
@@ -317,7 +320,7 @@ class Summing:
 
     def _plain(self, update: Update, given: Contribution) -> Update:
         """The update as it is stored: as the codec has decoded it."""
-        if self._job.wire.codec == "raw" or passed.of_site(update.bundles):
+        if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {name: stored(self._depot, bundle, put=self._depot.stow) for name, bundle in given.bundles.items()}
         return msgspec.structs.replace(update, bundles=refs, bases={})

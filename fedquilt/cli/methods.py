@@ -15,5 +15,6 @@ from fedquilt.cli.commands import argument, option, verb
 def methods(method: str | None, out: Path | None, format: str) -> None:
     """List the methods, or show one's paper, deviations and parameters."""
     from fedquilt.tools.experiments import method_pages as tool
+    from fedquilt.tools.experiments import papers
 
-    tool.main(method, out, format)
+    tool.main(method, out, format, papers.covering)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Collection, Iterable
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
+
+SITE_BUNDLES: Final = "site."  # prefix of the names of bundles in a site's update
 
 NamePattern = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63}|[a-z0-9][a-z0-9._-]{0,62}\*|\*)\Z")]
 """The name of a device, or the beginning of names: "cam-*"."""
@@ -35,6 +37,11 @@ class SiteRight(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for one in self.boards
             for another in other.boards
         )
+
+
+def has_site_bundles(names: Collection[str]) -> bool:
+    """Return whether bundles of these names are those of a site's update."""
+    return any(name.startswith(SITE_BUNDLES) for name in names)
 
 
 def _matches(name: str, pattern: str) -> bool:

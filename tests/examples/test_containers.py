@@ -23,8 +23,9 @@ from waiting import LIMIT_S, until
 import command_lines
 from fedquilt import __version__, config
 from fedquilt.tools import demo
-from fedquilt.tools.emulate import guest, host, rehearsed, rollouts
+from fedquilt.tools.emulate import guest, rehearsed, rollouts
 from fedquilt.tools.emulate.container import child_of
+from fedquilt.tools.flash import own_python
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "containers"
@@ -147,7 +148,9 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
         pytest.skip(why)
     folder, archive = tmp_path_factory.mktemp("podman"), BASE
     if not archive:
-        made = guest.make(folder / "base", host.mirror(guest.SUITE), folder / "log", rehearsed.machine(), PACKAGES)
+        made = guest.make(
+            folder / "base", own_python.debian_mirror(guest.SUITE), folder / "log", rehearsed.machine(), PACKAGES
+        )
         archive = str(folder / "base.tar")
         subprocess.run(["tar", "-C", made.root, "-cf", archive, "--exclude=./dev", "."], check=True)
     called = Podman(folder)

@@ -31,6 +31,7 @@ from fedquilt.tools.emulate.guest import Guest
 from fedquilt.tools.emulate.host import Machine
 from fedquilt.tools.emulate.rollouts import Rollouts, job
 from fedquilt.tools.emulate.site import STOP_S, Site, free_ports, last, running, stop
+from fedquilt.tools.flash import own_python
 from fedquilt.tools.simulation.agents import Plan, virtually
 
 HERE: Final = Path(__file__).parent
@@ -136,7 +137,7 @@ def _system(root: Path, mirror: str | None, folder: Path, steps: Steps) -> Guest
     if root.exists():
         with steps(f"take the root file system that is in {root}"):
             return Guest(root)
-    mirror = mirror or host.mirror(guest.SUITE)
+    mirror = mirror or own_python.debian_mirror(guest.SUITE)
     with steps(f"debootstrap: Debian {guest.SUITE} for arm64 from {mirror}") as notes:
         made = guest.make(root, mirror, folder / "debootstrap.log")
         size = sum(path.lstat().st_size for path in root.rglob("*") if path.is_file() and not path.is_symlink())
@@ -285,7 +286,7 @@ def _versions(board: Guest, emulator: Path) -> dict[str, str]:
     code = "import numpy, onnxruntime, platform as p; print(p.machine(), p.python_version(), numpy.__version__, "
     machine, *found = board.run(python, "-c", f"{code} onnxruntime.__version__)").split()
     return {
-        "qemu": host.run([str(emulator), "--version"]).split("\n")[0].split("version ")[-1],
+        "qemu": own_python.run([str(emulator), "--version"]).split("\n")[0].split("version ")[-1],
         "machine": f"{machine} ({guest.CPU})",
         **dict(zip(("python", "numpy", "onnxruntime"), found, strict=True)),
     }

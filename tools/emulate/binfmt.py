@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.core import JobError
-from fedquilt.tools.emulate import host
+from fedquilt.tools.flash import own_python
 
 PLACE: Final = "/proc/sys/fs/binfmt_misc"
 NAME: Final = "fedquilt-aarch64"
@@ -72,7 +72,7 @@ def registered(emulator: Path, table: InTable = in_table) -> Iterator[str]:
         JobError: the kernel has no such table, or refuses.
     """
     try:
-        there = entries(host.run(table(LIST)))
+        there = entries(own_python.run(table(LIST)))
     except JobError as error:
         raise JobError(f"{error}: is binfmt_misc in this kernel (modprobe binfmt_misc), and is this root?") from None
     other = next((name for name, entry in there.items() if name != NAME and serves(entry)), None)

@@ -1,4 +1,4 @@
-"""What an emulation needs of this machine, and where Debian comes from: as apt here has it."""
+"""What an emulation needs of this machine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,25 +28,6 @@ BOOTED: Final = {  # likewise, for what systemd-nspawn boots
     "mosquitto": "mosquitto",
     "unshare": "util-linux",
 }
-TARGETS: Final = ("apt-get", "indextargets", "--format", "$(REPO_URI)|$(RELEASE)|$(COMPONENT)|$(ORIGIN)|$(LABEL)")
-
-Run = Callable[[Sequence[str]], str]
-
-
-def run(words: Sequence[str], given: str = "") -> str:
-    """What a program says on standard output.
-
-    Raises:
-        JobError: it is not there or fails; with its last words.
-    """
-    try:
-        done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise JobError(f"{words[0]} cannot be run: {error.strerror}") from None
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["(it said nothing)"]
-        raise JobError(f"{' '.join(words[:4])} ... ended with {done.returncode}: {said[-1]}")
-    return done.stdout
 
 
 @dataclass(frozen=True)
@@ -97,25 +77,6 @@ def require(machine: Machine, made: bool, programs: Mapping[str, str] = PROGRAMS
         missing.append(f"{wanted:.0f} MB of disk, and {free:.0f} MB are free: make room, or name another --out")
     if missing:
         raise JobError("emulate needs " + "; and ".join(missing))
-
-
-def mirror(suite: str, listed: Run = run) -> str:
-    """The Debian archive that apt uses here; the one with this suite if there are several.
-
-    Raises:
-        JobError: apt knows none.
-    """
-    try:
-        rows = [line.split("|") for line in listed([*TARGETS, "Created-By: Packages"]).splitlines()]
-    except JobError as error:
-        rows, why = [], f"apt does not say where Debian is ({error})"
-    else:
-        why = "apt knows no archive of Debian's here"
-    theirs = [row for row in rows if row[2:] == ["main", "Debian", "Debian"]]
-    # another release's will do: an archive holds them all
-    for row in sorted(theirs, key=lambda row: row[1] != suite):
-        return row[0].rstrip("/")
-    raise JobError(f"{why}: name one with --mirror URL, or run `apt-get update` if its lists are missing")
 
 
 @contextlib.contextmanager

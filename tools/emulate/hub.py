@@ -14,11 +14,12 @@ from typing import Any, Final
 
 from fedquilt import config
 from fedquilt.core import JobError, LinkError
-from fedquilt.tools.emulate import enclosure, host
+from fedquilt.tools.emulate import enclosure
 from fedquilt.tools.emulate.checks import Checks
 from fedquilt.tools.emulate.container import Container, until
 from fedquilt.tools.emulate.journal import reason
 from fedquilt.tools.emulate.site import FILES, HOST, Site, free_ports
+from fedquilt.tools.flash import own_python
 
 SERVE, ENROL, DASH = "fedquilt-serve.service", "fedquilt-enrol-serve.service", "fedquilt-dash.service"
 STATE: Final = "/var/lib/fedquilt"
@@ -89,7 +90,7 @@ class Hub:
         return f"{', '.join(f'{unit} as {user}' for unit, user in users.items())}; {time.monotonic() - began_s:.0f} s"
 
     def _flash(self, target: Sequence[str]) -> None:
-        host.run(["cp", "--archive", "--reflink=auto", str(self._base), str(self.root)])
+        own_python.run(["cp", "--archive", "--reflink=auto", str(self._base), str(self.root)])
         table = {
             "broker": {"url": self.site.url, **FILES},
             "enrol": {"hosts": [HOST], "port": self._enrolment},

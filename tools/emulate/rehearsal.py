@@ -23,6 +23,7 @@ from fedquilt.tools.emulate import enclosure, host, layouts
 from fedquilt.tools.emulate.checks import Checks
 from fedquilt.tools.emulate.layouts import Layout
 from fedquilt.tools.emulate.rehearsed import FIRST, MADE, Rehearsal, base_folder
+from fedquilt.tools.flash import own_python
 
 
 def chosen(named: Sequence[str]) -> list[Layout]:
@@ -91,7 +92,7 @@ def main(out: Path, mirror: str | None, boards: Sequence[Layout], format: str) -
     checks = Checks(quiet=format == "json")
     with contextlib.ExitStack() as stack:
         stack.enter_context(host.interruptible())
-        host.run(["sh", "-c", "mkdir -p /run/systemd/nspawn && mount -t tmpfs tmpfs /run/systemd/nspawn"])
+        own_python.run(["sh", "-c", "mkdir -p /run/systemd/nspawn && mount -t tmpfs tmpfs /run/systemd/nspawn"])
         rehearsal = Rehearsal(folder, checks, stack)
         stack.callback(rehearsal.clean)
         rehearsal.prepare(out, mirror)

@@ -19,7 +19,7 @@ from fedquilt.coordinator.facts import Answered, Declined, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, LinkError
 from fedquilt.tools import demo
-from fedquilt.tools.emulate import enclosure, guest, host, layouts
+from fedquilt.tools.emulate import enclosure, guest, layouts
 from fedquilt.tools.emulate.checks import Checks, NotHere
 from fedquilt.tools.emulate.container import Container, until
 from fedquilt.tools.emulate.hub import Hub
@@ -29,6 +29,7 @@ from fedquilt.tools.emulate.listener import Heard
 from fedquilt.tools.emulate.released import HOOK, Released, target
 from fedquilt.tools.emulate.rollouts import job
 from fedquilt.tools.emulate.site import HOST, STOP_S, Site, free_ports, last, running, stop
+from fedquilt.tools.flash import own_python
 
 PACKAGES: Final = (*guest.PACKAGES, "systemd-sysv", "dbus")  # what a booted system needs beside the least Debian
 MACHINES: Final = {"x86_64": "amd64", "aarch64": "arm64"}  # the kernel's name -> Debian's and flash's
@@ -86,13 +87,13 @@ class Rehearsal:
         self.listener = self.site.listener(DEVICE)
         self._stack.callback(self.listener.close)
         self.checks.say("flash a copy of the base system")
-        host.run(["cp", "--archive", "--reflink=auto", str(self._debian), str(self.root)])
+        own_python.run(["cp", "--archive", "--reflink=auto", str(self._debian), str(self.root)])
         self._flash()
 
     def _base(self, out: Path, mirror: str | None) -> Path:
         base = base_folder(out)
         if not base.exists():
-            mirror = mirror or host.mirror(guest.SUITE)
+            mirror = mirror or own_python.debian_mirror(guest.SUITE)
             self.checks.say(f"debootstrap: Debian {guest.SUITE} for {machine()} from {mirror}")
             guest.make(base, mirror, self.folder / "debootstrap.log", machine(), PACKAGES)
         return base

@@ -12,14 +12,16 @@ import sys
 import tokenize
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from fedquilt import columns, disk, methods, plugins
-from fedquilt.tools.experiments import papers
+
+Covering = Callable[[str], Iterable[tuple[str, str]]]
+"""Command and page of docs/ of each table that runs a method."""
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -48,8 +50,8 @@ class Card:
     tables: tuple[tuple[str, str], ...]  # the command of each table that runs it, and where in docs/ what came out is
 
 
-def card(name: str) -> Card:
-    """What a method's file says.
+def card(name: str, covering: Covering = lambda name: ()) -> Card:
+    """What a method's file says, with the tables that `covering` returns.
 
     Raises:
         JobError: there is no such method.
@@ -65,7 +67,7 @@ def card(name: str) -> Card:
         engines=tuple(method.engines),
         evaluates=method.check is not None,
         parameters=found,
-        tables=tuple(papers.covering(name, papers.tables())),
+        tables=tuple(covering(name)),
     )
 
 
@@ -107,7 +109,7 @@ def index() -> list[str]:
     return found + [f"| [{name}]({name}.md) | {card(name).title} |" for name in methods.names()]
 
 
-def write(folder: Path) -> list[Path]:
+def write(folder: Path, covering: Covering) -> list[Path]:
     """A page for every method, and an index; pages of methods that are gone are removed.
 
     Raises:
@@ -115,7 +117,7 @@ def write(folder: Path) -> list[Path]:
     """
     with disk.doing(f"write {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        pages = {folder / f"{name}.md": "\n".join(lines(card(name))) + "\n" for name in methods.names()}
+        pages = {folder / f"{name}.md": "\n".join(lines(card(name, covering))) + "\n" for name in methods.names()}
         pages[folder / "index.md"] = "\n".join(index()) + "\n"
         for gone in set(folder.glob("*.md")) - set(pages):
             gone.unlink()
@@ -124,16 +126,16 @@ def write(folder: Path) -> list[Path]:
     return sorted(pages)
 
 
-def main(name: str | None, out: Path | None, format: str) -> None:
+def main(name: str | None, out: Path | None, format: str, covering: Covering) -> None:
     """The verb."""
     if out is not None:
-        print(f"{out}: {len(write(out))} pages")
+        print(f"{out}: {len(write(out, covering))} pages")
     elif format == "json":
-        cards = [card(each) for each in ([name] if name else methods.names())]
+        cards = [card(each, covering) for each in ([name] if name else methods.names())]
         print(msgspec.json.encode(cards[0] if name else cards).decode())
     else:
         own = methods.names()
-        print("\n".join(lines(card(name)) if name else [*listed(own, plugins.usable("method", own))]))
+        print("\n".join(lines(card(name, covering)) if name else [*listed(own, plugins.usable("method", own))]))
         for said in () if name else plugins.complaints("method", own):
             print(said, file=sys.stderr)
 

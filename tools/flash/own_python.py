@@ -12,16 +12,16 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.disk import doing
-from fedquilt.tools.emulate import host
 
 VERSION: Final = "3.11"
 SUITE: Final = "bookworm"
@@ -30,6 +30,7 @@ PACKAGES: Final = (
     *("libc6", "libgcc-s1", "libstdc++6", "zlib1g", "libexpat1", "libssl3", "libffi8", "libbz2-1.0", "liblzma5"),
     *("libsqlite3-0", "libuuid1", "libcrypt1", "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib"),
 )
+TARGETS: Final = ("apt-get", "indextargets", "--format", "$(REPO_URI)|$(RELEASE)|$(COMPONENT)|$(ORIGIN)|$(LABEL)")
 LIBRARIES: Final = re.compile(r"(lib|usr/lib)/aarch64-linux-gnu/[^/]+\.so[^/]*")
 LEFT_OUT: Final = ("idlelib", "turtledemo", "tkinter", "ensurepip", "sitecustomize.py")  # the last leads into /etc
 LOADER: Final = "libc/ld-linux-aarch64.so.1"
@@ -39,6 +40,43 @@ case $0 in */*) me=$0 ;; *) me=$(command -v "$0") ;; esac
 home=$(dirname "$(dirname "$(readlink -f "$me")")")
 exec "$home/{LOADER}" --argv0 "$me" --library-path "$home/libc" "$home/libexec/python{VERSION}" "$@"
 """
+
+Run = Callable[[Sequence[str]], str]
+
+
+def run(words: Sequence[str], given: str = "") -> str:
+    """What a program says on standard output.
+
+    Raises:
+        JobError: it is not there or fails; with its last words.
+    """
+    try:
+        done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise JobError(f"{words[0]} cannot be run: {error.strerror}") from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or ["(it said nothing)"]
+        raise JobError(f"{' '.join(words[:4])} ... ended with {done.returncode}: {said[-1]}")
+    return done.stdout
+
+
+def debian_mirror(suite: str, listed: Run = run) -> str:
+    """The Debian archive that apt uses here; the one with this suite if there are several.
+
+    Raises:
+        JobError: apt knows none.
+    """
+    try:
+        rows = [line.split("|") for line in listed([*TARGETS, "Created-By: Packages"]).splitlines()]
+    except JobError as error:
+        rows, why = [], f"apt does not say where Debian is ({error})"
+    else:
+        why = "apt knows no archive of Debian's here"
+    theirs = [row for row in rows if row[2:] == ["main", "Debian", "Debian"]]
+    # another release's will do: an archive holds them all
+    for row in sorted(theirs, key=lambda row: row[1] != suite):
+        return row[0].rstrip("/")
+    raise JobError(f"{why}: name one with --mirror URL, or run `apt-get update` if its lists are missing")
 
 
 def make(out: Path, mirror: str | None = None) -> int:
@@ -53,7 +91,7 @@ def make(out: Path, mirror: str | None = None) -> int:
         StoreError: it cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
-        packages = download(Path(scratch), mirror or host.mirror(SUITE))
+        packages = download(Path(scratch), mirror or debian_mirror(SUITE))
         return pack(compose(packages, Path(scratch)), out)
 
 
@@ -74,8 +112,8 @@ def download(scratch: Path, mirror: str) -> list[Path]:
         "APT::Sandbox::User": "",
     }
     words = ["apt-get", "-q", *(f"-o{key}={value}" for key, value in own.items())]
-    host.run([*words, "update"])
-    host.run(["sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", str(scratch / "debs"), *words, "download", *PACKAGES])
+    run([*words, "update"])
+    run(["sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", str(scratch / "debs"), *words, "download", *PACKAGES])
     return sorted((scratch / "debs").glob("*.deb"))
 
 
@@ -83,7 +121,7 @@ def compose(packages: Iterable[Path], scratch: Path) -> Path:
     """The folder of a Python that runs from wherever it lies, of Debian's packages."""
     whole, home = scratch / "whole", scratch / "python"
     for package in packages:
-        host.run(["dpkg-deb", "-x", str(package), str(whole)])
+        run(["dpkg-deb", "-x", str(package), str(whole)])
     for folder in ("bin", "libc", "libexec", "lib"):
         (home / folder).mkdir(parents=True)
     shutil.copy(whole / f"usr/bin/python{VERSION}", home / "libexec")

@@ -10,7 +10,7 @@ import pytest
 from fedquilt import methods
 from fedquilt.cli import main
 from fedquilt.core import JobError
-from fedquilt.tools.experiments import method_pages
+from fedquilt.tools.experiments import method_pages, papers
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,10 +37,12 @@ def test_methods_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixt
 
 def test_a_card_names_the_tables_that_run_the_method() -> None:
     """The command, and where the figures are; a method that no table runs has no such line."""
-    lines = method_pages.lines(method_pages.card("fedlora"))
+    lines = method_pages.lines(method_pages.card("fedlora", papers.covering))
     assert any("`fedquilt reproduce fedsdg --data FOLDER`" in line for line in lines)
-    assert any("(../stitching.md#" in line for line in method_pages.lines(method_pages.card("fedstitch")))
-    assert not any("Compared in" in line for line in method_pages.lines(method_pages.card("scaffold")))
+    assert any(
+        "(../stitching.md#" in line for line in method_pages.lines(method_pages.card("fedstitch", papers.covering))
+    )
+    assert not any("Compared in" in line for line in method_pages.lines(method_pages.card("scaffold", papers.covering)))
 
 
 def test_an_unknown_method_is_told_with_the_known_ones() -> None:
@@ -52,6 +54,6 @@ def test_an_unknown_method_is_told_with_the_known_ones() -> None:
 def test_the_pages_in_the_repository_are_those_that_would_be_written(tmp_path: Path) -> None:
     """`fedquilt methods --out docs/methods` after a change."""
     (tmp_path / "gone.md").write_text("of a method that is no more")
-    fresh = {path.name: path.read_text() for path in method_pages.write(tmp_path)}
+    fresh = {path.name: path.read_text() for path in method_pages.write(tmp_path, papers.covering)}
     assert not (tmp_path / "gone.md").exists()
     assert {path.name: path.read_text() for path in (ROOT / "docs" / "methods").glob("*.md")} == fresh

@@ -59,11 +59,11 @@ def methods_of(table: Table) -> tuple[str, ...]:
     return found.covers or tuple(dict.fromkeys(job["method"] for job in jobs))
 
 
-def covering(method: str, known: Mapping[str, Table]) -> list[tuple[str, str]]:
+def covering(method: str) -> list[tuple[str, str]]:
     """Command and page of docs/ of every table that runs the method."""
     return [
         (f"fedquilt reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
-        for name, table in known.items()
+        for name, table in tables().items()
         if method in methods_of(table)
     ]
 

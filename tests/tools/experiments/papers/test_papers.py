@@ -85,10 +85,9 @@ def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
 
 def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
     """With the page of docs/ where the figures are; a table that needs no folder has none in its command."""
-    known = papers.tables()
-    assert papers.covering("fedlora", known) == [("fedquilt reproduce fedsdg --data FOLDER", "training.md#fedsdg")]
-    assert papers.covering("fedpews", known)[0] == ("fedquilt reproduce fedpews-table2", "training.md#fedpews")
-    assert papers.covering("scaffold", known) == []
+    assert papers.covering("fedlora") == [("fedquilt reproduce fedsdg --data FOLDER", "training.md#fedsdg")]
+    assert papers.covering("fedpews")[0] == ("fedquilt reproduce fedpews-table2", "training.md#fedpews")
+    assert papers.covering("scaffold") == []
 
 
 def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
