@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 from cryptography import x509
@@ -33,6 +32,7 @@ from fedquilt import disk, enrolment
 from fedquilt.core import FedquiltError, JobError, LinkError, StoreError
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.enrolment import Answer, Request
+from fedquilt.http_url import split_http_url
 from fedquilt.transport import mqtt_errors
 
 log = logging.getLogger("fedquilt.enrol")
@@ -306,11 +306,9 @@ def _post(url: str, files: Paths, path: str, request: Request, certified: bool) 
 
 def _endpoint_address(url: str) -> tuple[str, int]:
     with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or enrolment.PORT
-        host.encode("idna")  # as the look-up of the name does
-        if host and parts.scheme == "https" and parts.path in ("", "/") and not parts.username:
-            return host, port
+        parts = split_http_url(url)
+        if parts.scheme == "https" and parts.path in ("", "/"):
+            return parts.hostname or "", parts.port or enrolment.PORT
     raise JobError(f"[enrol] url = {url!r} is no endpoint's address: write https://HOST[:PORT]")
 
 

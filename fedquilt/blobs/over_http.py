@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from fedquilt.blobs.intake import Intake
 from fedquilt.core import BlobRef, JobError, LinkError, Source
+from fedquilt.http_url import split_http_url
 from fedquilt.transport.handshake import COORDINATOR, Identity, peer_of
 from fedquilt.transport.mqtt_errors import why
 
@@ -107,11 +108,10 @@ class Reach:
             OSError: the place is not reached.
         """
         try:
-            parts = urlsplit(source.url)
-            host, port = parts.hostname or "", parts.port
-            host.encode("idna")  # as the look-up of the name does
+            parts = split_http_url(source.url)
         except ValueError:
             raise CarrierError(f"{source.origin} is no host and port", later=False) from None
+        host, port = parts.hostname or "", parts.port
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
             context = self._context(source)
