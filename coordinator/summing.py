@@ -304,9 +304,7 @@ class Summing:
         return mending.streamed(self._depot, update)
 
     def _decode(self, given: Contribution, base: Base) -> Contribution:
-        if has_site_bundles(
-            given.bundles
-        ):  # the site has decoded them, and types and shapes of its bundles are not kept
+        if has_site_bundles(given.bundles):  # the site has decoded them and sends no types and shapes
             return given
         return replace(given, bundles=compression.decoded(self._job.wire, given.bundles, base))
 

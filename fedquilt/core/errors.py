@@ -79,3 +79,8 @@ class DivergedError(UpdateError):
 
 class WireError(FedquiltError):
     """Bytes from the network that are not a message of this protocol version."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its type if it has no text."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

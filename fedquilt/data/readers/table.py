@@ -16,6 +16,7 @@ import numpy as np
 
 from fedquilt import config
 from fedquilt.core import DataError
+from fedquilt.core.errors import first_line
 from fedquilt.data.readers import columns
 from fedquilt.data.readers.base import Reader
 from fedquilt.data.readers.columns import Chunk
@@ -290,7 +291,7 @@ def _parquet(file: Path) -> Iterator[Chunk]:
                 yield Chunk(batch.to_pydict(), range(at, at + len(batch)), "row")
                 at += len(batch)
     except (ArrowException, OSError, ValueError) as error:
-        raise DataError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+        raise DataError(f"cannot read {file}: {first_line(error)}") from None
 
 
 # -- windows --------------------------------------------------------------------------------------
