@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 from cryptography import x509
@@ -32,6 +31,7 @@ from cryptography.x509.oid import NameOID
 from fedquilt.core import FedquiltError, JobError, LinkError, Retry, StoreError
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.host import disk
+from fedquilt.host.http_url import split_http_url
 from fedquilt.security import enrolment
 from fedquilt.security.enrolment import SigningRequest, SigningResponse
 from fedquilt.transport.mqtt import errors
@@ -308,11 +308,9 @@ def _post_request(
 
 def _endpoint_address(url: str) -> tuple[str, int]:
     with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or enrolment.PORT
-        host.encode("idna")  # as the look-up of the name does
-        if host and parts.scheme == "https" and parts.path in ("", "/") and not parts.username:
-            return host, port
+        parts = split_http_url(url)
+        if parts.scheme == "https" and parts.path in ("", "/"):
+            return parts.hostname or "", parts.port or enrolment.PORT
     raise JobError(f"[enrol] url = {url!r} is no endpoint's address: write https://HOST[:PORT]")
 
 

@@ -79,3 +79,8 @@ class DivergedError(UpdateError):
 
 class WireError(FedquiltError):
     """Error in bytes from the network: not a message of this protocol version."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error text, or the name of the error type if there is no text."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fedquilt.core import ModelError, Tensors
+from fedquilt.core.errors import first_line
 from fedquilt.models.networks import register_trace, registry
 
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
@@ -51,7 +52,7 @@ def trace_to_onnx(
                 **kept,
             )
     except Exception as error:  # torch.onnx's errors have no common base
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ModelError(f"{name} cannot be written as ONNX: {reason}; {mend}") from error
     return onnx.load_from_string(file.getvalue())
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedquilt import plugins
 from fedquilt.core import JobError, ModelError
+from fedquilt.core.errors import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +64,20 @@ def build(network: Mapping[str, Any]) -> nn.Module:
 
 
 def _initialise_lazy_tensors(model: nn.Module, network: Mapping[str, Any]) -> None:
+    # raises ModelError if the network cannot compute an example of zeros
     import torch
     from torch.nn.parameter import is_lazy
 
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        with torch.no_grad():
-            model.eval()(torch.zeros(1, *input_shape(network)))
+        shape = input_shape(network)
+        try:
+            with torch.no_grad():
+                model.eval()(torch.zeros(1, *shape))
+        except Exception as error:  # a module from outside may raise anything
+            raise ModelError(
+                f"network {network.get('name')!r}: its lazy modules get no shapes, as it does not run on an example of "
+                f"shape {shape}: {first_line(error)}"
+            ) from None
         model.train()
 
 
@@ -283,7 +292,7 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
             return load_file(path)
         held = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and safetensors raise a dozen types for a damaged file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ModelError(f"cannot read the weights {path}: {reason}; save a plain state dict") from None
     held = held.get("state_dict", held) if isinstance(held, dict) else held
     if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from fedquilt.core import ModelError
+from fedquilt.core.errors import first_line
 
 _TORCH = Path(torch.__file__).parent
 
@@ -35,7 +36,7 @@ def trace_network(model: nn.Module, what: str, fix: str) -> fx.GraphModule:
     except Exception as error:  # whatever the network's own code makes of a symbolic value
         module = model.get_submodule(tracer.failed)
         named = f"module {tracer.failed!r}" if tracer.failed else "the network's own forward()"
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = first_line(error)
         raise ModelError(
             f"{what} cannot be traced: {named} ({type(module).__name__}{_error_location(error)}) stops "
             f"torch.fx: {reason}; "

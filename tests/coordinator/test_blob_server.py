@@ -294,6 +294,8 @@ def test_a_board_that_poses_as_the_coordinator_is_told_no_token(tmp_path: Path, 
         ({"url": "https://c.site"}, "--blobs-http"),
         ({"listen": "0.0.0.0:1", "url": "c.site:8443"}, "http[s]://HOST"),
         ({"listen": "0.0.0.0:1", "url": "https://c.site/x"}, "http[s]://HOST"),
+        ({"listen": "0.0.0.0:1", "url": "https://c..site"}, "http[s]://HOST"),
+        ({"listen": "0.0.0.0:1", "url": "https://name@c.site"}, "http[s]://HOST"),
     ],
 )
 def test_an_address_that_boards_could_not_use_is_refused(given: dict[str, str], said: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
 
 from fedquilt import open_metrics
 from fedquilt.blobs.storage.store import BlobStore
@@ -17,6 +16,7 @@ from fedquilt.coordinator.delivery.blobs.object_store import Bucket, ObjectStore
 from fedquilt.coordinator.delivery.blobs.server import BlobServer
 from fedquilt.core import BlobLocation, BlobRef, JobError, Profile
 from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
+from fedquilt.host.http_url import split_http_url
 from fedquilt.security.handshake import LinkIdentity
 
 JOBS_MOST: Final = 8  # transfers with an object store at once
@@ -174,11 +174,11 @@ def _is_wildcard_address(host: str) -> bool:
 
 def _require_server_url(url: str, listens: bool) -> None:
     try:
-        parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = split_http_url(url)
+        fits = not parts.query and not parts.fragment and parts.path in ("", "/")
     except ValueError:
         fits = False
-    if not fits or parts.username or parts.query or parts.fragment or parts.path not in ("", "/"):
+    if not fits:
         raise JobError(f"--blobs-url {url}: write the server's address as http[s]://HOST[:PORT]")
     if not listens:
         raise JobError("--blobs-url says how boards reach the server of --blobs-http: give that too")

@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.backend import Key, TransferBackend, TransferResult
 from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError
+from fedquilt.host.http_url import split_http_url
 
 EXPIRES_S: Final = 3600  # validity of a signed address
 FORM: Final = "write https://HOST[:PORT]/BUCKET[/PREFIX][?region=REGION]"
@@ -58,13 +59,11 @@ class Bucket:
             JobError: If the URL names no bucket, or a key is missing.
         """
         try:
-            parts = urlsplit(url)
-            fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            parts = split_http_url(url)
         except ValueError:
-            fits = False
-        given = dict(parse_qsl(parts.query)) if fits else {}
-        path = parts.path.rstrip("/") if fits else ""
-        if not fits or not path or parts.username or parts.fragment or given.keys() - {"region"}:
+            raise JobError(f"--blobs-s3: this is no address of a bucket: {FORM}") from None
+        given, path = dict(parse_qsl(parts.query)), parts.path.rstrip("/")
+        if not path or parts.fragment or given.keys() - {"region"}:
             raise JobError(f"--blobs-s3: this is no address of a bucket: {FORM}")
         key_id, secret, session = (environment.get(name, "") for name in VARIABLES)
         if not key_id or not secret:

@@ -29,6 +29,7 @@ from torch import nn
 
 from fedquilt import metrics
 from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors
+from fedquilt.core.errors import first_line
 from fedquilt.costs import peak_memory
 from fedquilt.edge_agent.engines import objectives, training
 from fedquilt.edge_agent.engines.torch import gpu_memory, recomputation, training_step
@@ -233,7 +234,7 @@ class TorchEngine:
         except RuntimeError as error:
             raise DataError(
                 f"network {network.get('name')!r} takes no examples of shape {tuple(x.shape[1:])} "
-                f'({str(error).splitlines()[0]}): give it an "input" table'
+                f'({first_line(error)}): give it an "input" table'
             ) from None
         if not isinstance(scores, torch.Tensor) or scores.ndim != 2:
             given = f" but {tuple(scores.shape[1:])}" if isinstance(scores, torch.Tensor) else ""

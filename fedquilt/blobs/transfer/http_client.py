@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter
 from fedquilt.core import BlobLocation, BlobRef, JobError, Retry
+from fedquilt.host.http_url import split_http_url
 from fedquilt.security.handshake import COORDINATOR, LinkIdentity, common_name_of_peer
 from fedquilt.transport.mqtt.errors import describe_exception
 
@@ -88,11 +89,10 @@ class HttpClient:
             OSError: If the location cannot be reached.
         """
         try:
-            parts = urlsplit(source.url)
-            host, port = parts.hostname or "", parts.port
-            host.encode("idna")  # as the look-up of the name does
+            parts = split_http_url(source.url)
         except ValueError:
             raise BlobLocationError(f"{source.origin} is no host and port", later=False) from None
+        host, port = parts.hostname or "", parts.port
         connection: http.client.HTTPConnection
         if parts.scheme == "https":
             context = self._tls_context(source)

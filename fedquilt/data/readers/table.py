@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedquilt.core import DataError
+from fedquilt.core.errors import first_line
 from fedquilt.data.readers import columns
 from fedquilt.data.readers.base import ExampleReader
 from fedquilt.data.readers.columns import TableChunk
@@ -281,7 +282,7 @@ def _read_parquet(file: Path) -> Iterator[TableChunk]:
                 yield TableChunk(batch.to_pydict(), range(at, at + len(batch)), "row")
                 at += len(batch)
     except (ArrowException, OSError, ValueError) as error:
-        raise DataError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+        raise DataError(f"cannot read {file}: {first_line(error)}") from None
 
 
 # -- windows --------------------------------------------------------------------------------------

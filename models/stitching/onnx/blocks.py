@@ -23,6 +23,7 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from fedquilt.core import ModelError
+from fedquilt.core.errors import first_line
 from fedquilt.models.networks import onnx_file, registry, small_networks, symbolic_trace
 from fedquilt.models.stitching.onnx import cut_points as where
 from fedquilt.models.stitching.onnx import memory, tiled_linear
@@ -174,7 +175,7 @@ def _trace_operations(model: nn.Module, donor: str, shape: tuple[int, ...]) -> f
             what, mend = "images", "change `size` or `channels` of [input]"
         else:
             what, mend = "time series", "change `steps` or `channels` of its network"
-        raise ModelError(f"donor {donor!r} does not take {what} of {size}: {_first_line(error)}; {mend}") from None
+        raise ModelError(f"donor {donor!r} does not take {what} of {size}: {first_line(error)}; {mend}") from None
     traced.graph.eliminate_dead_code()
     _replace_indivisible_pools(traced)
     return traced
@@ -215,9 +216,8 @@ def _build_block(
         flops = registry.measure_cost(module, in_shape).flops
     except Exception as error:  # whatever a user's forward() raises on one example, after the two of the trace
         raise ModelError(
-            f"donor {donor!r}: block {donor}.{index} does not run on 1 example: {_first_line(error)}; its "
-            "forward() may not "
-            "state a batch size: write x.shape[0] or -1 there"
+            f"donor {donor!r}: block {donor}.{index} does not run on 1 example: {first_line(error)}; "
+            "its forward() may not state a batch size: write x.shape[0] or -1 there"
         ) from None
     return DonorBlock(donor, index, kind, module, in_shape, out_shape, flops)
 
@@ -245,8 +245,3 @@ def _externalise_weights(model: onnx.ModelProto) -> bytes:
 
 def _tensor_bytes(tensor: onnx.TensorProto) -> int:
     return math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -64,6 +64,17 @@ def test_lazy_modules_are_built_whole_with_weights_of_the_seed(tmp_path: Path, m
     assert not torch.equal(model[1].weight, other[1].weight)
 
 
+def test_a_network_whose_lazy_modules_cannot_run_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unfit.py").write_text(
+        "from torch import nn\ndef network(inputs):\n    return nn.Sequential(nn.LazyLinear(4), nn.Linear(7, 3))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"'unfit:network': its lazy modules .* of shape \(5,\): mat1 and mat2"):
+        registry.build({"name": "unfit:network", "inputs": 5})
+
+
 @pytest.mark.parametrize(
     "network",
     [
