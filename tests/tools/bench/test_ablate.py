@@ -68,7 +68,9 @@ def test_a_key_changes_with_whatever_the_run_depends_on(tmp_path: Path) -> None:
     shutil.copytree(BUNDLE, tmp_path, dirs_exist_ok=True)
     moved = msgspec.structs.replace(case, folder=str(tmp_path))
     assert moved.key == case.key
-    (tmp_path / "bundle.json").write_bytes(index + b" ")
+    changed = msgspec.json.decode(index)
+    changed["meta"]["other"] = 1
+    (tmp_path / "bundle.json").write_bytes(msgspec.json.encode(changed))
     assert moved.key != case.key
 
 
