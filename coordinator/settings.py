@@ -33,7 +33,6 @@ class CohortSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # longest wait for a round
     deadline: Literal["fixed", "predicted", "paper", "energy"] = "fixed"  # rule for a shorter one: deadline.py
     slack: Annotated[float, Meta(ge=0)] = 0.5  # share added with "predicted"
-    seconds_per_round: Annotated[float, Meta(gt=0)] | None = None  # with "energy": longest round; None: `deadline_s`
     joules_per_round: Annotated[float, Meta(gt=0)] | None = None  # with "energy": the shortest round within these
     most_work: Annotated[float, Meta(ge=1)] = 2.0  # with "energy": most epochs of a device, by those of the job
     attempts: Annotated[int, Meta(ge=1)] = 3  # attempts at a round without quorum before the job fails
@@ -65,13 +64,13 @@ class AdversarySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Condition on model runners (`fedquilt serve-model`) that starts a job: [trigger]."""
+    """Condition on model runners (`fedquilt model serve`) that starts a job: [trigger]."""
 
     drift_above: Annotated[float, Meta(ge=0, lt=1)] = 0.3  # a board whose drift is larger counts
     accuracy_below: Annotated[float, Meta(gt=0, le=1)] | None = None  # a board whose accuracy is smaller counts as well
     boards: Annotated[str, Meta(pattern=r"^\d{1,3}(\.\d{1,3})?%\Z")] = "25%"  # of the selected boards that report drift
     pause: str = "12h"  # least time between two starts
-    approve: bool = False  # a run that it starts waits for `fedquilt approve`
+    approve: bool = False  # a run that it starts waits for `fedquilt resume`
 
     @property
     def share(self) -> float:
@@ -154,7 +153,6 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
     priority: Annotated[float, Meta(gt=0, le=1000)] = 1.0  # share of device time relative to other jobs
     engine: str | None = None  # one of the method's; None: on each device the first of them that it has
-    max_update_mb: Annotated[int, Meta(ge=1)] | None = None  # a device that announces more is refused; None: by model
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     cohort: CohortSettings = CohortSettings()
     wire: Encoding = Encoding()
@@ -170,9 +168,7 @@ class JobSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input: dict[str, Any] = msgspec.field(default_factory=dict)
     labels: tuple[str, ...] = ()
     donors: tuple[dict[str, Any], ...] = ()
-    int8: dict[str, Any] = msgspec.field(
-        default_factory=dict
-    )  # fedquilt.tools.artefacts.quantization.CalibrationImages
+    int8: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.quantization
 
 
 def load_job(path: Path) -> JobSettings:
@@ -247,14 +243,8 @@ def require_minimum_updates(job: JobSettings, least: int) -> None:
 
 
 def require_energy_deadline(cohort: CohortSettings) -> None:
-    bounds = [name for name in ("seconds_per_round", "joules_per_round") if getattr(cohort, name) is not None]
-    if bounds and cohort.deadline != "energy":
-        raise JobError(f'[cohort] {bounds[0]}: only deadline = "energy" heeds it; set that, or leave {bounds[0]} out')
-    if len(bounds) > 1:
-        raise JobError(
-            "[cohort] seconds_per_round and joules_per_round: a round is the cheapest within so many seconds, or the "
-            "shortest within so many joules; keep one of them"
-        )
+    if cohort.joules_per_round is not None and cohort.deadline != "energy":
+        raise JobError('[cohort] joules_per_round: only deadline = "energy" heeds it; set that, or leave it out')
 
 
 def require_no_adversaries(job: JobSettings) -> None:
@@ -287,14 +277,6 @@ def _unify_task_and_classes(job: JobSettings) -> JobSettings:
         model = {**model, "task": task} if model else model
         data = {**data, "task": task} if data else data
     return msgspec.structs.replace(job, model=model, data=data)
-
-
-def with_limits(
-    job: JobSettings, max_joules: float | None, max_bytes: int | None, max_wall_s: float | None
-) -> JobSettings:
-    given = {"max_joules": max_joules, "max_bytes": max_bytes, "max_wall_s": max_wall_s}
-    limits = {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(job, stop=msgspec.structs.replace(job.stop, **limits))
 
 
 def parse_params(job: JobSettings) -> Any:

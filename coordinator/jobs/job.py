@@ -263,7 +263,7 @@ class RunningJob:
                 if "work" in self.rounds.actions
                 else UpdateSchema({})
             )
-            self._manifests = checks.ManifestValidator(known, self.job.wire, self.job.max_update_mb)
+            self._manifests = checks.ManifestValidator(known, self.job.wire)
         return self._manifests.manifest_problem(update, profile.boards if profile else 0)
 
     @property

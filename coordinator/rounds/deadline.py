@@ -312,9 +312,7 @@ def plan_energy(
     """
     if cohort.joules_per_round is not None:
         return energy_scheduling.plan_least_time(boards, passes, cohort.joules_per_round)
-    return energy_scheduling.plan_least_energy(
-        boards, passes, min(cohort.seconds_per_round or math.inf, cohort.deadline_s)
-    )
+    return energy_scheduling.plan_least_energy(boards, passes, cohort.deadline_s)
 
 
 def energy_problem(

@@ -67,7 +67,7 @@ def _iterate_floats(value: Any, at: str) -> Iterator[tuple[str, Any]]:
             yield from _iterate_floats(each, f"{at}[{index}]")
 
 
-UNKNOWN_MB: Final = 1024  # that a device may send where neither the job nor the method says how much it is
+UNKNOWN_MB: Final = 1024  # that a device may send where the method does not say how much it is
 LOSSY: Final = 2  # times as many bytes as the tensors have: topk with all entries, each with its place
 HEADER_BYTES: Final = 1024  # of a safetensors file without tensors, more than enough
 ENTRY_BYTES: Final = 300  # of a header for each tensor, besides its name
@@ -82,26 +82,21 @@ def max_bundle_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
     return factor * (held + sum(ENTRY_BYTES + 2 * len(name) for name in expected)) + HEADER_BYTES
 
 
-def require_manifest_fits(
-    update: Update, expected: UpdateSchema | None, wire: Encoding, most_mb: int | None, boards: int = 0
-) -> None:
+def require_manifest_fits(update: Update, expected: UpdateSchema | None, wire: Encoding, boards: int = 0) -> None:
     """Raise UpdateError if an update does not fit the running round, judged by its manifest.
 
     Args:
         update: The update as the device announced it.
         expected: The tensors that the method aggregates, or None if they are not known beforehand.
         wire: The encoding of the job.
-        most_mb: The job's `max_update_mb`, or None to derive the limit from `expected`.
         boards: The number of devices behind a site, or 0 for any other device.
     """
     whole_bytes = sum(ref.size for ref in update.bundles.values())
-    if most_mb is None and expected is None:
-        most_mb = UNKNOWN_MB
     if has_site_bundles(update.bundles):
-        return _require_site_size(whole_bytes, expected, most_mb, boards)
-    if most_mb is not None and whole_bytes > most_mb << 20:
-        raise UpdateError(f"larger than max_update_mb = {most_mb}")
+        return _require_site_size(whole_bytes, expected, boards)
     if expected is None:
+        if whole_bytes > UNKNOWN_MB << 20:
+            raise UpdateError(f"larger than {UNKNOWN_MB} MB")
         return
     if odd := sorted(update.bundles.keys() - expected.bundles.keys()):
         raise UpdateError(f"bundle {odd[0]!r} was not asked for")
@@ -124,11 +119,10 @@ class ManifestValidator:
     Args:
         expected: The tensors that the method aggregates, or None if they are not known beforehand.
         wire: The encoding of the job.
-        most_mb: The job's `max_update_mb`, or None to derive the limit from `expected`.
     """
 
-    def __init__(self, expected: UpdateSchema | None, wire: Encoding, most_mb: int | None) -> None:
-        self._expected, self._wire, self._most_mb = expected, wire, most_mb
+    def __init__(self, expected: UpdateSchema | None, wire: Encoding) -> None:
+        self._expected, self._wire = expected, wire
         self._fitted: object = None  # sizes and layouts of the last update that fitted
 
     def manifest_problem(self, update: Update, boards: int = 0) -> str:
@@ -140,19 +134,19 @@ class ManifestValidator:
         if told == self._fitted:
             return ""
         try:
-            require_manifest_fits(update, self._expected, self._wire, self._most_mb, boards)
+            require_manifest_fits(update, self._expected, self._wire, boards)
         except UpdateError as error:
             return f"{update.device}: {error}"
         self._fitted = None if boards else told
         return ""
 
 
-def _require_site_size(whole_bytes: int, expected: UpdateSchema | None, most_mb: int | None, boards: int) -> None:
+def _require_site_size(whole_bytes: int, expected: UpdateSchema | None, boards: int) -> None:
     if not boards:
         raise UpdateError("it is what a site sends, and the device has no right to be one")
     times = max(SUM_TIMES, min(boards, BOARDS_MOST))
-    each = most_mb << 20 if most_mb is not None else 0
-    if most_mb is None and expected is not None:
+    each = UNKNOWN_MB << 20
+    if expected is not None:
         each = sum(max_bundle_bytes(bundle, Encoding()) for bundle in expected.bundles.values())
     if whole_bytes > (most := times * each + SITE_BYTES):
         raise UpdateError(f"it has {whole_bytes} bytes, and {boards} boards send {most} at the most")

@@ -140,7 +140,6 @@ class Job:
     check: jobs.EvaluationSettings | Mapping[str, Any] = jobs.EvaluationSettings()
     trigger: jobs.DriftTrigger | Mapping[str, Any] | None = None  # of `fedquilt run` alone
     engine: str | None = None
-    max_update_mb: int | None = None
     priority: float = 1.0
     compare: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     schedule: Mapping[str, Any] = field(default_factory=dict)

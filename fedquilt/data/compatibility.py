@@ -88,7 +88,7 @@ def data_warnings(meta: Mapping[str, Any], reader: ExampleReader, spec: DataSpec
         spec: The [data] table.
     """
     found = []
-    if spec.task == "classes" and not (spec.sources or spec.labels_from) and len(reader.y) and reader.y.min() == 1:
+    if spec.task == "classes" and not spec.sources and len(reader.y) and reader.y.min() == 1:
         problem = describe_class_problem(reader.y, int(reader.y.max()), is_table=bool(reader.features))
         found.append(f"{spec.source_name}: no example has class 0; {problem}")
     network: Mapping[str, Any] = meta.get("network", {})

@@ -20,6 +20,8 @@ from fedquilt.data.spec import DataSpec
 
 DRAWS = 1000  # attempts at a Dirichlet partition before its minimum size counts as out of reach
 
+SHARDS = 2  # of a device with partition = "shards", as in the paper
+
 
 def rows_of_share(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None = None) -> np.ndarray:
     return rows_of_shares(y, spec, origin, [spec.share])[0]
@@ -211,18 +213,17 @@ def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 def _assign_shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     """Sort rows by class, cut them into shards, and assign shards (McMahan et al. 2017, section 3)."""
-    count = spec.shares * spec.shards
+    count = spec.shares * SHARDS
     if count > len(y):
         raise DataError(
-            f"{spec.source_name}: {spec.shares} devices with {spec.shards} shards each are {count} shards, of "
-            f"only {len(y)} "
-            "examples: lower shards or shares"
+            f"{spec.source_name}: {spec.shares} devices with {SHARDS} shards each are {count} shards, of only {len(y)} "
+            "examples: simulate fewer devices"
         )
     rng = tensors.seeded_rng("shards", spec.seed)
     in_order = np.concatenate(_shuffle_by_class(y, rng))
     owner = np.zeros(len(y), int)
     for place, shard in zip(_random_order(count, rng), np.array_split(in_order, count), strict=True):
-        owner[shard] = place // spec.shards
+        owner[shard] = place // SHARDS
     return owner
 
 

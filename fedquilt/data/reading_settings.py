@@ -1,7 +1,7 @@
 """Settings by which files became training examples, stored in the bundle and the exported model.
 
 They are the `[data]` keys on how a file is read, with a table's columns and a vocabulary's tokens listed. A release
-check, `run-model` and `serve-model` apply them, so that equal files become equal examples.
+check, `model run` and `model serve` apply them, so that equal files become equal examples.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from fedquilt.data.spec import DataSpec
 
 def open_sources(spec: DataSpec) -> ExampleReader:
     if not spec.sources:
-        return _resize_images(_offset_labels(readers.open_reader(spec), spec.labels_from), spec)
+        return _resize_images(readers.open_reader(spec), spec)
     found = []
     for source in spec.sources:
         one = DataSpec(split=spec.split, size=spec.size, depth=spec.depth, **msgspec.structs.asdict(source))

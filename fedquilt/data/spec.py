@@ -14,7 +14,6 @@ from fedquilt.formats import toml
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Above0 = Annotated[float, Meta(gt=0)]
-Format = Literal["auto", "npz", "idx", "folder", "torchvision", "csv", "parquet", "audio", "text"]
 TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
 AUTO: Final = "auto"  # in place of a column's words: the words in the data (fedquilt.data.measured_settings)
@@ -49,7 +48,6 @@ class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ExampleSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     labels_from: Natural  # its class 0 is this class of the whole; sources with the same number share their classes
-    format: Format = "auto"
     x: str = ""
     y: str = ""
     dataset: str = ""
@@ -64,7 +62,6 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     path: str = ""  # file or folder; for torchvision its root
-    format: Format = "auto"  # auto: by the content of the path
     split: str = "train"
     x: Columns = ""  # npz: name of the array of inputs; default x_<split>, else x. Tables: columns; default all others
     y: Columns = ""  # npz: name of the array of labels; default y_<split>, else y. Tables: columns; default "y"
@@ -79,7 +76,6 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     windows: Windows | None = None
     dataset: str = ""  # torchvision: name of its class, "CIFAR10"; without a path one of another package
     download: bool = False  # torchvision: fetch it if it is not there
-    labels_from: Natural = 0  # number of the path's class 0: for a board with only one source of a mixture
     sources: tuple[ExampleSource, ...] = ()  # a mixture, in this order
     synthetic: Literal["", "fedpews-32k", "fedpews-3.2k"] = ""  # drawn by the seed, without a file
     size: Natural = 0  # scale images to size x size; 0: unchanged, all alike
@@ -96,7 +92,6 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alpha: Annotated[float, Meta(gt=0)] = 0.5  # dirichlet: concentration; small values differ, large ones approach iid
     min_size: Positive = 2  # dirichlet: draw again until the smallest share has this many
     classes: Positive = 2  # classes: number for each device
-    shards: Positive = 2  # shards: pieces of the examples in order of class for each device
     seed: Natural = 0
 
     def __post_init__(self) -> None:
@@ -107,10 +102,10 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"one of path, sources, synthetic and dataset is wanted, not {' and '.join(given) or 'none'}"
             )
-        for name in ("format", "x", "y", "dataset", "download", "labels_from", "column"):
-            if given == ["dataset"] and name in ("dataset", "labels_from"):
+        for name in ("x", "y", "dataset", "download", "column"):
+            if given == ["dataset"] and name == "dataset":
                 continue
-            if given != ["path"] and getattr(self, name) not in ("", "auto", 0):
+            if given != ["path"] and getattr(self, name) not in ("", False):
                 raise ValueError(f"{name} goes with path{', or into each source' * (given == ['sources'])}")
         if self.share >= self.shares:
             raise ValueError(f"share {self.share} of {self.shares}: shares are counted from 0 to {self.shares - 1}")

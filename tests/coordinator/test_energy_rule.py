@@ -93,7 +93,7 @@ def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_u
     resting = {
         device: ask._replace(profile=msgspec.structs.replace(ask.profile, idle_w=0.0)) for device, ask in BOTH.items()
     }
-    for keys, seconds in (({}, 40.0), ({"seconds_per_round": 30.0}, 20.0), ({"joules_per_round": 1e6}, 20.0)):
+    for keys, seconds in (({}, 40.0), ({"deadline_s": 30.0}, 20.0), ({"joules_per_round": 1e6}, 20.0)):
         found = decide_deadline(cohort(most_work=1.0, **keys), KNOWN, resting)
         assert found.seconds == pytest.approx(seconds * P90, rel=1e-3)
 
@@ -192,9 +192,8 @@ def test_the_log_tells_the_planned_epochs() -> None:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"seconds_per_round": 30}, 'only deadline = "energy" heeds it'),
+        ({"joules_per_round": 30}, 'only deadline = "energy" heeds it'),
         ({"deadline": "predicted", "joules_per_round": 30}, "joules_per_round: only"),
-        ({"deadline": "energy", "joules_per_round": 30, "seconds_per_round": 30}, "keep one of them"),
         ({"deadline": "energy", "most_work": 0.5}, "most_work"),
     ],
 )

@@ -127,19 +127,6 @@ def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(st
     assert not list(stage.store.depot.folder.glob("a" * 64 + "*"))
 
 
-def test_a_job_may_allow_less_than_its_model_takes(tmp_path: Path) -> None:
-    """`max_update_mb` holds beside what follows from the model."""
-    model = {"1.weight": np.zeros((600, 600), np.float32)}
-    stage = Stage(tmp_path, max_update_mb=1)
-    stage.server.step(0.0)
-    a = stage.hand("a")
-    stage.play()
-    a.answer(model)
-    stage.play()
-    assert stage.told(UpdateRejected)[0].reason == "a: larger than max_update_mb = 1"
-    stage.store.close()
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

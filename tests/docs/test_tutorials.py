@@ -23,8 +23,8 @@ SIMULATE = [
     "fedquilt ls",
     "fedquilt logs train",
     "fedquilt report train --out train.html",
-    "fedquilt export train --out weights.safetensors",
-    "fedquilt partition train.toml --out partition.svg",
+    "fedquilt model export train --out weights.safetensors",
+    "fedquilt lab partition train.toml --out partition.svg",
     "fedquilt compare train.toml --methods fedavg fedprox --seeds 0 1 --set fedprox.mu=0.1 --target 0.8",
     "fedquilt methods fedpews",
     "fedquilt reproduce",
@@ -52,7 +52,7 @@ PARSED = {
 STITCH = [
     "fedquilt prepare cifar.toml",
     "fedquilt fleet cifar.toml --link memory",
-    "fedquilt export cifar --out cifar.onnx",
+    "fedquilt model export cifar --out cifar.onnx",
 ]
 
 
@@ -134,7 +134,7 @@ def test_stitching_for_cifar_with_imagenet_donors(shell: documents.Shell) -> Non
     text = job.read_text()
     for file in ("mobilenet_v2-torchvision-v1-bnfolded.pt", "squeezenet1_1-onnxzoo-gluon.pt"):
         text = text.replace('weights = "DEFAULT"', f'weights = "{data / "weights" / file}"', 1)
-    text = text.replace('path = "cifar"\nformat = "torchvision"\ndataset = "CIFAR10"\ndownload = true\n', "")
+    text = text.replace('path = "cifar"\ndataset = "CIFAR10"\ndownload = true\n', "")
     text = text.replace("[data]\n", f'[data]\npath = "{data / "cifar10-10k.npz"}"\nlimit = 300\n')
     text = text.replace("expansions = 24", "expansions = 1").replace("depth = 20", "depth = 3")
     text = text.replace("samples = 64", "samples = 8")

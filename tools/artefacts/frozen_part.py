@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-from msgspec import Meta
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedquilt.arrays import tensors
 from fedquilt.core import Examples, Fit, Hooks, JobError, ModelError, Step, Tensors, evaluation
@@ -27,16 +25,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 OPENED = 8  # a trunk with more children with weights is opened: not AlexNet's 5
+FIT = Fit(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)  # of each candidate
 BUDGET_BYTES = 1 << 40  # the operator's own machine: nothing is refused here
 
 
 class CalibrationData(DataSpec, frozen=True, forbid_unknown_fields=True):
     """The `[schedule]` table: examples as in `[data]`, with the held-out share for validation."""
 
-    epochs: Annotated[int, Meta(ge=1)] = 5
-    lr: Annotated[float, Meta(gt=0)] = 0.01
-    weight_decay: Annotated[float, Meta(ge=0)] = 1e-4
-    batch: Annotated[int, Meta(ge=1)] = 64
     blocks: tuple[tuple[str, ...], ...] = ()  # modules of each block, first to last; (): by rule (`blocks`)
 
 
@@ -94,12 +89,11 @@ def search_schedule(
     unknown = [part for block in parts for part in block if not any(_is_inside(name, (part,)) for name in model)]
     if unknown or not parts:
         raise JobError(f"[schedule] blocks: {unknown[0]!r} has no tensors" if unknown else "[schedule] blocks: none")
-    fit = Fit(epochs=wanted.epochs, batch=wanted.batch, lr=wanted.lr, weight_decay=wanted.weight_decay)
     tried: list[CandidateResult] = []
     for depth in range(1, len(parts) + 1):
         trained = tuple(part for block in parts[-depth:] for part in block)
         hooks = Hooks(steps=(Step(rate=partial(_get_rate_factor, trained)),))
-        given, _ = engine.train(network, model, train, fit, tensors.seeded_rng("schedule", wanted.seed), hooks=hooks)
+        given, _ = engine.train(network, model, train, FIT, tensors.seeded_rng("schedule", wanted.seed), hooks=hooks)
         accuracy = evaluation.main_metric_value(engine.evaluate(network, given, held))
         tried.append(CandidateResult(trained, accuracy))
         say(f"schedule: last {depth} of {len(parts)} blocks trained: {accuracy:.2%} of {len(held)} validation examples")

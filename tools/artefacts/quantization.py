@@ -26,13 +26,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import onnx
 import onnxruntime
-from msgspec import Meta
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import quantization
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
@@ -121,19 +120,14 @@ def _activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> int:
     return most
 
 
+IMAGES_MOST = 64  # for the ranges, to compare and for junctions, each
 INT8_DELTA = 0.01  # a CKA that changes by as much is another one
 LENGTHS = (1, 2)  # of the donors' beginnings that candidates are scored after
 ENGINE_BYTES = 2 << 30
 UNUSED = (  # no shares here
     *("limit", "per_class", "held", "groups", "partition"),
-    *("share", "shares", "alpha", "min_size", "classes", "shards"),
+    *("share", "shares", "alpha", "min_size", "classes"),
 )
-
-
-class CalibrationImages(DataSpec, frozen=True, forbid_unknown_fields=True):
-    """The `[int8]` table: examples as in `[data]`, from which three times `images` are drawn."""
-
-    images: Annotated[int, Meta(ge=cka.MIN_IMAGES)] = 64  # for the ranges; as many to compare; as many for junctions
 
 
 @dataclass(frozen=True)
@@ -227,7 +221,7 @@ def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
     if not job.get("donors"):
         raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
     params, table = _read_params(job), _parse_table(job["int8"])
-    return QuantizationTrial(params, _load_images(table), table.images)
+    return QuantizationTrial(params, *_load_images(table))
 
 
 def make_int8_name(block: str) -> str:
@@ -257,23 +251,21 @@ def _read_params(job: Mapping[str, Any]) -> SearchParams:
     return params
 
 
-def _parse_table(table: Mapping[str, Any]) -> CalibrationImages:
+def _parse_table(table: Mapping[str, Any]) -> DataSpec:
     odd = [key for key in UNUSED if key in table]
     if odd:
         raise JobError(f"[int8] {', '.join(odd)}: images are drawn from all of the split; leave it out")
-    return toml.convert_table(table, CalibrationImages, "[int8]")
+    return DataSpec.parse(table, "[int8]")
 
 
-def _load_images(wanted: CalibrationImages) -> Examples:
-    need = 3 * wanted.images
-    found = load_split(msgspec.structs.replace(wanted, limit=need))
-    if len(found) < need:
-        raise DataError(
-            f"{wanted.source_name} has {len(found)} images, [int8] images = {wanted.images} takes {need}: "
-            f"give more, or images = {len(found) // 3}"
-        )
-    order = tensors.seeded_rng("int8", wanted.seed).permutation(need)
-    return Examples(found.x[order], found.y[order])
+def _load_images(wanted: DataSpec) -> tuple[Examples, int]:
+    # as many for the ranges as to compare and for junctions
+    found = load_split(msgspec.structs.replace(wanted, limit=3 * IMAGES_MOST))
+    images = len(found) // 3
+    if images < cka.MIN_IMAGES:
+        raise DataError(f"{wanted.source_name} has {len(found)} images: [int8] takes {3 * cka.MIN_IMAGES} or more")
+    order = tensors.seeded_rng("int8", wanted.seed).permutation(3 * images)
+    return Examples(found.x[order], found.y[order]), images
 
 
 # -- one block ------------------------------------------------------------------------------------

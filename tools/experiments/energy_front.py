@@ -178,7 +178,6 @@ def format_fronts(found: EnergyFront, job: JobSettings) -> list[str]:
 def _describe_missed_bound(plan: EnergyPlan, cohort: CohortSettings) -> str:
     for name, bound, reached in (
         ("joules_per_round", cohort.joules_per_round, plan.joules),
-        ("seconds_per_round", cohort.seconds_per_round, plan.seconds),
         ("deadline_s", cohort.deadline_s, plan.seconds),
     ):
         if bound is not None and reached > bound * (1 + 1e-9):

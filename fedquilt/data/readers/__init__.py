@@ -38,7 +38,7 @@ def open_reader(spec: DataSpec) -> ExampleReader:
         return plugin.open_plugin_data(spec)
     path = Path(spec.path)
     with convert_read_errors(path):  # in a folder closed to this user, no file can even be looked for
-        kind = spec.format if spec.format != "auto" else _detect_format(path, spec)
+        kind = _detect_format(path, spec)
         if kind != "torchvision" and not path.exists():
             raise DataError(
                 f"no data at {path}: set [data] path to a .npz or IDX file, a table, or a folder of images by class"
@@ -74,10 +74,7 @@ def _list_image_files(spec: DataSpec) -> list[Path]:
     # Without Pillow the list is empty: the reader reports the missing package.
     path = Path(spec.path)
     with convert_read_errors(path):
-        if (
-            not pixels.has_pillow()
-            or (spec.format if spec.format != "auto" else _detect_format(path, spec)) != "folder"
-        ):
+        if not pixels.has_pillow() or _detect_format(path, spec) != "folder":
             return []
         return files.find_files_by_class(path, spec, pixels.SUFFIXES, "images")[0]
 

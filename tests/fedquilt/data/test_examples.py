@@ -30,7 +30,7 @@ PARTITIONS = {
     "iid": DataSpec("-", partition="iid", shares=7),
     "dirichlet": DataSpec("-", partition="dirichlet", shares=7, alpha=0.3),
     "classes": DataSpec("-", partition="classes", shares=7, classes=2),
-    "shards": DataSpec("-", partition="shards", shares=7, shards=3),
+    "shards": DataSpec("-", partition="shards", shares=7),
     "groups": DataSpec("-", partition="dirichlet", shares=7, groups=((0, 3), (1, 2, 4))),
 }
 every_partition = pytest.mark.parametrize("kind", PARTITIONS)
@@ -68,7 +68,7 @@ def test_the_seed_decides_the_partition(kind):
         ("iid", "c31d85cffbca49ec"),
         ("dirichlet", "8b4e030b3c067170"),
         ("classes", "cf5c3de1cb002293"),
-        ("shards", "027d6d27aa575b03"),
+        ("shards", "b077bd4aef7bf98f"),
         ("groups", "742f144c649bde77"),
     ],
 )

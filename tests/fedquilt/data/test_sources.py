@@ -107,9 +107,9 @@ def test_sources_may_share_their_classes(tmp_path: Path):
 
 
 def test_a_board_with_one_source_of_a_mixture_numbers_its_classes_alike(tmp_path: Path):
-    """`labels_from` beside its path, as in the mixture."""
+    """A mixture of one."""
     path = saved(tmp_path / "b.npz", 2, (2, 2))
-    alone = examples.load_split(DataSpec(path, labels_from=10))
+    alone = examples.load_split(mixed((path, 10)))
     assert alone.y.tolist() == [10, 11] * 3
 
 

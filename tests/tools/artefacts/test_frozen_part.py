@@ -108,7 +108,7 @@ def digits(path: Path, count: int = 60) -> str:
 
 def test_prepare_finds_the_schedule_of_a_real_network(tmp_path: Path) -> None:
     """It is in the bundle, with what was tried; the same again gives the same."""
-    table = {"path": digits(tmp_path / "d.npz"), "epochs": 1, "lr": 0.1, "batch": 16}
+    table = {"path": digits(tmp_path / "d.npz")}
     made = [
         prepare_bundle(
             {"model": CNN, "input": {"channels": 1, "size": 8}, "schedule": table}, tmp_path / f"bundle-{i}"
@@ -123,7 +123,7 @@ def test_prepare_finds_the_schedule_of_a_real_network(tmp_path: Path) -> None:
 
 def test_a_wrong_key_of_the_table_is_refused(tmp_path: Path) -> None:
     """Those there are are named."""
-    with pytest.raises(JobError, match=r"\[schedule\].*lr"):
+    with pytest.raises(JobError, match=r"\[schedule\].*blocks"):
         prepare_bundle({"model": CNN, "schedule": {"path": "x", "rate": 1}}, tmp_path)
 
 

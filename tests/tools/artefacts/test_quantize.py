@@ -63,7 +63,7 @@ def job(images: str | None, *, weights: str | None = None, **more: Any) -> dict[
         {"name": "r", "network": RESIDUAL, "seed": 2, **({} if weights is None else {"weights": weights})},
     ]
     table = {"input": {"channels": 1, "size": 28}, "labels": ["a", "b", "c"], "donors": donors, **more}
-    return table if images is None else {**table, "int8": {"path": images, "images": 20}}
+    return table if images is None else {**table, "int8": {"path": images}}
 
 
 @pytest.fixture(scope="module")
@@ -261,12 +261,10 @@ def test_what_is_taken_back_may_take_back_another() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"int8": {"images": 8}}, JobError, r"\[int8\]: one of path, sources, .* is wanted"),
-        ({"int8": {"path": PATH, "image": 8}}, JobError, r"no key 'image'; keys of \[int8\]: .*did you mean 'images'"),
+        ({"int8": {"size": 8}}, JobError, r"\[int8\]: one of path, sources, .* is wanted"),
+        ({"int8": {"path": PATH, "siz": 8}}, JobError, r"no key 'siz'; keys of \[int8\]: .*did you mean 'size'"),
         ({"int8": {"path": PATH, "share": 1}}, JobError, "share: images are drawn from all"),
         ({"int8": {"path": "no.npz"}}, DataError, "no.npz"),
-        ({"int8": {"path": PATH, "images": 21}}, DataError, "has 60 .* takes 63: give more, or images = 20"),
-        ({"int8": {"path": PATH, "images": 3}}, JobError, "images"),
         ({"params": {"score_at": "input"}}, JobError, r"leave out \[int8\]"),
         ({"params": {"score_at": "all"}}, JobError, r"\[params\]: .*score_at"),
         ({"donors": [], "model": PLAIN}, JobError, "the job has none: leave it out"),
@@ -286,6 +284,6 @@ def test_a_table_that_cannot_be_done_is_refused_before_donors_are_cut(
 
 def test_images_are_found_from_where_the_job_file_is(tmp_path: Path) -> None:
     """As those of [data] are."""
-    text = 'name = "j"\nmethod = "fedstitch"\n[int8]\npath = "some.npz"\nimages = 8\n'
+    text = 'name = "j"\nmethod = "fedstitch"\n[int8]\npath = "some.npz"\n'
     (tmp_path / "job.toml").write_text(text)
-    assert settings.load_job(tmp_path / "job.toml").int8 == {"path": str(tmp_path / "some.npz"), "images": 8}
+    assert settings.load_job(tmp_path / "job.toml").int8 == {"path": str(tmp_path / "some.npz")}
