@@ -43,7 +43,7 @@ def resume_run(store: Store, run: str) -> StoredJob:
     """
     row = store.find_job(run)
     if row.status == "done":
-        export = f"fedquilt export {row.id} --home {store.home} --out FILE"
+        export = f"fedquilt model export {row.id} --home {store.home} --out FILE"
         raise JobError(f"{row.id} is done; `{export}` writes its result")
     if row.origin == "fleet":
         raise JobError(f"{row.id} is a simulated fleet's: `fedquilt fleet JOB --home {store.home}` goes on with it")
@@ -89,7 +89,7 @@ def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False)
     return (
         f"{', '.join(devices)}: removed {_describe_when(store)}. An agent that still runs brings its device "
         "back with its next "
-        "message. A certificate is not revoked by this: `fedquilt ca revoke NAME`"
+        "message. A certificate is not revoked by this: `fedquilt identity revoke NAME`"
     )
 
 
@@ -121,7 +121,7 @@ def abort_rollout(store: Store, rollout: str = "") -> str:
     kept = store.rollouts.find_rollout(rollout)
     if not kept.state.is_under_way:
         status = kept.state.status
-        mend = f"; `fedquilt deploy --rollback {kept.state.id}` takes it back" if status == "done" else ""
+        mend = f"; `fedquilt rollout back {kept.state.id}` takes it back" if status == "done" else ""
         raise JobError(f"{kept.state.id} is {status}{mend}")
     store.rollouts.set_request(kept.state.id, "abort")
     return f"{kept.state.id} of {kept.state.plan.name} is ended {_describe_when(store)}: boards that have it return"
@@ -137,7 +137,7 @@ def roll_back_rollout(store: Store, rollout: str = "") -> str:
     kept = store.rollouts.find_rollout(rollout)
     state = kept.state
     if state.status != "done":
-        mend = f"; `fedquilt deploy --abort {state.id}` ends it" if state.is_under_way else ""
+        mend = f"; `fedquilt rollout back {state.id}` ends it" if state.is_under_way else ""
         raise JobError(f"{state.id} is {state.status}{mend}")
     known = [each.state for each in store.rollouts.readable_rollouts()]
     for later in itertools.dropwhile(lambda each: each.id != state.id, known):

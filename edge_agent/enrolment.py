@@ -111,7 +111,7 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
             )
             mend = "set the clock if it is wrong, else "
         raise JobError(
-            f"{settings.device} cannot enrol: {ended} and no token is in {files.token}: {mend}`fedquilt enrol token "
+            f"{settings.device} cannot enrol: {ended} and no token is in {files.token}: {mend}`fedquilt identity token "
             f"{settings.device}` on the operator's machine makes one"
         )
     if settings.enrol.url is None:
@@ -126,7 +126,7 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
         log.warning("the token in %s was refused (%s); the certificate in hand stays", files.token, error)
         return f"{settings.device} is enrolled, until {_format_time(held.ends)}"
     if answer.certificate is None:
-        raise LinkError(f"{settings.enrol.url} answered without a certificate: is it `fedquilt enrol serve`?")
+        raise LinkError(f"{settings.enrol.url} answered without a certificate: is it `fedquilt identity serve`?")
     ends = install_certificate(settings, answer.certificate.encode())
     return f"{settings.device} is {'enrolled' if step == 'enrol' else 'renewed'}, until {_format_time(ends)}"
 
@@ -252,7 +252,9 @@ def _validity_or_reason(
     try:
         ca = x509.load_pem_x509_certificate(authority)
     except (ValueError, x509.InvalidVersion):
-        raise JobError(f"{files.ca} holds no certificate in PEM: it is the ca.crt of `fedquilt ca init`") from None
+        raise JobError(
+            f"{files.ca} holds no certificate in PEM: it is the ca.crt of `fedquilt identity init`"
+        ) from None
     try:
         cert = x509.load_pem_x509_certificate(pem)
         cert.verify_directly_issued_by(ca)
@@ -323,6 +325,4 @@ def _describe_connection_error(url: str, files: CredentialPaths, error: Exceptio
     said = errors.describe_exception(error)
     if "alert" in said and "expired" in said:
         return f"{url} says that {files.cert} has expired: put a new token into {files.token}"
-    return (
-        f"{url} cannot be reached ({said}): check the address, the network, and that `fedquilt enrol serve` runs there"
-    )
+    return f"{url} cannot be reached ({said}): check the address, the network, and `fedquilt identity serve` there"

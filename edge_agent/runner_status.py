@@ -1,4 +1,4 @@
-"""Status file of the device's model runner (`fedquilt serve-model`): HOME/models/served.json."""
+"""Status file of the device's model runner (`fedquilt model serve`): HOME/models/served.json."""
 
 from __future__ import annotations
 

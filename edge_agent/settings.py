@@ -61,7 +61,7 @@ class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    url: str | None = None  # of `fedquilt enrol serve`
+    url: str | None = None  # of `fedquilt identity serve`
     token: str | None = None  # file with the one-time token; None: "token" beside broker.key
 
 
@@ -100,7 +100,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     home: str  # folder for all files of the agent
     fleet: Name = "fleet"
     board: str = "auto"  # or a profile's name, for a simulated one
-    profile: str | None = None  # file of `fedquilt record` for this board, or a shipped one; None: its kind's
+    profile: str | None = None  # file of `fedquilt board record` for this board, or a shipped one; None: its kind's
     budget: str | None = None  # most that a task's process may hold resident; None: half of the board's memory
     cache: str = "2GB"  # blobs and files of tasks kept for later rounds and jobs; the longest unused go first
     tensorrt: str | None = (
@@ -220,17 +220,18 @@ def _resolve_paths(table: Mapping[str, Any], keys: tuple[str, ...], folder: Path
 FILES = ("ca", "cert", "key", "password_file")
 
 
-def apply_systemd_credentials(settings: AgentSettings, folder: Path | None) -> AgentSettings:
-    """Return settings that read each broker file from `folder`, if the folder has a copy.
+def apply_systemd_credentials(settings: AgentSettings) -> AgentSettings:
+    """Return settings that read each broker file from $CREDENTIALS_DIRECTORY, if that folder has a copy.
 
     agent.toml can then name a key that only root may read, while the unit's user reads the copy.
     """
+    folder = os.environ.get("CREDENTIALS_DIRECTORY")
     if folder is None:
         return settings
     named = {key: getattr(settings.broker, key) for key in FILES}
     found: dict[str, str] = {}
     for key, path in named.items():
-        if path is None or not os.path.isfile(copy := str(folder / Path(path).name)):
+        if path is None or not os.path.isfile(copy := os.path.join(folder, os.path.basename(path))):
             continue
         for other in [other for other, taken in found.items() if taken == copy and named[other] != path]:
             raise JobError(

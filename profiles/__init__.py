@@ -318,7 +318,7 @@ def find_board_profile(given: str) -> BoardProfile:
     try:
         return parse_board_profile(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"profile: {path} cannot be read ({error}): `fedquilt record` writes one") from None
+        raise JobError(f"profile: {path} cannot be read ({error}): `fedquilt board record` writes one") from None
 
 
 def is_board_name(given: str) -> bool:
@@ -344,8 +344,8 @@ def parse_board_profile(text: str, where: str) -> BoardProfile:
     body, mark, told = text.rpartition(_SUM)
     if mark and told.strip() != hashlib.sha256(body.encode()).hexdigest():
         raise JobError(
-            f"{where} is damaged, or was changed since `fedquilt record` wrote it: record it anew, or remove its last "
-            "line if you changed it"
+            f"{where} is damaged, or was changed since `fedquilt board record` wrote it: record it anew, or remove its "
+            "last line if you changed it"
         )
     try:
         board = msgspec.convert(toml.parse_toml(text, where), BoardProfile)

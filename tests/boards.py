@@ -15,6 +15,7 @@ from fedquilt.tools.boards.flash import targets
 from fedquilt.tools.boards.flash.targets import BundleTarget
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+INTERPRETER = str(Path(sys.executable).with_name(f"python{PYTHON}"))
 AARCH64, X86_64, ARM = 0xB7, 0x3E, 0x28
 
 MACHINE = {"x86_64": ("amd64", X86_64), "aarch64": ("arm64", AARCH64)}

@@ -1,4 +1,4 @@
-"""Certificates of a fleet's own authority, as `fedquilt ca` and `enrol` make them."""
+"""Certificates of a fleet's own authority, as `fedquilt identity` and `enrol` make them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small networks in ONNX files as `fedquilt export` writes them, whose answers are known."""
+"""Small networks in ONNX files as `fedquilt model export` writes them, whose answers are known."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ import socket
 from pathlib import Path
 
 from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import SOCKET
 from fedquilt.edge_agent.clocks.clock_pin import ClockPin
-from fedquilt.edge_agent.clocks.helper import ClockHelper
+from fedquilt.edge_agent.clocks.helper import STATE, ClockHelper
 from fedquilt.testing.boards import write_fake_board
 
 POLICY = "sys/devices/system/cpu/cpufreq/policy0"
@@ -17,7 +18,8 @@ class Place:
     """A TX2 made of files, and where its helper keeps what it has."""
 
     def __init__(self, folder: Path) -> None:
-        self.root, self.state, self.socket = folder / "root", folder / "state", folder / "run" / "s"
+        self.root = folder / "root"
+        self.state, self.socket = self.root / STATE, self.root / SOCKET
         write_fake_board(self.root, "jetson-tx2", 4)
         self.before = self.settings()
         self.lines: list[socket.socket] = []

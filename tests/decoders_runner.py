@@ -23,7 +23,7 @@ def every(folder: Path) -> dict[str, Decoder]:
         folder: for files of theirs, empty.
     """
     place = classifiers.written(folder / "model.onnx")
-    answers = ModelService(ModelSwitcher(place, threads=1), size=20)
+    answers = ModelService(ModelSwitcher(place), size=20)
     x = np.stack([classifiers.image(level) for level in (0, 90, 250)])
     files = [io.BytesIO() for _ in range(4)]
     np.save(files[0], x[0])

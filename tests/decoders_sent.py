@@ -231,7 +231,7 @@ def _manifests() -> dict[str, Decoder]:
         for codec in CODECS:
             for whole in (True, False):
                 try:
-                    checks.require_manifest_fits(found, UpdateSchema(like, whole), Encoding(codec=codec), None)
+                    checks.require_manifest_fits(found, UpdateSchema(like, whole), Encoding(codec=codec))
                 except UpdateError:
                     continue
         return None

@@ -32,7 +32,7 @@ def look(home: Path, run: str, number: int) -> str:
     every: tuple[tuple[str, ...], ...] = (
         ("ls", "--home", str(home)),
         ("why", run, "--home", str(home)),
-        ("backup", str(home), str(file)),
+        ("backup", "save", str(home), str(file)),
         ("logs", run, "--home", str(home)),
         ("devices", "--home", str(home)),
         ("doctor", "--home", str(home)),

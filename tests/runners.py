@@ -50,7 +50,7 @@ class Running:
     """A runner in this process."""
 
     def __init__(self, models: Path, clock: Clock | None = None) -> None:
-        self.models = ModelSwitcher(models, threads=1)
+        self.models = ModelSwitcher(models)
         self.service = ModelService(self.models, models, size=100, **({"clock": clock} if clock else {}))
         self.server = RunnerServer(self.service, "127.0.0.1", 0)
         self.server.start()

@@ -182,8 +182,7 @@ class NoReleaseExecutor:
 
     def send_release(self, device: str, kind: wire.Kind, release: wire.DesiredRelease | None) -> None:
         raise JobError(
-            "devices that are simulated in this process run no releases: `fedquilt fleet JOB --link broker "
-            "--agents-only` starts agents that do"
+            "devices that are simulated in this process run no releases: `fedquilt agent` starts one that does"
         )
 
 

@@ -42,8 +42,9 @@ METRIC_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,39}")
 ENOUGH: Final = 3  # devices of which the median is used
 LATER_EPOCHS: Final = 1 << 20  # starts of the coordinator that a device may know and this home has lost
 UNENTITLED: Final = (
-    "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a device. With "
-    "certificates, `fedquilt ca issue NAME --role site` grants the right; without, [sites.NAME] in limits.toml does"
+    "%s says that it is a site, and has no right to speak for other devices: it gets the tasks of a device. "
+    "With certificates, `fedquilt identity issue NAME --role site` grants the right; without, [sites.NAME] in "
+    "limits.toml does"
 )
 
 M = TypeVar("M", bound=Struct)

@@ -1,4 +1,4 @@
-"""Limits of a job: [stop], or `fedquilt run --max-joules --max-bytes --max-wall`.
+"""Limits of a job: [stop].
 
 Limits are compared with the totals of the log between rounds. So a job can exceed a limit by one round, and its result
 is that of a whole round. Joules do not include tasks without a meter: a job with `max_joules` on devices without meters

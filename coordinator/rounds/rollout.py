@@ -58,7 +58,7 @@ class RolloutPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         """Raise JobError, with the fix, if the selection, the phases or the window are invalid."""
         labels.require_selection(self.select)
         if not self.canary or not self.phases:
-            raise JobError("a rollout has a canary above 0 % and at least one phase after it: --canary 5% --phases 100")
+            raise JobError("a rollout has a canary above 0 % and at least one phase after it: --phases 5% 100%")
         if any(
             later <= before for before, later in zip(self.cumulative_shares, self.cumulative_shares[1:], strict=False)
         ):

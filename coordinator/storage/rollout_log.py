@@ -99,7 +99,7 @@ class RolloutLog:
                 if kept.state.plan.kind == plan.kind and kept.state.is_under_way:
                     raise JobError(
                         f"{kept.state.id} of {kept.state.plan.name} is {kept.state.status}: wait for its end, or "
-                        f"`fedquilt deploy --abort {kept.state.id} --home {self._home}`"
+                        f"`fedquilt rollout back {kept.state.id} --home {self._home}`"
                     )
             line = RolloutRow(id, encode_lossless(id, plan, _plan), now, current_user())
             marks = ", ".join("?" * (len(line) + 1))

@@ -58,7 +58,7 @@ class UnreadableError(StoreError):
         self.lasts = lasts or _find_descriptor_error(error) is not None
 
     def format_fix(self, run: str) -> str:
-        back = " or put a backup back (`fedquilt restore`)" if self.place == _HOME else ""
+        back = " or put a backup back (`fedquilt backup restore`)" if self.place == _HOME else ""
         return f"move {self.place} to another disk{back}, then `fedquilt resume {run}`"
 
 

@@ -109,7 +109,7 @@ def read_scores(home: Path, row: StoredJob) -> RunScores:
         return nothing
     except checksummed_json.DamagedFileError as error:
         log.warning(
-            "%s is damaged (%s): `fedquilt evaluate %s` makes it anew", scores_path(home, row.id), error, row.id
+            "%s is damaged (%s): `fedquilt model evaluate %s` makes it anew", scores_path(home, row.id), error, row.id
         )
         return nothing
     return found if found.test == nothing.test else nothing

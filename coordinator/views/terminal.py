@@ -54,10 +54,7 @@ WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
 
 SINGLY = 3  # declines of a round for one reason that are printed one by one; further ones are counted
 
-MORE = (
-    "start more: `fedquilt agent agent.toml` on a board, or simulated ones with `fedquilt fleet JOB --link broker "
-    "--agents-only`"
-)
+MORE = "start more: `fedquilt agent agent.toml` on a board"
 AWAY_S = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
 AWAY = wait_reasons.WaitReason("its broker, which cannot be reached", "broker", "lost")
 BROKER = "`fedquilt doctor --home HOME --broker URL` says why"
@@ -285,8 +282,8 @@ def run_coordinator(
     """
     if limits.sites and identity is not None:
         raise JobError(
-            "limits.toml [sites]: in a fleet with certificates these grant the rights of sites (`fedquilt ca issue "
-            "NAME --role site`): remove the table"
+            "limits.toml [sites]: in a fleet with certificates these grant the rights of sites (`fedquilt identity "
+            "issue NAME --role site`): remove the table"
         )
     if limits.sites and site is not None:
         raise JobError("limits.toml [sites]: a site has no sites of its own: remove the table")

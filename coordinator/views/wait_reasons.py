@@ -41,7 +41,7 @@ def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
 
 def describe_wait(row: StoredJob, store: Store) -> str | None:
     if row.status == UNAPPROVED:
-        return f"its owner: `fedquilt approve {row.id} --home {store.home}`"
+        return f"its owner: `fedquilt resume {row.id} --home {store.home}`"
     if row.status == ARMED:
         told = ((triggers.RunnerReport(b.device, r.drift, r.accuracy), b.labels) for b, r in _online_devices(store))
         return triggers.describe_trigger_wait(

@@ -21,7 +21,7 @@ from fedquilt.core import UNDECODABLE, Amount, ClockError, Label, OperatingPoint
 
 log = logging.getLogger("fedquilt.clocks")
 
-SOCKET: Final = Path("/run/fedquilt/clocks.sock")
+SOCKET: Final = "run/fedquilt/clocks.sock"  # below the root of the system
 REQUEST_MOST_BYTES: Final = 4096
 ANSWER_MOST_BYTES: Final = 1 << 18
 ANSWER_S: Final = 2.0
@@ -88,7 +88,7 @@ class ClockClient:
         self._decoder = msgspec.json.Decoder(HelperResponse)
 
     @classmethod
-    def connect(cls, path: Path = SOCKET) -> ClockClient | None:
+    def connect(cls, path: Path = Path("/") / SOCKET) -> ClockClient | None:
         """Connect to the helper, or return None if there is none or this user lacks permission."""
         line = _open_socket(path)
         return None if line is None else cls(line, path)
@@ -192,7 +192,7 @@ def _open_socket(path: Path) -> socket.socket | None:
     try:
         line.connect(str(path))
     except PermissionError:
-        log.warning("no right to speak to the clock helper at %s: add this user to its --group", path)
+        log.warning("no right to speak to the clock helper at %s: add this user to the group fedquilt", path)
     except OSError as error:
         log.debug("no clock helper at %s: %s", path, error)
     else:

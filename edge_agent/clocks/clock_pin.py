@@ -47,7 +47,6 @@ class ClockPin:
         hottest_c: Degrees Celsius above which nothing is pinned.
         max_w: Watts above which no point is pinned, or None for no limit.
         watts: Function that returns the power of a point, or None if unknown. By default, the client's `busy_w`.
-        dry_run: Whether to log the writes without writing.
         put: Function that writes a value to a kernel file.
         nvpmodel: Function that runs nvpmodel with arguments and returns its output or None. By default, the board's
             program.
@@ -64,14 +63,13 @@ class ClockPin:
         hottest_c: float = 85.0,
         max_w: float | None = None,
         watts: Callable[[OperatingPoint], float | None] | None = None,
-        dry_run: bool = False,
         put: Callable[[Path, str], None] = lambda path, value: _write_value(path, value),
         nvpmodel: Callable[..., str | None] | None = None,
     ) -> None:
         self.point: OperatingPoint | None = None  # held now
         self.hottest_c, self.max_w = hottest_c, max_w
         self._watts = watts or (lambda point: point.busy_w)
-        self.root, self._dry_run, self._put = root, dry_run, put
+        self.root, self._put = root, put
         self._nvpmodel = nvpmodel or self._run_nvpmodel
         self._mode_put: str | None = None  # mode that a hold has set; None: the owner's own
         self._mark: str | None = None  # of nvpmodel's status when it was last looked at
@@ -85,8 +83,6 @@ class ClockPin:
 
     def restore_after_crash(self) -> list[str]:
         """Restore the changes of a killed process. Return sentences on failures."""
-        if self._dry_run:
-            return []
         try:
             journal = msgspec.json.decode(self._journal.read_bytes(), type=RestoreJournal)
         except FileNotFoundError:
@@ -121,7 +117,7 @@ class ClockPin:
     def restore(self) -> list[str]:
         """Restore the board's own settings. Return sentences on failures, or [] if nothing is left to do."""
         self.point = None
-        if self._saved is None or self._dry_run:
+        if self._saved is None:
             return []
         left: list[str] = []
         try:
@@ -193,10 +189,6 @@ class ClockPin:
                 raise ClockError(
                     f"mode {mode.name} is not set: {limited} is limited below the power mode of this board"
                 )
-        if self._dry_run:
-            log.info("would set %s", "; ".join([*([f"mode {mode.name}"] if mode else []), *map(str, writes)]))
-            self.point = point
-            return point
         if self._saved is None:
             self._mark = power_modes.status_fingerprint(self.root)
             saved = found.read_state(owner)
@@ -226,7 +218,7 @@ class ClockPin:
     def _adopt_owner_mode(self) -> str | None:
         # The limits of the new mode are restored then: the old ones might exceed its caps. Returns a sentence after a
         # change by the owner, otherwise None.
-        if self._saved is None or self._dry_run:
+        if self._saved is None:
             return None
         mark, ours = power_modes.status_fingerprint(self.root), self._mode_put or self._saved.mode
         if mark is not None and mark == self._mark:
@@ -264,7 +256,9 @@ class ClockPin:
         watts = self._watts(point)
         if watts is None or watts > self.max_w:
             draws = "draws nobody knows how much" if watts is None else f"draws {watts:g} W"
-            raise ClockError(f"{point.name!r} {draws}, and no point above {self.max_w:g} W is held here (--max-w)")
+            raise ClockError(
+                f"{point.name!r} {draws}, and no point above {self.max_w:g} W is held here ([governor] max_w)"
+            )
 
     def _record_new_controls(self, found: ClockControls) -> None:
         assert self._saved is not None

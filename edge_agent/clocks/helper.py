@@ -1,7 +1,7 @@
 """Clock helper, the only part of fedquilt that runs as root.
 
 The helper sets clocks for one client at a time, and accepts only frequencies that the board lists and its owner
-permits: the power mode, --max-w and --hottest (`fedquilt.edge_agent.clocks.owner_limits`). The helper restores the
+permits: the power mode, [governor] max_w and max_c (`fedquilt.edge_agent.clocks.owner_limits`). The helper restores the
 board's settings when the client unpins, disconnects, ends or is silent beyond the watchdog's time, when the board is
 too hot or its power mode changes, when the helper stops, and at its next start after a kill
 (`fedquilt.edge_agent.clocks.clock_pin`). There are no threads: one `step` runs at a time.
@@ -27,7 +27,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt.core import UNDECODABLE, ClockError, JobError, OperatingPoint, StoreError
+from fedquilt.core import UNDECODABLE, ClockError, OperatingPoint, StoreError
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import (
     REQUEST_MOST_BYTES,
@@ -46,7 +46,8 @@ from fedquilt.systemd import send_notification
 
 log = logging.getLogger("fedquilt.clocks")
 
-STATE: Final = Path("/var/lib/fedquilt-clocks")
+STATE: Final = "var/lib/fedquilt-clocks"
+GROUP: Final = "fedquilt"  # whose members may use the helper, beside root
 WATCHDOG_S: Final = 10.0
 HOTTEST_C: Final = 85.0
 LOOK_S: Final = 1.0  # interval between looks at the thermal zones, and between attempts to restore
@@ -164,7 +165,7 @@ class ClockHelper:
         client = HelperConnection(line, self._peer(line))
         refusal = None
         if not may_connect(client.who, self._group):
-            refusal = f"user {client.who[1]} may not set clocks here: it has to be in the helper's --group"
+            refusal = f"user {client.who[1]} may not set clocks here: it has to be in the group fedquilt"
         elif len(self._clients) >= CLIENTS_MOST:
             refusal = f"{CLIENTS_MOST} clients speak to the helper already: let one of them hang up"
         if refusal is not None:
@@ -296,36 +297,34 @@ def read_clock_state(lever: ClockControl, ceiling: int | None = None) -> ClockSt
 
 
 def run_helper(
-    root: Path = Path("/"),
-    path: Path = SOCKET,
-    state: Path = STATE,
+    root: Path,
     *,
-    group: str | None = None,
-    watchdog_s: float = WATCHDOG_S,
     hottest_c: float = HOTTEST_C,
     max_w: float | None = None,
     watts: Callable[[OperatingPoint], float | None] | None = None,
-    dry_run: bool = False,
 ) -> None:
     """Run the clock helper until SIGTERM, SIGINT or SIGHUP, then restore the clocks.
 
-    Limits are as in `ClockPin`.
+    Socket and journal are below `root`. Limits are as in `ClockPin`.
 
     Raises:
-        JobError: If the group is unknown.
         StoreError: If the socket or the state folder cannot be used.
     """
     try:
-        number = None if group is None else grp.getgrnam(group).gr_gid
+        group = grp.getgrnam(GROUP).gr_gid
     except KeyError:
-        raise JobError(f"no group {group!r} here: `sudo groupadd {group}`, and add the agent's user to it") from None
+        group = None
     ended: list[int] = []
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(kind, lambda kind, _: ended.append(kind))
-    clamp = ClockPin(root, state, hottest_c=hottest_c, max_w=max_w, watts=watts, dry_run=dry_run)
-    helper = ClockHelper(clamp, path, state, group=number, watchdog_s=watchdog_s)
+    path, state = root / SOCKET, root / STATE
+    clamp = ClockPin(root, state, hottest_c=hottest_c, max_w=max_w, watts=watts)
+    helper = ClockHelper(clamp, path, state, group=group)
     try:
-        print(f"setting clocks for {f'root and group {group}' if group else 'root alone'} on {path}", flush=True)
+        print(
+            f"setting clocks for {'root alone' if group is None else f'root and the group {GROUP}'} on {path}",
+            flush=True,
+        )
         send_notification("READY=1")
         while not ended:
             helper.step(time.monotonic(), TICK_S)
@@ -362,7 +361,7 @@ def _listen_on_socket(path: Path, group: int | None) -> socket.socket:
         door.listen(CLIENTS_MOST)
     except OSError as error:
         door.close()
-        raise StoreError(f"no socket at {path}: {error.strerror or error}; name another with --socket") from None
+        raise StoreError(f"no socket at {path}: {error.strerror or error}") from None
     finally:
         os.umask(before)
     door.setblocking(False)

@@ -127,7 +127,7 @@ class LinuxDevice:
     def pin_clocks(self, point: OperatingPoint) -> OperatingPoint:
         if self._clocks is None:
             raise ClockError(
-                f"the clocks of {self.board} are only read: no clock helper runs here; start `fedquilt clocks`"
+                f"the clocks of {self.board} are only read: no clock helper runs here; start `fedquilt board clocks`"
             )
         if point.name not in {known.name for known in self.points}:
             raise ClockError(f"{self.board} has no operating point {point.name!r}")

@@ -18,7 +18,7 @@ from fedquilt.onnx.graph_check import Shape
 
 
 class ExportedModel(NamedTuple):
-    """Metadata of a network written by `fedquilt export`. Fields of other files are None."""
+    """Metadata of a network written by `fedquilt model export`. Fields of other files are None."""
 
     input: Mapping[str, Any] | None  # its [input] table, of a stitched network
     network: Mapping[str, Any] | None  # its table, of a trained one
@@ -49,7 +49,7 @@ def read_metadata(facts: Mapping[str, str]) -> ExportedModel:
     """Return the metadata of an exported graph.
 
     Raises:
-        ModelError: If the metadata is not as written by `fedquilt export`.
+        ModelError: If the metadata is not as written by `fedquilt model export`.
     """
     tables = {name: _decode_entry(facts, name, dict) for name in ("input", "network", "reading")}
     labels = _decode_entry(facts, "labels", list)
@@ -98,7 +98,7 @@ def _require_reading_settings(settings: Mapping[str, Any]) -> None:
 def _metadata_error(name: str, why: object = None) -> ModelError:
     more = "" if why is None else f" ({why})"
     return ModelError(
-        f"what its metadata say under {name!r} is not as `fedquilt export` writes it{more}: export it again"
+        f"what its metadata say under {name!r} is not as `fedquilt model export` writes it{more}: export it again"
     )
 
 

@@ -1,8 +1,9 @@
 """Learned speed and power of one workload on this device. Pure functions.
 
-A profile contains the time and power of recorded work at each operating point, as measured by `fedquilt record`. A task
-differs from that work: it may run on the GPU where the CPU was recorded, wait for memory or launches, and leave units
-idle. Two laws are therefore learned for each engine and workload, each a sum of columns with non-negative weights:
+A profile contains the time and power of recorded work at each operating point, as measured by `fedquilt board record`.
+A task differs from that work: it may run on the GPU where the CPU was recorded, wait for memory or launches, and leave
+units idle. Two laws are therefore learned for each engine and workload, each a sum of columns with non-negative
+weights:
 
     seconds = the profile's + amount * (1 / f_cpu + 1 / f_gpu + 1 / f_emc + 1)
     watts   = the profile's + f_cpu^3 + f_gpu^3 + speed * (f_cpu^2 + f_gpu^2 + 1) + 1

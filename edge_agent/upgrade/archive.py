@@ -4,7 +4,7 @@
     upgrade.sig      signature of upgrade.json by the fleet's authority, absent in a fleet without one
     wheels/*.whl
 
-`fedquilt flash --upgrade FILE` creates a bundle, without settings and secrets, for all boards of a kind.
+`fedquilt rollout build FILE` creates a bundle, without settings and secrets, for all boards of a kind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     python: Annotated[str, Meta(pattern=r"^3\.\d{1,3}\Z")]
     wheels: dict[Wheel, Digest]
     unpacked_bytes: Annotated[int, Meta(ge=0, le=UNPACKED_MOST)]
-    system_packages: bool = False
     present: dict[Label, Label] = msgspec.field(
         default_factory=dict
     )  # packages left out -> version that has to be there
@@ -53,7 +52,7 @@ class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _PlainTarHeader(tarfile.TarInfo):
-    """Header of a regular file, the only kind that `fedquilt flash` writes. Other kinds raise ReadError."""
+    """Header of a regular file, the only kind that `fedquilt board flash` writes. Other kinds raise ReadError."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainTarHeader:
@@ -119,7 +118,7 @@ class UpgradeBundle:
 
 
 def bundle_error(path: Path, why: object) -> ModelError:
-    return ModelError(f"{path} is no bundle of an upgrade ({why}): `fedquilt flash --upgrade FILE` makes one")
+    return ModelError(f"{path} is no bundle of an upgrade ({why}): `fedquilt rollout build FILE` makes one")
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from fedquilt.host.disk import REAL, Disk, disk_errors
 
 SPARE_BYTES: Final = 32 << 20  # that stay free on the disk
 FLASHED: Final = "flashed.pth"  # names the packages that are used where they are
-MEND_ARCHITECTURE: Final = "upgrade each kind of board with a bundle of its own, chosen by --to LABEL"
+MEND_ARCHITECTURE: Final = "upgrade each kind of board with a bundle of its own, chosen by --label LABEL"
 
 
 class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,10 +97,10 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
     if ca is None:
         raise ModelError(
             "this board has no certificate of an authority ([broker] ca in agent.toml) by which an upgrade could be "
-            "checked: give the fleet one (`fedquilt ca init`), or write unsigned = true under [upgrade] there"
+            "checked: give the fleet one (`fedquilt identity init`), or write unsigned = true under [upgrade] there"
         )
     if bundle.signature is None:
-        raise ModelError("the bundle is not signed: `fedquilt flash --upgrade FILE --authority DIR` signs it")
+        raise ModelError("the bundle is not signed: `fedquilt rollout build FILE --ca DIR` signs it")
     try:
         from cryptography import x509
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -115,7 +115,7 @@ def require_valid_signature(bundle: UpgradeBundle, ca: str | None, unsigned: boo
     try:
         certificates = x509.load_pem_x509_certificates(pem)
     except (ValueError, x509.InvalidVersion):
-        raise JobError(f"{ca} holds no certificate in PEM: it is the ca.crt of `fedquilt ca init`") from None
+        raise JobError(f"{ca} holds no certificate in PEM: it is the ca.crt of `fedquilt identity init`") from None
     for certificate in certificates:
         try:
             key = certificate.public_key()
@@ -136,7 +136,7 @@ def require_not_older(manifest: UpgradeManifest, newest: int) -> None:
         raise ModelError(
             f"the bundle of fedquilt {manifest.version} has the authority's number {manifest.number}, and this board "
             f"has kept number {newest}: what was signed before that is refused; if this version is wanted again, make "
-            "and sign its bundle anew (`fedquilt flash --upgrade FILE --authority DIR`)"
+            "and sign its bundle anew (`fedquilt rollout build FILE --ca DIR`)"
         )
 
 
@@ -244,9 +244,7 @@ def _install_bundle(bundle: UpgradeBundle, folder: Path, final_folder: Path, fla
     lines = "".join(f"{place}\n" for place in flashed_packages)
     if lines:
         (packages / FLASHED).write_text(lines)
-    virtual_environment.make_environment(
-        folder, manifest.python, base_interpreter(), system_packages=manifest.system_packages
-    )
+    virtual_environment.make_environment(folder, manifest.python, base_interpreter())
     virtual_environment.compile_packages(folder, manifest.python, str(final_folder))
     (folder / archive.MANIFEST).write_bytes(bundle.signed)
 

@@ -11,27 +11,21 @@ from fedquilt.cli.commands import argument, option, verb
 
 @verb()
 @argument("settings", "The board's agent.toml.", type=options.PATH)
-@option(
-    "--credentials",
-    type=options.FOLDER,
-    metavar="DIR",
-    help="Folder with the broker's certificates and keys by their names, as systemd passes them.",
-)
 @option("--check", is_flag=True, help="Check whether this version could run here, with one small task, and end.")
-@options.log_format_option
-def agent(settings: Path, credentials: Path | None, check: bool, log_format: str) -> None:
+@options.format_option
+def agent(settings: Path, check: bool, format: str) -> None:
     """Run the agent of this device with its agent.toml."""
     from fedquilt.edge_agent import daemon
     from fedquilt.edge_agent import settings as files
     from fedquilt.edge_agent.settings import load_settings
 
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
-    found = files.apply_systemd_credentials(load_settings(settings), credentials)
+    found = files.apply_systemd_credentials(load_settings(settings))
     if check:
         from fedquilt.tools.boards.doctor.checks import version
 
         return version.check_version(found, settings)
-    if log_format == "json":
+    if format == "json":
         from fedquilt.host import logs
 
         logs.use_json_logs(device=found.device)

@@ -183,7 +183,7 @@ def _run_ablation(job: Path, format: str, given: dict[str, Any]) -> int:
     path = job if own else example.HERE / "job.toml"
     return searches.main(
         home_access.load_job(path),
-        home_access.bundle_folder(path, given["bundle"]) if own else given["bundle"] or example.HERE / "bundle",
+        given["bundle"] or home_access.bundle_folder(path) if own else given["bundle"] or example.HERE / "bundle",
         given["out"] or Path("fedquilt-ablation"),
         alphas=given["alpha"] or (),
         seeds=given["seeds"] or (0, 1, 2),

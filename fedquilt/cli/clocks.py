@@ -1,4 +1,4 @@
-"""`fedquilt clocks`: serve, status, hold."""
+"""`fedquilt board clocks`: serve, status, hold."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from fedquilt.cli import options
 from fedquilt.cli.commands import F, argument, option, verb_group
 
 
-def path_options(function: F) -> F:
-    socket = option(
-        "--socket", type=options.PATH, default=Path("/run/fedquilt/clocks.sock"), help="Socket of the clock helper."
-    )
-    return socket(option("--root", type=options.PATH, default=Path("/"), help="Folder that has sys.")(function))
-
-
-def dry_run_option(function: F) -> F:
-    return option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")(function)
+def root_option(function: F) -> F:
+    return option(
+        "--root", type=options.PATH, default=Path("/"), help="Folder that has sys, run/fedquilt and var/lib."
+    )(function)
 
 
 @verb_group()
@@ -25,88 +20,49 @@ def clocks() -> None:
 
 
 @clocks.command()
-@option("--group", metavar="GROUP", help="Group whose members may use the helper (default: root alone).")
-@option(
-    "--state",
-    type=options.FOLDER,
-    default=Path("/var/lib/fedquilt-clocks"),
-    help="Folder of the helper's journal, from which the clocks are restored after it was killed.",
+@argument(
+    "settings",
+    "The board's agent.toml, whose [governor] limits watts and degrees (default: 85 degrees).",
+    type=options.PATH,
+    required=False,
 )
-@option("--watchdog", type=options.SECONDS, default=10.0, help="Release a client that is silent for so many seconds.")
-@option(
-    "--hottest",
-    type=options.NUMBER,
-    default=85.0,
-    metavar="C",
-    help="Temperature in degrees Celsius above which no clock is held.",
-)
-@option(
-    "--max-w",
-    type=options.NUMBER,
-    metavar="W",
-    help="Watts above which no operating point is held (default: no limit beside the power mode).",
-)
-@option(
-    "--profile",
-    metavar="PROFILE",
-    help="For --max-w: profile of this board, a file or the name of one that ships (default: the one of its kind).",
-)
-@dry_run_option
-@path_options
-def serve(
-    group: str | None,
-    state: Path,
-    watchdog: float,
-    hottest: float,
-    max_w: float | None,
-    profile: str | None,
-    dry_run: bool,
-    socket: Path,
-    root: Path,
-) -> None:
-    """Run the helper that sets clocks for an agent (requires root)."""
+@root_option
+def serve(settings: Path | None, root: Path) -> None:
+    """Run the helper that sets clocks for root and the group fedquilt (requires root)."""
     from fedquilt import profiles
     from fedquilt.edge_agent import devices
     from fedquilt.edge_agent.clocks import helper
     from fedquilt.edge_agent.devices import operating_points
+    from fedquilt.edge_agent.settings import load_settings
 
-    board = (
-        profiles.find_board_profile(profile)
-        if profile is not None
-        else devices.find_shipped_profile(root)
-        if max_w is not None
-        else None
-    )
-    helper.run_helper(
-        root,
-        socket,
-        state,
-        group=group,
-        watchdog_s=watchdog,
-        hottest_c=hottest,
-        max_w=max_w,
-        watts=None if board is None else operating_points.power_lookup(board, root),
-        dry_run=dry_run,
-    )
+    limits = None if settings is None else load_settings(settings)
+    max_w = None if limits is None else limits.governor.max_w
+    max_c = None if limits is None else limits.governor.max_c
+    watts = None
+    if limits is not None and max_w is not None:
+        named = limits.profile
+        board = devices.find_shipped_profile(root) if named is None else profiles.find_board_profile(named)
+        watts = None if board is None else operating_points.power_lookup(board, root)
+    hottest_c = helper.HOTTEST_C if max_c is None else min(helper.HOTTEST_C, max_c)
+    helper.run_helper(root, hottest_c=hottest_c, max_w=max_w, watts=watts)
 
 
 @clocks.command()
 @options.format_option
-@path_options
-def status(format: str, socket: Path, root: Path) -> int:
+@root_option
+def status(format: str, root: Path) -> int:
     """Show the available clock controls, their settings and the client that pinned them."""
     from fedquilt.tools.boards import clocks as tool
 
-    return tool.print_status(root, socket, format)
+    return tool.print_status(root, format)
 
 
 @clocks.command()
 @argument("point", "A mode of the board, or cpu=1.2GHz,gpu=850MHz,emc=1600MHz, or MODE,gpu=...")
-@option("--seconds", type=options.SECONDS, metavar="N", help="Release the clocks after so many seconds.")
-@dry_run_option
-@path_options
-def hold(point: str, seconds: float | None, dry_run: bool, socket: Path, root: Path) -> int:
+@option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@root_option
+def hold(point: str, dry_run: bool, root: Path) -> int:
     """Pin an operating point through the helper until interrupted."""
     from fedquilt.tools.boards import clocks as tool
 
-    return tool.pin_point(point, root, socket, dry_run=dry_run, seconds=seconds)
+    return tool.pin_point(point, root, dry_run=dry_run)

@@ -20,24 +20,12 @@ from fedquilt.formats import toml
 
 SECTIONS: Final = {
     "Begin": ("demo", "init"),
-    "Run a federation": ("prepare", "run", "fleet", "serve", "approve", "stop", "resume"),
-    "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
-    "Roll out": ("deploy", "upgrade", "settings", "rollouts", "serve-model"),
-    "Watch a fleet": ("devices", "dash", "metrics"),
-    "Clear up and keep": ("delete", "prune", "cache", "backup", "restore"),
-    "Experiments": (
-        "partition",
-        "front",
-        "compare",
-        "methods",
-        "conformance",
-        "simulate",
-        "reproduce",
-        "audit",
-        "bench",
-    ),
-    "Boards": ("agent", "flash", "clocks", "record", "emulate", "doctor"),
-    "Broker and identities": ("broker", "ca", "enrol"),
+    "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
+    "Look at runs": ("ls", "logs", "why", "report", "prune", "backup"),
+    "Use a result": ("model", "rollout"),
+    "Watch a fleet": ("devices", "dash", "doctor"),
+    "Experiments": ("compare", "methods", "lab", "simulate", "reproduce", "bench"),
+    "Boards and their identities": ("agent", "board", "emulate", "broker", "identity"),
 }
 
 EPILOG: Final = """\b

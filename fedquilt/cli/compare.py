@@ -10,7 +10,6 @@ from fedquilt.cli.commands import option, verb
 
 @verb()
 @options.job_argument
-@options.bundle_option
 @option(
     "--methods",
     many=True,
@@ -21,12 +20,6 @@ from fedquilt.cli.commands import option, verb
 @option("--seeds", type=options.WHOLE, many=True, default=(0, 1, 2), help="Seeds; every method is run once with each.")
 @option("--rounds", type=options.POSITIVE, help="Number of rounds of every run (default: the job's).")
 @option("--target", type=options.ABOVE_0, metavar="A", help="Count costs up to this accuracy, 0 to 1, or this RMSE.")
-@option(
-    "--on",
-    type=options.WordChoice(("test", "held")),
-    default="test",
-    help="Evaluate on the test set, or on held-out shares, for methods that leave each device its own network.",
-)
 @option(
     "--set",
     "changes",
@@ -42,12 +35,10 @@ from fedquilt.cli.commands import option, verb
 @options.worker_options
 def compare(
     job: Path,
-    bundle: Path | None,
     methods: tuple[str, ...],
     seeds: tuple[int, ...],
     rounds: int | None,
     target: float | None,
-    on: str,
     changes: tuple[str, ...],
     out: Path,
     format: str,
@@ -58,13 +49,12 @@ def compare(
 
     return tool.main(
         home_access.load_job(job),
-        home_access.bundle_folder(job, bundle),
+        home_access.bundle_folder(job),
         out,
         names=methods,
         seeds=list(seeds),
         rounds=rounds,
         target=target,
-        on=on,
         changes=tool.parse_changes(list(changes)),
         format=format,
         **workers.to_keywords(),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @verb()
 @argument("names", "Names of boards; without one, all.", nargs=-1, metavar="[NAME]...")
-@option("--label", many=True, metavar="WORD", help="Only boards with this label or group; !WORD: without it.")
+@options.label_option("label")
 @option(
     "--state",
     type=options.WordChoice(("online", "offline", "silent", "working", "idle", "refused")),

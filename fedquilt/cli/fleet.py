@@ -11,7 +11,6 @@ from fedquilt.core import JobError
 
 @verb()
 @options.job_argument
-@options.bundle_option
 @option("--devices", type=options.POSITIVE, help="Number of boards (default: the job's fleet.devices).")
 @option(
     "--link",
@@ -21,18 +20,13 @@ from fedquilt.core import JobError
     "memory: all in this process on virtual time. With --engine there is no link: rounds on virtual time, work done by "
     "workers.",
 )
-@option(
-    "--agents-only", is_flag=True, help="With --link broker: start the agents only; the coordinator runs elsewhere."
-)
 @options.home_option
 @options.worker_options
 @options.broker_options()
 def fleet(
     job: Path,
-    bundle: Path | None,
     devices: int | None,
     link: str,
-    agents_only: bool,
     home: Path,
     workers: options.WorkerOptions,
     broker: options.BrokerOptions,
@@ -40,11 +34,9 @@ def fleet(
     """Run a job on simulated devices that use the agents' own code."""
     from fedquilt.tools.simulation import agents as tool
 
-    if agents_only and link != "broker":
-        raise JobError("--agents-only needs --link broker and the coordinator's --broker URL")
     plan = tool.FleetPlan(
         job=home_access.load_job(job),
-        bundle=home_access.bundle_folder(job, bundle),
+        bundle=home_access.bundle_folder(job),
         home=home,
         devices=devices,
         fleet=broker.fleet,
@@ -68,6 +60,4 @@ def fleet(
         except KeyboardInterrupt:
             return home_access.report_end(home, "", "running", again)
     given = broker.to_table() if link == "broker" else None
-    return home_access.report_end(
-        home, *tool.run_fleet_on_broker(plan, given, agents_only=agents_only, wordy=verbosity() > 0), again
-    )
+    return home_access.report_end(home, *tool.run_fleet_on_broker(plan, given, wordy=verbosity() > 0), again)

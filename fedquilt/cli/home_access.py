@@ -62,8 +62,8 @@ def load_job(path: Path) -> JobSettings:
     return job
 
 
-def bundle_folder(job: Path, given: Path | None) -> Path:
-    return given or job.with_name(job.stem + ".bundle")
+def bundle_folder(job: Path) -> Path:
+    return job.with_name(job.stem + ".bundle")
 
 
 def make_link(broker: BrokerOptions, say: Callable[[str], None]) -> tuple[MqttLink, LinkIdentity | None]:
@@ -126,7 +126,7 @@ def report_end(home: Path, id: str, status: str, again: str) -> int:
 
 
 def export_command(home: Path, id: str) -> str:
-    return f"fedquilt export {id} --home {home} --out FILE"
+    return f"fedquilt model export {id} --home {home} --out FILE"
 
 
 def confirm(question: str, yes: bool) -> bool:

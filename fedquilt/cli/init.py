@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +44,6 @@ NEEDED: Final = {"fedlps": {"encoder": 0.0}}  # parameters without whose values 
     help="Number of rounds (default: ask, or 10; at most 200 for a method that ends by itself).",
 )
 @option("--out", type=options.PATH, default=Path("job.toml"), help="The job file to write.")
-@option("--agent", is_flag=True, help="Write an agent.toml beside the job too, for a board of your own.")
 @option("--force", is_flag=True, help="Overwrite files that exist.")
 def init(
     method: str | None,
@@ -53,7 +51,6 @@ def init(
     devices: int | None,
     rounds: int | None,
     out: Path,
-    agent: bool,
     force: bool,
 ) -> None:
     """Write a commented job file, from questions or from options.
@@ -63,10 +60,8 @@ def init(
     """
     from fedquilt.host import disk
 
-    files = [out, *([out.with_name("agent.toml")] if agent else [])]
-    for file in files:
-        if file.exists() and not force:
-            raise StoreError(f"{file} exists already: --force overwrites it, --out names another file")
+    if out.exists() and not force:
+        raise StoreError(f"{out} exists already: --force overwrites it, --out names another file")
     chosen = method or _ask("method (`fedquilt methods` lists them)", "fedavg")
     donors = _has_donors(chosen)
     path, shape, classes = _read_data_shape(data or _ask(f"data: a path, or {DIGITS}", DIGITS), out)
@@ -74,15 +69,12 @@ def init(
         _require_images(chosen, path, shape)
     count = devices or int(_ask("devices", 4, options.POSITIVE))
     rounds = rounds or int(_ask("rounds", 200 if donors else 10, options.POSITIVE))
-    texts = ["\n".join(_job_lines(out, chosen, path, shape, classes, count, rounds))]
-    if agent:
-        texts.append("\n".join(_agent_lines(path)))
+    text = "\n".join(_job_lines(out, chosen, path, shape, classes, count, rounds))
     if path.name == "digits.npz" and not (out.parent / path).exists():
         disk.make_output_folder(out)
         shutil.copyfile(_digits_path(), out.parent / path)
-    for file, text in zip(files, texts, strict=True):
-        disk.write_output(file, text + "\n")
-        print(f"wrote {file}")
+    disk.write_output(out, text + "\n")
+    print(f"wrote {out}")
     print(f"next: `fedquilt prepare {out}`, then `fedquilt fleet {out} --link memory`")
 
 
@@ -207,24 +199,3 @@ def _toml_value(value: Any) -> str:
     if value is None:
         return "..."
     return json.dumps(list(value) if isinstance(value, tuple) else value)
-
-
-def _agent_lines(data: Path) -> Iterator[str]:
-    name = re.sub(r"[^a-z0-9._-]+", "-", socket.gethostname().lower()).strip("-._")[:60] or "board"
-    yield "# A board's settings, for `fedquilt agent`; docs/boards.md has more. Lines that begin with # hold defaults."
-    yield ""
-    yield f"device = {json.dumps(name)}   # each board has a name of its own"
-    yield 'home = "agent-home"       # folder for all that the agent keeps'
-    yield '# budget = "1GB"          # the most memory that a task may take; without it half of the board\'s'
-    yield ""
-    yield "[broker]"
-    yield 'url = "mqtt://127.0.0.1:1883"   # mqtts://HOST:8883 with the files below outside of a test'
-    yield '# ca = "ca.crt"'
-    yield f'# cert = "{name}.crt"'
-    yield f'# key = "{name}.key"'
-    yield ""
-    yield "[data]                    # the board's own examples"
-    yield f"path = {json.dumps(str(data))}"
-    yield ""
-    yield "[governor]"
-    yield '# policy = "energy"       # clocks that meet a round\'s deadline for the fewest joules'

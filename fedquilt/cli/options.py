@@ -162,17 +162,39 @@ def home_option(function: F) -> F:
 
 def format_option(function: F) -> F:
     return option(
-        "--format", type=WordChoice(("text", "json")), default="text", help="Output for people, or for programs."
+        "--format", type=WordChoice(("text", "json")), default="text", help="Output for people, or JSON for programs."
     )(function)
 
 
-def log_format_option(function: F) -> F:
+def label_option(name: str) -> Callable[[F], F]:
     return option(
-        "--log-format",
-        type=WordChoice(("text", "json")),
-        default="text",
-        help="Log sentences, or a JSON object a line with the ids of run, round and device.",
+        "--label", name, many=True, metavar="WORD", help="Only boards with this label or group; !WORD: without it."
+    )
+
+
+def target_option(function: F) -> F:
+    return option(
+        "--target",
+        metavar="TARGET",
+        help="System of the board: jetpack4 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
     )(function)
+
+
+def package_options(function: F) -> F:
+    python = option(
+        "--python",
+        metavar="3.N|PATH",
+        help="Python of the board: its version, or its path, which ends in python3.N (default: the target's).",
+    )
+    extras = option(
+        "--extras",
+        many=True,
+        none=True,
+        default=("onnx",),
+        metavar="EXTRA",
+        help="Extras of fedquilt to install, such as onnx or train; without a word, none.",
+    )
+    return extras(python(function))
 
 
 def run_argument(function: F) -> F:
@@ -181,12 +203,6 @@ def run_argument(function: F) -> F:
 
 def job_argument(function: F) -> F:
     return argument("job", "The job file, TOML.", type=PATH)(function)
-
-
-def bundle_option(function: F) -> F:
-    return option("--bundle", type=FOLDER, help="The bundle that `prepare` made (default: JOB.bundle beside the job).")(
-        function
-    )
 
 
 def authority_option(function: F) -> F:

@@ -1,4 +1,4 @@
-"""`fedquilt record`."""
+"""`fedquilt board record`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,14 @@ from fedquilt.cli.commands import option, verb
     "--minutes", type=options.SECONDS, default=5.0, metavar="M", help="Time for all measurements together, in minutes."
 )
 @option(
-    "--points",
-    many=True,
-    commas=False,
-    metavar="POINT",
-    help="Operating points to measure: modes, or cpu=1.2GHz,gpu=850MHz (default: the most telling ones).",
-)
-@option(
-    "--socket",
+    "--root",
     type=options.PATH,
-    default=Path("/run/fedquilt/clocks.sock"),
-    help="Socket of the clock helper; without a helper only the board's present point is measured.",
+    default=Path("/"),
+    help="Folder that has proc, sys and run/fedquilt.",
 )
-@option("--root", type=options.PATH, default=Path("/"), help="Folder that has proc and sys.")
 @option("--dry-run", is_flag=True, help="List the points that would be measured, and set nothing.")
 @options.format_option
-def record(
-    out: Path | None, minutes: float, points: tuple[str, ...], socket: Path, root: Path, dry_run: bool, format: str
-) -> int:
+def record(out: Path | None, minutes: float, root: Path, dry_run: bool, format: str) -> int:
     """Measure this device's speed and power at several clocks, and write its profile."""
     from fedquilt.console import progress
     from fedquilt.tools.boards.record import profile_recording as tool
@@ -40,8 +30,6 @@ def record(
         return tool.main(
             out,
             minutes,
-            list(points) or None,
-            socket,
             root=root,
             dry_run=dry_run,
             format=format,

@@ -1,4 +1,4 @@
-"""Rollout options, shared by `deploy`, `upgrade` and `settings`."""
+"""Rollout options, shared by `rollout model`, `rollout agent` and `rollout settings`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedquilt.console import units
 
 if TYPE_CHECKING:
     from fedquilt import wire
-    from fedquilt.coordinator.rounds.rollout import Rollout, RolloutPlan
+    from fedquilt.coordinator.rounds.rollout import RolloutPlan
     from fedquilt.coordinator.storage.store import Store
 
 
@@ -56,11 +56,14 @@ POINTS = options.ParsedType("points", parse_points)
 SIZE = options.ParsedType("size", parse_size)
 WHEN: Final = "When"
 PHASES: Final = (
+    options.label_option("select"),
     option(
-        "--to", "select", many=True, metavar="WORD", help="Only boards with this label or group; !WORD: without it."
+        "--phases",
+        type=SHARE,
+        many=True,
+        default=("5%", "25%", "100%"),
+        help="Shares that have it after each phase; the first is the canary, one board at least.",
     ),
-    option("--canary", type=SHARE, default="5%", help="Share of the boards that get it first; one at least."),
-    option("--phases", type=SHARE, many=True, default=("25%", "100%"), help="Shares that have it after each phase."),
     option("--abort-above", type=SHARE, default="10%", help="Undo it once more than this share of the boards failed."),
     option("--patience", type=options.TIME, default="10min", help="Go on without boards that say nothing for so long."),
 )
@@ -104,8 +107,9 @@ def rollout_options(*more: Callable[[Any], Any]) -> Callable[[Callable[..., Any]
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(**given: Any) -> Any:
-            names = ("select", "canary", "phases", "abort_above", "force")
-            said = {name: given.pop(name) for name in names}
+            said = {name: given.pop(name) for name in ("select", "abort_above", "force")}
+            said["canary"], *rest = given.pop("phases")
+            said["phases"] = tuple(rest)
             said |= {"patience_s": given.pop("patience"), "soak_s": given.pop("soak")}
             return function(phased=RolloutOptions(**said, window=given.pop("window") or ""), **given)
 
@@ -127,33 +131,9 @@ def submit_rollout(store: Store, plan: RolloutPlan, payload: bytes | None, what:
     from fedquilt.coordinator.views import rollouts as view
 
     id = control_requests.queue_rollout(store, plan, payload)
-    print(f"{id}: {what}; `fedquilt rollouts {id} --home {home}` shows how far it is")
+    print(f"{id}: {what}; `fedquilt rollout status {id} --home {home}` shows how far it is")
     around = view.load_context(home, store.rollouts)
     if said := view.describe_unmatched_labels(plan, around):
         print(f"it waits for {said}")
     if not around.served:
         print(f"no coordinator serves {home}: `fedquilt serve --home {home}` carries it out")
-
-
-def find_latest_rollout(store: Store, kind: wire.Kind) -> Rollout:
-    from fedquilt.core import JobError
-
-    for kept in reversed(store.rollouts.readable_rollouts()):
-        if kept.state.plan.kind == kind:
-            return kept.state
-    raise JobError(f"no rollout of kind {kind!r} in {store.home}: there is nothing to take back")
-
-
-def roll_back_latest(store: Store, kind: wire.Kind) -> str:
-    """Roll back the latest rollout of a kind, or abort it while in progress, and return a message.
-
-    Raises:
-        JobError: If there is none, or it was rolled back already.
-        StoreError: If the home cannot be written.
-    """
-    from fedquilt.coordinator import control_requests
-
-    found = find_latest_rollout(store, kind)
-    return (control_requests.abort_rollout if found.is_under_way else control_requests.roll_back_rollout)(
-        store, found.id
-    )

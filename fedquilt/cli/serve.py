@@ -20,14 +20,14 @@ from fedquilt.core import JobError
     help="Be a site: a device of the coordinator above that this file names, as a board's agent.toml does (device, "
     "home, fleet, [broker]), which answers for the boards here.",
 )
-@options.log_format_option
+@options.format_option
 @options.broker_options()
 def serve(
     home: Path,
     metrics: str | None,
     blobs: options.BlobOptions,
     site: Path | None,
-    log_format: str,
+    format: str,
     broker: options.BrokerOptions,
 ) -> None:
     """Run the coordinator for the jobs in --home until stopped."""
@@ -44,7 +44,7 @@ def serve(
             raise JobError(f"another coordinator serves {home} already")
         limited = limits.load_limits(home)
         console = Console(wordy=verbosity() > 0, named=True)
-        if log_format == "json":
+        if format == "json":
             logs.use_json_logs()
             console = JsonConsole()
         link, identity = home_access.make_link(broker, console.report)

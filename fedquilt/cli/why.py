@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.cli import home_access, options
-from fedquilt.cli.commands import option, verb
+from fedquilt.cli.commands import argument, option, verb
 
 
 @verb()
 @options.run_argument
-@option("--round", "number", type=options.WHOLE, metavar="N", help="Show this round only.")
+@argument("number", "Show this round only.", type=options.WHOLE, metavar="[ROUND]", required=False)
 @option("--device", type=options.NAME, metavar="D", help="Show this device only.")
 @options.home_option
 @options.format_option

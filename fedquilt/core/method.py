@@ -181,7 +181,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Artefact:
-    """Result of a finished job: metadata and tensors, as written by `fedquilt export`."""
+    """Result of a finished job: metadata and tensors, as written by `fedquilt model export`."""
 
     kind: str  # "weights" | "stitched" | "dualcopy"
     meta: Mapping[str, Any]

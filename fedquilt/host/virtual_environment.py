@@ -1,7 +1,7 @@
 """Creation of virtual environments from wheels, without pip and network.
 
 Only the standard library is used, so that an environment can be made for a device with another Python, and on a device
-without pip. `fedquilt flash` copies this file to the device beside install.py.
+without pip. `fedquilt board flash` copies this file to the device beside install.py.
 """
 
 from __future__ import annotations
@@ -79,14 +79,13 @@ def packages_folder(home: Path, python: str) -> Path:
     return home / "lib" / f"python{python}" / "site-packages"
 
 
-def make_environment(home: Path, python: str, interpreter: str, *, system_packages: bool) -> None:
+def make_environment(home: Path, python: str, interpreter: str) -> None:
     """Complete a folder with packages to a virtual environment with the command `fedquilt`.
 
     Args:
         home: Folder of the environment.
         python: Python version, such as "3.10".
         interpreter: Path of the interpreter where the environment is used.
-        system_packages: Whether packages of the interpreter are visible.
 
     Raises:
         OSError: If a file cannot be written.
@@ -94,9 +93,8 @@ def make_environment(home: Path, python: str, interpreter: str, *, system_packag
     (home / "bin").mkdir()
     for name in ("python", "python3"):
         (home / "bin" / name).symlink_to(interpreter)
-    see = str(system_packages).lower()
     where = PurePosixPath(interpreter).parent
-    (home / "pyvenv.cfg").write_text(f"home = {where}\ninclude-system-site-packages = {see}\nversion = {python}\n")
+    (home / "pyvenv.cfg").write_text(f"home = {where}\ninclude-system-site-packages = false\nversion = {python}\n")
     command = home / "bin" / "fedquilt"
     command.write_text(COMMAND)
     command.chmod(0o755)

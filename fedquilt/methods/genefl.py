@@ -16,7 +16,7 @@ with its cluster's learnGene, the layers shared at that time, and the job's firs
 
 Privacy: the first vector of a fingerprint is close to the mean of the device's examples, and a fingerprint of at most
 `directions` examples reveals them completely. Layers reveal the examples they were trained on. All layers, as in the
-first rounds unless `first_layers` is smaller, reveal as much as FedAvg's model. `fedquilt audit` measures both.
+first rounds unless `first_layers` is smaller, reveal as much as FedAvg's model. `fedquilt lab audit` measures both.
 
 Deviations: the paper's sentence on the mask selects the highest scores, its prose the lowest (`gene_order`). A layer is
 a weight tensor with its bias and normalisation, and a gain around layers belongs to the first of them. Running

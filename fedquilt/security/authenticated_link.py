@@ -340,7 +340,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         if ends_s - time.time() < enrolment.SOON_S:  # certificates go by the wall clock, of which ssl asks the system
             day = time.strftime("%Y-%m-%d", time.gmtime(ends_s))
             log.warning(
-                "no board takes this coordinator's certificate after %s: `fedquilt ca issue coordinator` on the "
+                "no board takes this coordinator's certificate after %s: `fedquilt identity issue coordinator` on the "
                 "authority's machine makes another, which is taken up without a restart",
                 day,
             )

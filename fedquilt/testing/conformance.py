@@ -1,6 +1,6 @@
 """Conformance checks of methods: functions of a method's name that raise AssertionError.
 
-A package with a method calls the checks in its own tests, or runs `fedquilt conformance NAME`:
+A package with a method calls the checks in its own tests, or runs `fedquilt lab conformance NAME`:
 
     @pytest.mark.parametrize("check", conformance.CHECKS)
     def test_conformance(check):

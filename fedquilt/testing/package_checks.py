@@ -1,4 +1,4 @@
-"""Implementation of `fedquilt conformance`: checks of a method or of a package's plug-ins."""
+"""Implementation of `fedquilt lab conformance`: checks of a method or of a package's plug-ins."""
 
 from __future__ import annotations
 

@@ -192,11 +192,11 @@ def test_a_sites_update_may_be_as_large_as_its_boards_could_send() -> None:
     known = UpdateSchema({"model": {"a": tensors.TensorSpec((1000,), np.dtype(np.float32))}})
     each = checks.max_bundle_bytes(known.bundles["model"], Encoding())
     with pytest.raises(UpdateError, match="has no right to be one"):
-        checks.require_manifest_fits(update("one", "a"), known, Encoding(), None)
+        checks.require_manifest_fits(update("one", "a"), known, Encoding())
     most = 50 * each + checks.SITE_BYTES
-    checks.require_manifest_fits(update("one", "a", size=most), known, Encoding(), None, boards=50)
+    checks.require_manifest_fits(update("one", "a", size=most), known, Encoding(), boards=50)
     with pytest.raises(UpdateError, match="50 boards send"):
-        checks.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), None, boards=50)
+        checks.require_manifest_fits(update("one", "a", size=most + 1), known, Encoding(), boards=50)
     vast = checks.BOARDS_MOST * each + checks.SITE_BYTES + 1
     with pytest.raises(UpdateError, match="boards send"):
-        checks.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), None, boards=2**53)
+        checks.require_manifest_fits(update("one", "a", size=vast), known, Encoding(), boards=2**53)

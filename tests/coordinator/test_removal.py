@@ -53,7 +53,7 @@ def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     told = stage.said(capsys, "b", "--remove")
     assert told.startswith("b: removed at the coordinator's next look")
-    assert "fedquilt ca revoke" in told
+    assert "fedquilt identity revoke" in told
     assert stage.retained("b") == ["fq/1/f/dev/b/up/presence", "fq/1/f/dev/b/up/profile"]
     stage.play()
     assert (stage.retained("b"), stage.known()) == ([], ["a"])

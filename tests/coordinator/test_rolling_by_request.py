@@ -97,7 +97,7 @@ def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground: G
 def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
     """Whoever deploys a second model is told which rollout is under way, and how to end it."""
     id = ground.deploy()
-    with pytest.raises(JobError, match=rf"{id} of digits is queued: .*`fedquilt deploy --abort {id} --home"):
+    with pytest.raises(JobError, match=rf"{id} of digits is queued: .*`fedquilt rollout back {id} --home"):
         ground.deploy(OTHER)
 
 

@@ -95,13 +95,6 @@ def test_a_parameter_out_of_range_is_refused_before_anything_runs(method: str, p
     assert said in str(caught.value)
 
 
-def test_limits_from_the_command_line_replace_the_jobs_own_where_they_are_given() -> None:
-    """The others stay."""
-    job = settings.parse_job({"name": "j", "method": "fedavg", "stop": {"max_joules": 5.0, "max_bytes": 9}})
-    assert settings.with_limits(job, None, None, None) == job
-    assert settings.with_limits(job, 7.0, None, 60.0).stop == settings.JobLimits(7.0, 9, 60.0)
-
-
 def test_updates_travel_as_they_are_unless_the_job_says_else() -> None:
     """And an exact method's always."""
     assert settings.parse_job({"name": "j", "method": "fedstitch", "wire": {"codec": "raw"}}).wire == Encoding()

@@ -170,7 +170,7 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
     row = event_messages.summarise_run(started, stage.store)
     assert (row["status"], row["waits"]) == (
         "waiting for approval",
-        f"its owner: `fedquilt approve {started.id} --home {stage.store.home}`",
+        f"its owner: `fedquilt resume {started.id} --home {stage.store.home}`",
     )
     assert any("waits for its owner" in line for line in event_messages.format_runs([row], 200))
     assert "begins" in control_requests.approve_run(stage.store, started.id)

@@ -83,7 +83,11 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     assert stage.store.stored_status(stage.job) == "failed"
     (_, _, ended) = list(stage.store.read_events(stage.job))[-1]
     assert isinstance(ended, JobEnded)
-    for said in (f"the state of {stage.job} ({sha256[:12]}) cannot be read", "Input/output error", "fedquilt restore"):
+    for said in (
+        f"the state of {stage.job} ({sha256[:12]}) cannot be read",
+        "Input/output error",
+        "fedquilt backup restore",
+    ):
         assert said in ended.reason
     assert caplog.text.count("is taken up again in 30 s") == startup.TRIES - 1
     assert (tmp_path / "home" / "blobs" / sha256).exists()

@@ -15,13 +15,18 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def leaves() -> dict[str, click.Command]:
     """Every command by its words."""
-    context = click.Context(commands.root_command, info_name="fedquilt")
     found: dict[str, click.Command] = {}
-    for name in commands.root_command.list_commands(context):
-        verb = commands.root_command.get_command(context, name)
-        assert verb is not None
-        found[name] = verb
-        found |= {f"{name} {inner}": each for inner, each in getattr(verb, "commands", {}).items()}
+
+    def add(family: click.Group, words: str) -> None:
+        context = click.Context(family, info_name="fedquilt")
+        for name in family.list_commands(context):
+            verb = family.get_command(context, name)
+            assert verb is not None
+            found[words + name] = verb
+            if isinstance(verb, click.Group):
+                add(verb, f"{words}{name} ")
+
+    add(commands.root_command, "")
     return found
 
 
@@ -55,7 +60,7 @@ def test_no_page_names_an_option_that_is_not_there(page: str) -> None:
     shared = {"--help", "--version", "--verbose"}
     for said in re.findall(r"`fedquilt ([^`]+)`", (DOCS.parent / page).read_text()):
         words = said.split()
-        name = " ".join(words[:2]) if " ".join(words[:2]) in verbs else words[0]
+        name = next((name for n in (3, 2) if (name := " ".join(words[:n])) in verbs), words[0])
         if name in verbs:
             known = {option for one in verbs[name].params for option in one.opts} | shared
             named = {word.partition("=")[0] for word in words if word.startswith("--")}

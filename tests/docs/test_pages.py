@@ -36,7 +36,7 @@ def test_every_command_is_one(page: str, command: str) -> None:
     words = [word for word in shlex.split(command) if word != "sudo"]
     assert words[0] == "fedquilt"
     options = parsed(words[1:])
-    if words[1] == "flash" and options["target"] is not None:
+    if words[1:3] == ["board", "flash"] and options["target"] is not None:
         assert targets.find_target(options["target"], options["python"]).python
 
 

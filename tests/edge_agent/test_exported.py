@@ -1,4 +1,4 @@
-"""What a network's file says of itself, as `fedquilt export` writes it; anything else is refused in one sentence."""
+"""What a network's file says of itself, as `fedquilt model export` writes it; all else is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_what_export_writes_is_read() -> None:
 )
 def test_anything_else_is_refused(name: str, table: Any) -> None:
     """Metadata that nobody can use are refused when read, not when the first examples are prepared."""
-    with pytest.raises(ModelError, match=f"what its metadata say under '{name}' is not as `fedquilt export` writes it"):
+    with pytest.raises(
+        ModelError, match=f"what its metadata say under '{name}' is not as `fedquilt model export` writes it"
+    ):
         exported_model.read_metadata({name: json.dumps(table)})
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -154,7 +155,8 @@ def test_a_cage_that_may_not_be_looked_into_is_none(user: User):
 
 
 def names_secrets(settings: AgentSettings, etc: Path, run: Path) -> str | None:
-    assert edge_agent_settings.apply_systemd_credentials(settings, run) == settings
+    with mock.patch.dict(os.environ, CREDENTIALS_DIRECTORY=str(run)):
+        assert edge_agent_settings.apply_systemd_credentials(settings) == settings
     with pytest.raises(JobError, match=r"ca\.crt cannot be read: check its path and permissions"):
         Broker.from_url(url="mqtts://127.0.0.1", ca=settings.broker.ca)
     with pytest.raises(StoreError, match=r"look for .*device\.key: Permission denied"):
@@ -196,8 +198,13 @@ def test_an_agents_folder_that_may_not_be_seen_is_found(user: User):
 def said(*arguments: str) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert cli.main(["clocks", *arguments]) == 0
+        assert cli.main(["board", "clocks", *arguments]) == 0
     return out.getvalue()
+
+
+def held_for_a_moment(*arguments: str) -> str:
+    with mock.patch("fedquilt.tools.boards.clocks.time.sleep", side_effect=KeyboardInterrupt):
+        return said("hold", *arguments)
 
 
 def test_the_clock_commands_are_an_ordinary_users(user: User):
@@ -206,12 +213,13 @@ def test_the_clock_commands_are_an_ordinary_users(user: User):
     write_fake_board(root, "jetson-orin-nx", 6)
     if user.root:
         user.shut(root / "sys/kernel/debug")
-    with Served(root, user.folder / "run", user.gid) as served:
-        where = ("--root", str(root), "--socket", str(served.path))
+    where = ("--root", str(root))
+    (root / "run").mkdir()
+    with Served(root, root / "run/fedquilt", user.gid):
         told = user.does(said, "status", *where)
         assert "lists 204 2133 3199" in told
-        held = user.does(said, "hold", "emc=2133MHz", "--seconds", "0.01", *where)
-        assert held.startswith("held: emc 2133 MHz\nlet go")
+        held = user.does(held_for_a_moment, "emc=2133MHz", *where)
+        assert held.startswith("held: emc 2133 MHz (interrupt to let go)\nlet go")
     if not user.root:
         user.shut(root / "sys/kernel/debug")
     alone = user.does(said, "status", *where)

@@ -61,10 +61,10 @@ class Fleet:
         return self.told[-1] if self.told else None
 
     def deploy(self, name: str, payload: bytes, *options: str) -> None:
-        """`fedquilt deploy`, of a file."""
+        """`fedquilt rollout model`, of a file."""
         file = self.folder / f"{name}.onnx"
         file.write_bytes(payload)
-        self.command("deploy", "--model", str(file), "--soak", "1s", "--phases", "100%", *options)
+        self.command("rollout", "model", str(file), "--soak", "1s", *options)
 
     def command(self, *words: str) -> None:
         self.processes.start("command", self.folder / "command.log", *words, "--home", str(self.runs))
@@ -113,7 +113,7 @@ def test_a_better_model_is_kept_and_taken_back_and_a_worse_one_refused(fleet: Fl
     assert told["latency_s"] > 0
     assert told["peak_bytes"] > 30e6
     assert fleet.current() == better
-    fleet.command("deploy", "--rollback")
+    fleet.command("rollout", "back", "model")
     fleet.until("returned", "good")
     assert fleet.current() == good
     fleet.deploy("bad", bad, "--min-gain", "-0.5pt")
@@ -125,7 +125,7 @@ def test_a_better_model_is_kept_and_taken_back_and_a_worse_one_refused(fleet: Fl
 
 def test_a_budget_that_was_set_from_afar_holds_for_checks_of_models_too(fleet: Fleet) -> None:
     """The budget in agent.toml would be enough."""
-    fleet.command("settings", "budget=20MB", "--soak", "1s", "--phases", "100%")
+    fleet.command("rollout", "settings", "budget=20MB", "--soak", "1s")
     fleet.until("committed")
     fleet.deploy("first", network())
     assert "the budget is 20 MB" in fleet.until("refused").reason

@@ -74,13 +74,13 @@ def test_inputs_that_change_start_a_job_once_its_owner_agrees(
 
     def deploy(name: str, payload: bytes) -> None:
         (tmp_path / f"{name}.onnx").write_bytes(payload)
-        told("deploy", "--model", str(tmp_path / f"{name}.onnx"), "--soak", "1s", "--phases", "100%")
+        told("rollout", "model", str(tmp_path / f"{name}.onnx"), "--soak", "1s")
 
     models = user.home / "d/models"
     deploy("first", network())
     until((models / "current").exists, "the first model", told=log.read_text)
     said = tmp_path / "runner.log"
-    user.start(*FEDQUILT, "serve-model", str(models), "--http", "127.0.0.1:0", "--threads", "1", log=said)
+    user.start(*FEDQUILT, "model", "serve", str(models), "--listen", "127.0.0.1:0", log=said)
     port = until(lambda: re.search(r"answers at http://127\.0\.0\.1:(\d+)/", said.read_text()), "its address")[1]
 
     def ask(method: str, path: str, body: bytes | None = None) -> Any:
@@ -117,7 +117,7 @@ def test_inputs_that_change_start_a_job_once_its_owner_agrees(
 
     run = until(unapproved, "the job", pause_s=0.5, told=(tmp_path / "serve.log").read_text)
     until(lambda: board()["accuracy"] < 0.8, "the accuracy of what is answered now", pause_s=0.5)
-    assert "begins" in told("approve", run)
+    assert "begins" in told("resume", run)
     first = ask("GET", "/v1/health")["model"]
     deploy("second", network(gain=2))
     until(lambda: ask("GET", "/v1/health")["model"] != first, "the second model", told=log.read_text)

@@ -108,7 +108,7 @@ def runner(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Li
     from fedquilt.tools.operations.runner.models import ModelSwitcher
     from fedquilt.tools.operations.runner.service import ModelService
 
-    models = ModelSwitcher(classifiers.written(folder / "a" / "model.onnx"), threads=1)
+    models = ModelSwitcher(classifiers.written(folder / "a" / "model.onnx"))
     server = RunnerServer(ModelService(models, None), "127.0.0.1", 0, connections=connections)
     stack.callback(server.close)
     server.start()

@@ -176,7 +176,7 @@ def test_a_board_with_the_package_trains_and_those_without_it_or_with_another_co
 def test_conformance_tells_of_a_package_what_is_as_it_should_be_and_what_is_not(tmp_path: Path) -> None:
     """The example passes; a method that changes the state it is handed does not, and the exit code says so."""
     site = sites.example(tmp_path / "site")
-    said = fedquilt(tmp_path, site, "conformance", "outside-fl")
+    said = fedquilt(tmp_path, site, "lab", "conformance", "outside-fl")
     assert "it conforms" in said
     assert said.count("passed") >= 12
     broken = (
@@ -188,5 +188,5 @@ def test_conformance_tells_of_a_package_what_is_as_it_should_be_and_what_is_not(
         "METHOD = replace(fedavg.METHOD, step=step)\n"
     )
     sites.install(site, "broken-fl", {"broken_fl.py": broken}, {"fedquilt.methods": {"broken": "broken_fl:METHOD"}})
-    said = fedquilt(tmp_path, site, "conformance", "broken", code=8)
+    said = fedquilt(tmp_path, site, "lab", "conformance", "broken", code=8)
     assert "failed   folding and stepping change no state" in said

@@ -186,12 +186,12 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
     def said() -> str:
         logs = [(tmp_path / f"{each}.log").read_text()[-2000:] for each in ("serve", "agents")]
         ended = {each: process.poll() for each, process in processes.running.items()}
-        return "\n".join([str(ended), fedquilt("rollouts", "digits", "--home", str(home)), *logs])
+        return "\n".join([str(ended), fedquilt("rollout", "status", "digits", "--home", str(home)), *logs])
 
     name = facts_name(home)
-    words = ("--soak", "1s", "--canary", "40%", "--phases", "100", "--patience", "2s")
-    told = fedquilt("deploy", name, "--home", str(home), *words)
-    assert "`fedquilt rollouts model-" in told
+    words = ("--soak", "1s", "--phases", "40%", "100", "--patience", "2s")
+    told = fedquilt("rollout", "model", name, "--home", str(home), *words)
+    assert "`fedquilt rollout status model-" in told
     until(lambda: installed(home, "soaking") or installed(home, "committed"), "a board that has swapped", told=said)
     processes.kill("coordinator")
     processes.start("coordinator", tmp_path / "serve.log", *serve)
@@ -201,13 +201,13 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
     models = {(tmp_path / each / "models" / "current" / "model.onnx").read_bytes() for each in agents}
     assert len(models) == 1
     assert name in fedquilt("devices", "--home", str(home))
-    listed = json.loads(fedquilt("rollouts", "--home", str(home), "--format", "json"))
+    listed = json.loads(fedquilt("rollout", "status", "--home", str(home), "--format", "json"))
     assert [(each["name"], each["counts"]) for each in listed] == [(name, {"committed": 3})]
 
-    until(lambda: "done" in fedquilt("rollouts", "--home", str(home)), "the end of the rollout")
-    fedquilt("deploy", "--rollback", "--home", str(home))
+    until(lambda: "done" in fedquilt("rollout", "status", "--home", str(home)), "the end of the rollout")
+    fedquilt("rollout", "back", "model", "--home", str(home))
     until(lambda: len(installed(home, "returned")) == 3, "all boards have returned", told=said)
-    assert "rolled back: boards return" in fedquilt("rollouts", listed[0]["rollout"], "--home", str(home))
+    assert "rolled back: boards return" in fedquilt("rollout", "status", listed[0]["rollout"], "--home", str(home))
 
 
 def facts_name(home: Path) -> str:

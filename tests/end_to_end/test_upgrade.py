@@ -113,8 +113,8 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
     until(lambda: committed(home) >= 2, "two rounds", told=units.said)
 
     file = upgrades.pack(tmp_path / "agents.tar", [upgrades.wheel(tmp_path / "house")])
-    phases = ("--canary", "34%", "--phases", "100", "--soak", "1s", "--patience", "5min")
-    said = order("upgrade", str(file), "--home", str(home), *phases)
+    phases = ("--phases", "34%", "100", "--soak", "1s", "--patience", "5min")
+    said = order("rollout", "agent", str(file), "--home", str(home), *phases)
     assert "not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it" in said
     assert f"fedquilt {upgrades.NEW} for " in said
     new, old = dict.fromkeys(members, upgrades.NEW), dict.fromkeys(members, fedquilt.__version__)
@@ -124,7 +124,7 @@ def test_agents_are_upgraded_and_taken_back_in_the_middle_of_a_job(
     upgraded = committed(home)
     until(lambda: committed(home) > upgraded + 1, "the new version's rounds", told=units.said)
 
-    order("upgrade", "--back", "--home", str(home))
+    order("rollout", "back", "agent", "--home", str(home))
     until(lambda: versions(home) == old, "all boards are back", told=units.said)
     returned = committed(home)
     until(lambda: committed(home) > returned + 1, "the old version's rounds again", told=units.said)
@@ -160,7 +160,7 @@ def test_a_version_that_cannot_start_is_returned_from_and_the_rollout_ends(
     until(lambda: len(versions(home)) == 2, "both boards are online", told=units.said)
     broken = upgrades.wheel(tmp_path / "house", changes={"fedquilt/cli/agent.py": upgrades.cannot_start})
     file = upgrades.pack(tmp_path / "agents.tar", [broken])
-    order("upgrade", str(file), "--home", str(home), "--canary", "50%", "--phases", "100", "--soak", "1s")
+    order("rollout", "agent", str(file), "--home", str(home), "--phases", "50%", "100", "--soak", "1s")
     until(lambda: status(home) in ("done", "aborted"), "the upgrade is over", told=units.said)
     with Store(home) as store:
         state = store.rollouts.find_rollout().state

@@ -215,15 +215,15 @@ def test_the_compose_file_serves_a_fleet_whose_board_is_a_container_too(podman: 
     inside = ("podman", "exec", "fleet_coordinator_1", "fedquilt")
     for name in ("job.toml", "job.bundle"):
         podman("podman", "cp", str(site / name), f"fleet_coordinator_1:{HOME}/{name}")
-    run = (*inside, "run", f"{HOME}/job.toml", "--new", "--home", f"{HOME}/runs")
+    run = (*inside, "run", f"{HOME}/job.toml", "--home", f"{HOME}/runs")
     assert "done" in podman(*run)
     for name, words in (("fleet_coordinator_1", "connected to the broker"), ("agent", "connected to")):
         pid = podman("podman", "inspect", "--format", "{{.State.Pid}}", name).strip()
         podman("kill", "-KILL", pid)
         logged(name, words, 2)
     assert "done" in podman(*run)
-    podman(*inside, "backup", f"{HOME}/runs", f"{HOME}/backup.tar")
-    podman(*inside, "restore", f"{HOME}/backup.tar", f"{HOME}/again")
+    podman(*inside, "backup", "save", f"{HOME}/runs", f"{HOME}/backup.tar")
+    podman(*inside, "backup", "restore", f"{HOME}/backup.tar", f"{HOME}/again")
     rows = json.loads(podman(*inside, "ls", "--home", f"{HOME}/again", "--format", "json"))
     assert [row["status"] for row in rows] == ["done", "done"]
     podman(*compose, "down", cwd=site)
@@ -231,7 +231,9 @@ def test_the_compose_file_serves_a_fleet_whose_board_is_a_container_too(podman: 
 
 def _board(podman: Podman, site: Path) -> None:
     """A container with an agent that has enrolled, and a job for it."""
-    token = podman("podman", "exec", "fleet_enrolment_1", "fedquilt", "enrol", "token", "boxed", "--ca", f"{HOME}/ca")
+    token = podman(
+        "podman", "exec", "fleet_enrolment_1", "fedquilt", "identity", "token", "boxed", "--ca", f"{HOME}/ca"
+    )
     board = site / "board"
     board.mkdir()
     (board / "token").write_text(token.split()[0] + "\n")
@@ -251,7 +253,7 @@ def _board(podman: Podman, site: Path) -> None:
     places = ("--volume", f"{board}:/etc/fedquilt", "--volume", f"agent:{HOME}", "--network", "fleet_default")
     podman(
         *("podman", "run", "--rm", *places, "localhost/fedquilt-agent"),
-        *("enrol", "board", "/etc/fedquilt/agent.toml", "--wait"),
+        *("identity", "enrol", "/etc/fedquilt/agent.toml", "--wait"),
     )
     podman("podman", "run", "--detach", "--name", "agent", "--restart", "always", *places, "localhost/fedquilt-agent")
     (site / "job.toml").write_text(toml.format_toml(rollouts.job_table("boxes")))

@@ -40,7 +40,7 @@ def test_a_method_keeps_to(check: Callable[..., None], name: str) -> None:
 
 
 def test_what_a_method_keeps_of_each_device_it_says_itself() -> None:
-    """So that `fedquilt conformance` does not hold it against the method; one that says nothing has to keep nothing."""
+    """So that `lab conformance` does not hold it against the method; one that says nothing has to keep nothing."""
     assert {
         name for name in methods.builtin_names() if methods.load(name).traits.per_device_data
     } == FOR_EACH_BYTES.keys()

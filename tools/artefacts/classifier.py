@@ -13,7 +13,7 @@ import tempfile
 import threading
 import weakref
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -44,14 +44,12 @@ class Classifier:
 
     Args:
         model: ONNX file. The weights may be in a separate file.
-        labels: Names of the classes, or None for those of the file, or else their numbers.
-        threads: Number of threads in one operation, or 0 for one per core.
 
     Raises:
-        ModelError: If the file was not written by `fedquilt export`, or the network predicts no classes.
+        ModelError: If the file was not written by `fedquilt model export`, or the network predicts no classes.
     """
 
-    def __init__(self, model: Path, labels: Sequence[str] | None = None, *, threads: int = 0) -> None:
+    def __init__(self, model: Path) -> None:
         self.model = self._file = model
         pieces = weights.read_with_external_data(model)
         if len(pieces) > 1:  # an engine takes numbers from no file that a graph names
@@ -59,11 +57,11 @@ class Classifier:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self._file = Path(folder) / model.name
             self._file.write_bytes(b"".join(pieces))
-        self._engine = OnnxEngine(psutil.virtual_memory().available, threads=threads)
+        self._engine = OnnxEngine(psutil.virtual_memory().available)
         self._about = exported_model.read_metadata(self._engine.read_metadata(self._file))
-        found = labels or self._about.labels or _number_classes(self._about.network)
+        found = self._about.labels or _number_classes(self._about.network)
         if not found or (self._about.network is None and self._about.input is None):
-            raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
+            raise ModelError(f"{model} does not say its labels: give a network that `fedquilt model export` wrote")
         if self._about.task not in (None, "classes"):
             raise ModelError(
                 f"{model} predicts {self._about.task}, and a network that chooses one of several classes is wanted"

@@ -111,7 +111,7 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     if private := found.meta.get("private"):
         raise JobError(
             f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, and does not say how "
-            "a board puts its network together of them (`Method.personal`): deploy a run of another method, or --model "
+            "a board puts its network together of them (`Method.personal`): deploy a run of another method, or a "
             "FILE.onnx"
         )
     payload, what = _encode_result(found, row, onnx=True)
@@ -198,7 +198,7 @@ def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[byte
     elif onnx:
         if found.kind != "weights":
             raise ModelError(
-                f"a result of the kind {found.kind!r} has no ONNX: `fedquilt export` writes it as .safetensors"
+                f"a result of the kind {found.kind!r} has no ONNX: `fedquilt model export` writes it as .safetensors"
             )
         from fedquilt.models.networks import onnx_file  # needs torch
 

@@ -34,7 +34,7 @@ def run_model(model: Path, source: Path) -> list[Prediction]:
             (n, ...) under "x_test" or "x", and labels (n,) under "y_test" or "y" if they are known.
 
     Raises:
-        ModelError: If the file is not a network that `fedquilt export` wrote.
+        ModelError: If the file is not a network that `fedquilt model export` wrote.
         DataError: If there are no examples, or an example cannot be read.
     """
     network = Classifier(model)

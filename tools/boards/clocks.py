@@ -1,17 +1,17 @@
-"""Clock status and manual operating points of a board (`fedquilt clocks`)."""
+"""Clock status and manual operating points of a board (`fedquilt board clocks`)."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from fedquilt.core import ClockError, JobError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.client import ClockClient, ClockState, HelperStatus
+from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient, ClockState, HelperStatus
 from fedquilt.edge_agent.clocks.helper import read_clock_state
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
@@ -36,8 +36,9 @@ def parse_point(text: str) -> OperatingPoint:
     return msgspec.convert({"name": first.strip() if named else text.strip()[:200], **hz}, OperatingPoint)
 
 
-def print_status(root: Path, socket: Path, format: str) -> int:
+def print_status(root: Path, format: str) -> int:
     """Print the clocks of this machine, their settings and their holder. Return 0."""
+    socket = root / SOCKET
     clocks = ClockClient.connect(socket)
     if clocks is not None:
         try:
@@ -58,8 +59,8 @@ def print_status(root: Path, socket: Path, format: str) -> int:
     return 0
 
 
-def pin_point(text: str, root: Path, socket: Path, *, dry_run: bool = False, seconds: float | None = None) -> int:
-    """Pin the clocks to a point for `seconds`, or until an interrupt. Return 0.
+def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
+    """Pin the clocks to a point until an interrupt. Return 0.
 
     Raises:
         JobError: If `text` is not a point.
@@ -71,28 +72,21 @@ def pin_point(text: str, root: Path, socket: Path, *, dry_run: bool = False, sec
         mode = found.find_mode(wanted.name)
         print("\n".join([*([f"nvpmodel -m {mode.id} ({mode.name})"] if mode else []), *_planned_writes(found, wanted)]))
         return 0
-    clocks = ClockClient.connect(socket)
+    clocks = ClockClient.connect(root / SOCKET)
     if clocks is None:
-        raise ClockError(f"no clock helper at {socket}: start one with `sudo fedquilt clocks serve`")
+        raise ClockError(f"no clock helper at {root / SOCKET}: start one with `sudo fedquilt board clocks serve`")
     try:
         became = clocks.pin(wanted)
-        print(f"held: {_format_point(became)}{'' if seconds else ' (interrupt to let go)'}", flush=True)
-        _send_keepalives(clocks, seconds, time.monotonic, time.sleep)
+        print(f"held: {_format_point(became)} (interrupt to let go)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(1.0)
+                clocks.send_keepalive(time.monotonic())
         clocks.unpin()
         print("let go: the board's own settings are back")
     finally:
         clocks.close()
     return 0
-
-
-def _send_keepalives(
-    clocks: ClockClient, seconds: float | None, now: Callable[[], float], sleep: Callable[[float], None]
-) -> None:
-    begun_s = now()
-    while seconds is None or now() - begun_s < seconds:
-        left_s = 1.0 if seconds is None else begun_s + seconds - now()
-        sleep(min(1.0, max(0.0, left_s)))
-        clocks.send_keepalive(now())
 
 
 def _planned_writes(found: controls.ClockControls, wanted: OperatingPoint) -> list[str]:
@@ -113,7 +107,7 @@ def _format_status(told: HelperStatus, missing: Path | None) -> list[str]:
         limit = "" if told.hottest_c is None else f"; above {told.hottest_c:g} C nothing is held"
         lines.append(f"hottest {told.temperature_c:g} C{limit}")
     if missing is not None:
-        lines.append(f"helper  none at {missing}: `sudo fedquilt clocks serve` starts one")
+        lines.append(f"helper  none at {missing}: `sudo fedquilt board clocks serve` starts one")
     elif told.point is None or told.holder is None:
         lines.append("helper  nobody holds the clocks")
     else:

@@ -1,6 +1,6 @@
 """Emulation of a flashed board's architecture on this machine (`fedquilt emulate`).
 
-The board is a Debian for arm64 in a folder, whose programs run in qemu's user emulation. `fedquilt flash` installs an
+The board is a Debian for arm64 in a folder, whose programs run in qemu's user emulation. `board flash` installs an
 agent, and the commands of the agent's units are started: the agent enrols and takes part in the rounds of a stitching
 job, over TLS, with a broker on loopback. A kernel, systemd's limits and sandbox, a GPU, clocks and meters are not
 emulated. Times are the emulator's, many times a board's.
@@ -134,7 +134,7 @@ def _run_proof(
     with steps("an authority, a broker's and a coordinator's certificates, a token for the board"):
         site.issue_identities(DEVICE)
     with steps("flash the root file system") as notes:
-        notes.append(_flash_board(site, board, plan, folder.parent / "wheels"))
+        notes.append(_flash_board(site, board, plan))
     with steps("start the broker and the enrolment endpoint"):
         stack.enter_context(run_server(site.write_broker_config(), folder, folder / "mosquitto.log", site.broker))
         stack.enter_context(run_server(site.enrolment_command(), folder, folder / "enrol.log", site.endpoint))
@@ -168,16 +168,16 @@ def _write_job(folder: Path, rounds: int | None) -> FleetPlan:
     return SingleBoard(jobs.load_job(folder / "job.toml"), demo.HERE / "bundle", folder / "native", 1)
 
 
-def _flash_board(site: LoopbackFleet, board: Guest, plan: FleetPlan, wheels: Path) -> str:
+def _flash_board(site: LoopbackFleet, board: Guest, plan: FleetPlan) -> str:
     data = {**plan.make_agent_tables()[0]["data"], "path": DATA}
     (site.folder / "agent.toml").write_text(toml.format_toml(site.agent_table(DEVICE, BUDGET, data)))
     shutil.copyfile(plan.job.data["path"], board.root / DATA.lstrip("/"))
     (board.root / DATA.lstrip("/")).chmod(0o644)
     where = ["--rootfs", str(board.root)]
-    site.run_fedquilt("flash", "--uninstall", "--purge", *where)
+    site.run_fedquilt("board", "uninstall", "--purge", *where)
     site.run_fedquilt(
-        *("flash", "agent.toml", "--target", "arm64", "--python", guest.PYTHON, "--token", f"{DEVICE}.token"),
-        *("--constraint", str(HERE / "constraints.txt"), "--wheels", str(wheels), *where),
+        *("board", "flash", "agent.toml", "--target", "arm64", "--python", guest.PYTHON, "--token", f"{DEVICE}.token"),
+        *where,
     )
     return next(line for line in site.log.read_text().splitlines() if line.startswith(f"{DEVICE}: "))
 
@@ -217,7 +217,8 @@ def _start_agent(
 
 
 def _run_rounds(site: LoopbackFleet, agent: subprocess.Popen[bytes], folder: Path) -> None:
-    words = site.fedquilt_command("run", "job.toml", "--bundle", str(demo.HERE / "bundle"), *site.coordinator_options())
+    words = site.fedquilt_command("run", "job.toml", *site.coordinator_options())
+    (folder / "job.bundle").symlink_to(demo.HERE / "bundle")
     log = folder / "run.log"
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -240,10 +241,10 @@ def _deploy_models(site: LoopbackFleet, board: Guest, log: Path) -> str:
     link = board.root / "var/lib/fedquilt/models/current"
     with rollouts.run_coordinator():
         rollouts.train_model(job_table("first", cohort={"deadline_s": DEADLINE_S}))
-        told = rollouts.deploy_committed("deploy", "first").heard[DEVICE].metrics
+        told = rollouts.deploy_committed("model", "first").heard[DEVICE].metrics
         model = os.readlink(link)
         rollouts.train_model(job_table("second", seed=1, cohort={"deadline_s": DEADLINE_S}))
-        refused = rollouts.deploy_refused("deploy", "second", "--min-gain", "50pt").heard[DEVICE].reason
+        refused = rollouts.deploy_refused("model", "second", "--min-gain", "50pt").heard[DEVICE].reason
     if os.readlink(link) != model:
         raise JobError(f"the second model was refused, and {os.readlink(link)} is in use, not {model}")
     return f"{model}: accuracy {told['accuracy']:.1%}, {told['latency_s'] * 1e3:.1f} ms an answer; the other: {refused}"

@@ -51,7 +51,7 @@ def require_all(machine: HostMachine, made: bool, programs: Mapping[str, str] = 
     missing = []
     emulated = "qemu-aarch64-static" in programs
     if machine.name == "aarch64" and emulated:
-        missing.append("another machine than an aarch64: here an agent runs without emulation (fedquilt flash --tar)")
+        missing.append("another machine than an aarch64: here an agent runs without emulation (fedquilt board flash)")
     if machine.user != 0:
         does = "registers the emulator" if emulated else "boots it"
         command = "sudo fedquilt emulate" + ("" if emulated else " --systemd")

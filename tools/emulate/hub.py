@@ -98,7 +98,7 @@ class CoordinatorHost:
         }
         (self.site.folder / "coordinator.toml").write_text(toml.format_toml(table))
         self.site.run_fedquilt(
-            *("flash", "coordinator.toml", "--role", "coordinator", *target, "--rootfs", str(self.root))
+            *("board", "flash", "coordinator.toml", "--role", "coordinator", *target, "--rootfs", str(self.root))
         )
         limits = self.root / "etc/systemd/journald.conf.d/fedquilt.conf"
         limits.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ class CoordinatorHost:
     # -- enrolment --
 
     def _check_enrolment(self) -> str:
-        self.site.run_fedquilt("enrol", "token", NEWCOMER, "--out", f"{NEWCOMER}.token")
+        self.site.run_fedquilt("identity", "token", NEWCOMER, "--out", f"{NEWCOMER}.token")
         shutil.copytree(self.site.folder / "fedquilt-ca", self.root / "srv/fedquilt-ca")
         self.machine.run(
             *("sh", "-ec"),
@@ -147,7 +147,7 @@ class CoordinatorHost:
             "enrol": {"url": f"https://{HOST}:{self._enrolment}", "token": str(self.site.folder / f"{NEWCOMER}.token")},
         }
         (folder / "agent.toml").write_text(toml.format_toml(table))
-        self.site.run_fedquilt("enrol", "board", str(folder / "agent.toml"))
+        self.site.run_fedquilt("identity", "enrol", str(folder / "agent.toml"))
         if not Path(own["cert"]).is_file():
             raise JobError("the board has no certificate")
         if self.machine.error_of(*AS_USER, "cat", "/var/lib/fedquilt-ca/ca.key") is None:
@@ -216,10 +216,10 @@ class CoordinatorHost:
 
     def _check_restore(self) -> str:
         before = [(row["run"], row["status"]) for row in self._list_runs()]
-        said = self._run_fedquilt("backup", RUNS, f"{STATE}/backup.tar").strip()
+        said = self._run_fedquilt("backup", "save", RUNS, f"{STATE}/backup.tar").strip()
         self.machine.run("systemctl", "stop", SERVE, DASH)
         self.machine.run("rm", "-r", RUNS)
-        self._run_fedquilt("restore", f"{STATE}/backup.tar", RUNS)
+        self._run_fedquilt("backup", "restore", f"{STATE}/backup.tar", RUNS)
         self.machine.run("systemctl", "start", SERVE, DASH)
         if (now := [(row["run"], row["status"]) for row in self._list_runs()]) != before:
             raise JobError(f"{now} after it, {before} before")

@@ -1,6 +1,6 @@
 """Rehearsal of a flashed board's first day under systemd (`fedquilt emulate --systemd`).
 
-The board is a Debian for this machine's architecture in a folder. `fedquilt flash` installs an agent, and systemd-
+The board is a Debian for this machine's architecture in a folder. `board flash` installs an agent, and systemd-
 nspawn boots the folder with systemd as its first process and a Jetson's files as its /sys. The agent runs by its own
 units, as its own user, with systemd's limits. Each check reports its observation. Not rehearsed: a board's own
 processor (`fedquilt emulate` without --systemd has its instructions) and kernel, a GPU, and meters and clocks that

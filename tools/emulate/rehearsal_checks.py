@@ -74,7 +74,7 @@ class Rehearsal:
     # -- before the first boot --
 
     def prepare_fleet(self, out: Path, mirror: str | None) -> None:
-        self._debian, self._wheels = self._ensure_base(out, mirror), out / "wheels"
+        self._debian = self._ensure_base(out, mirror)
         self.checks.print_line("an authority, certificates, a token, a job; the broker and the enrolment endpoint")
         self.site.issue_identities(DEVICE)
         self._prepare_job()
@@ -111,7 +111,7 @@ class Rehearsal:
         )
         self._copy_data(demo.HERE / "digits.npz")
         self.site.run_fedquilt(
-            *("flash", "agent.toml", *flash_options(debian_architecture(), self._wheels)),
+            *("board", "flash", "agent.toml", *flash_options(debian_architecture())),
             *("--token", f"{DEVICE}.token", "--rootfs", str(self.root)),
         )
         (self.root / "var/log/journal").mkdir(exist_ok=True)
@@ -209,10 +209,10 @@ class Rehearsal:
             seen.append(self._check_memory_limit(board))
         self.listener.close()
         ReleaseChecks(self.site, board, DEVICE, self._port).run_checks(
-            self.checks, flash_options(debian_architecture(), self._wheels)
+            self.checks, flash_options(debian_architecture())
         )
         CoordinatorHost(self.site, self._debian, self._hub, JOB).run_checks(
-            self.checks, flash_options(debian_architecture(), self._wheels)
+            self.checks, flash_options(debian_architecture())
         )
 
     def _check_permissions(self, board: Container) -> str:

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -61,16 +60,16 @@ class ReleaseChecks:
     # -- the agent --
 
     def _check_upgrade(self, target: Sequence[str]) -> str:
-        self.site.run_fedquilt("flash", *target, "--upgrade", "agents.tar")
+        self.site.run_fedquilt("rollout", "build", "agents.tar", *target)
         began_s, flashed = time.monotonic(), self._agent_interpreter()
-        self._rollouts.deploy_committed("upgrade", "agents.tar")
+        self._rollouts.deploy_committed("agent", "agents.tar")
         new, took_s = self._agent_interpreter(), time.monotonic() - began_s
         if new == flashed or not new.startswith("/var/lib/fedquilt-agent/"):
             raise JobError(f"the rollout is done, and the agent's process is {new}")
         if (state := self.board.unit_properties(AGENT))["ActiveState"] != "active":
             raise JobError(f"the rollout is done, and {AGENT} is {state['ActiveState']}")
         began_s = time.monotonic()
-        self._rollouts.roll_back("upgrade", "--back")
+        self._rollouts.roll_back("back", "agent")
         if (now := self._agent_interpreter()) != flashed:
             raise JobError(f"it was taken back, and the agent's process is {now}")
         size = (self.site.folder / "agents.tar").stat().st_size / 1e6
@@ -85,7 +84,7 @@ class ReleaseChecks:
     def _check_model(self, table: dict[str, Any]) -> str:
         self._rollouts.train_model(table)
         began_s = time.monotonic()
-        found = self._rollouts.deploy_committed("deploy", table["name"])
+        found = self._rollouts.deploy_committed("model", table["name"])
         said = found.heard[self.device].metrics
         if not (model := self._current_model()):
             raise JobError(f"the rollout is done, and {MODELS}/current leads nowhere")
@@ -116,7 +115,7 @@ class ReleaseChecks:
         began_s = time.monotonic()
         self._wait_until_answered(second)
         took_s = time.monotonic() - began_s
-        self._rollouts.roll_back("deploy", "--rollback")
+        self._rollouts.roll_back("back", "model")
         if self._current_model() != first:
             raise JobError(f"it was taken back, and {self._current_model()} is in use, not {first}")
         self._wait_until_answered(first)
@@ -159,5 +158,5 @@ class ReleaseChecks:
         return found
 
 
-def flash_options(machine: str, wheels: Path) -> list[str]:
-    return ["--target", machine, "--python", guest.PYTHON, "--extras", "onnx", "--wheels", str(wheels)]
+def flash_options(machine: str) -> list[str]:
+    return ["--target", machine, "--python", guest.PYTHON, "--extras", "onnx"]

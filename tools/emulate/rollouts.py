@@ -17,7 +17,7 @@ from fedquilt.tools.emulate.site import STOP_S, LoopbackFleet, last, stop_proces
 from fedquilt.tools.lab import demo
 
 HOME: Final = "releases"  # the coordinator's home in the site's folder
-PHASED: Final = ("--canary", "50", "--phases", "100", "--soak", "2s")
+PHASED: Final = ("--phases", "50", "100", "--soak", "2s")
 BEGIN_S: Final = 60.0
 
 
@@ -74,8 +74,8 @@ class RolloutDriver:
         return self._run_rollout("rolled back", "returned", *words)
 
     def _run_rollout(self, status: str, phase: str, *words: str) -> Rollout:
-        self.site.run_fedquilt(*words, "--home", HOME)
-        kind = "agent" if words[0] == "upgrade" else "model"
+        self.site.run_fedquilt("rollout", *words, "--home", HOME)
+        kind = "agent" if "agent" in words[:2] else "model"
         found: list[Rollout] = []
 
         def is_reached() -> bool:

@@ -56,14 +56,14 @@ class LoopbackFleet:
         return ["--home", home, "--broker", self.url, *files]
 
     def issue_identities(self, device: str) -> None:
-        self.run_fedquilt("ca", "init")
-        self.run_fedquilt("ca", "issue", "watcher", "--role", "observer")  # the broker's rules name this observer
+        self.run_fedquilt("identity", "init")
+        self.run_fedquilt("identity", "issue", "watcher", "--role", "observer")  # the broker's rules name this observer
         self.run_fedquilt(
-            *("broker", "config", "--for", "mosquitto", "--host", HOST, "--listen", str(self.broker)),
+            *("broker", "config", "mosquitto", "--host", HOST, "--listen", f"{HOST}:{self.broker}"),
             *("--out", "broker", "--installed", str((self.folder / "broker").resolve())),
         )
-        self.run_fedquilt("ca", "issue", "coordinator")
-        self.run_fedquilt("enrol", "token", device, "--out", f"{device}.token")
+        self.run_fedquilt("identity", "issue", "coordinator")
+        self.run_fedquilt("identity", "token", device, "--out", f"{device}.token")
 
     def create_listener(self, device: str) -> DeviceListener:
         files: dict[str, Any] = {name: self.folder / path for name, path in WATCHING.items()}
@@ -91,7 +91,7 @@ class LoopbackFleet:
         return ["mosquitto", "-c", str(path)]
 
     def enrolment_command(self) -> list[str]:
-        return self.fedquilt_command("enrol", "serve", "--listen", HOST, "--host", HOST, "--port", str(self.endpoint))
+        return self.fedquilt_command("identity", "serve", "--listen", f"{HOST}:{self.endpoint}", "--host", HOST)
 
 
 def find_free_ports(count: int) -> list[int]:

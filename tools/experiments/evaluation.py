@@ -12,6 +12,7 @@ network is run as it would be exported.
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,7 +30,6 @@ from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.scores import EvaluationScore, RunScores
 from fedquilt.core import (
-    DETAILED,
     BlobRef,
     DeviceView,
     EvaluationSums,
@@ -240,29 +240,27 @@ def _score_latest(states: _StateReader, evaluator: Evaluator, known: set[str], e
     return evaluator.score(tensors.unpack_state(payload, evaluator.method.state), done, ref.sha256)
 
 
-def format_score(score: EvaluationScore, confusion: bool = False) -> list[str]:
+def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
+    """Return lines about a score, with the confusion matrix if `matrix` is set and a terminal has room for it."""
     metric, sums = metrics.KNOWN[score.metric], score.evaluation
     over = "of" if metric.share else "on"
     value = f"{metric.title} {metrics.format_value(metric, score.value)} {over} {score.examples} examples"
     said = [f"after {score.rounds} rounds: {', '.join([value, *(metrics.describe_metrics(sums)[1:] if sums else ())])}"]
-    if not confusion:
+    if not matrix or sums is None or (rows := evaluation.confusion_matrix(sums)) is None:
         return said
-    if sums is None or (rows := evaluation.confusion_matrix(sums)) is None:
-        return [*said, f"no confusion matrix: there is one for up to {DETAILED} classes"]
     head = ["true, predicted", *map(str, range(len(rows)))]
-    return [
-        *said,
-        *table.format_table([head, *([str(at), *map(str, row)] for at, row in enumerate(rows))], "<>", 10**6),
-    ]
+    lines = table.format_table([head, *([str(at), *map(str, row)] for at, row in enumerate(rows))], "<>", 10**6)
+    if max(map(len, lines)) > shutil.get_terminal_size().columns:
+        lines = [f"--format json has the confusion matrix of {len(rows)} classes"]
+    return [*said, *lines]
 
 
-def scores_to_dict(found: RunScores, confusion: bool = False) -> dict[str, Any]:
-    """Return scores for JSON, with metrics instead of sums, optionally with confusion matrices."""
+def scores_to_dict(found: RunScores) -> dict[str, Any]:
+    """Return scores for JSON, with metrics and confusion matrices instead of sums."""
     made: dict[str, Any] = msgspec.to_builtins(found)
     for score, row in zip(found.scores, made["scores"], strict=True):
         sums = score.evaluation
         row["metrics"] = evaluation.compute_metrics(sums) if sums else {}
-        if confusion:
-            row["confusion"] = evaluation.confusion_matrix(sums) if sums else None
+        row["confusion"] = evaluation.confusion_matrix(sums) if sums else None
         del row["evaluation"]
     return made

@@ -1,7 +1,7 @@
 """One run as an HTML page that works offline, from the coordinator's log.
 
-The page shows only what the log contains. Accuracy on a test set is shown if `fedquilt evaluate` has written scores,
-and the partition if the data of the job is readable here.
+The page shows only what the log contains. Accuracy on a test set is shown if `fedquilt model evaluate` has written
+scores, and the partition if the data of the job is readable here.
 """
 
 from __future__ import annotations

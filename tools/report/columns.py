@@ -48,7 +48,7 @@ def find_main_metric(job: JobSettings) -> metrics.Metric:
 
 
 def make_rows(summary: RunSummary) -> list[Row]:
-    """Return one row per round of a run, without the scores of `fedquilt evaluate`.
+    """Return one row per round of a run, without the scores of `fedquilt model evaluate`.
 
     The costs of surveys and evaluation-only rounds count with the preceding round, so that columns add up to the
     whole run.
@@ -89,7 +89,7 @@ def _add_costs(row: Row, more: Row) -> None:
 
 
 def make_scored_rows(summary: RunSummary, job: JobSettings, found: RunScores) -> list[Row]:
-    """Return one row per round, with the scores of `fedquilt evaluate` and named by the job's main metric."""
+    """Return one row per round, with the scores of `fedquilt model evaluate` and named by the job's main metric."""
     held = {each.rounds: each for each in found.held}
     test = {each.rounds: each for each in found.scores}
     rows = []

@@ -59,7 +59,7 @@ def make_tiles(found: RunData) -> list[tuple[str, str]]:
 
 def make_accuracy_section(found: RunData) -> PageSection:
     if not found.evaluated_points and not found.scores:
-        how = f"fedquilt evaluate {found.row.id} --home {found.home}"
+        how = f"fedquilt model evaluate {found.row.id} --home {found.home}"
         return PageSection([f"Not measured: the job has [check] every = 0. `{how}` measures it on the test set."])
     if len({*(point.rounds for point in found.evaluated_points), *(score.rounds for score in found.scores)}) < 2:
         return PageSection(_describe_scores(found), (), *_summarise_held_out(found))

@@ -160,7 +160,6 @@ def run_fleet_on_broker(
     plan: FleetPlan,
     broker: Mapping[str, Any] | None,
     *,
-    agents_only: bool = False,
     wordy: bool = False,
     console: Console | None = None,
 ) -> tuple[str, str]:
@@ -169,7 +168,6 @@ def run_fleet_on_broker(
     Args:
         plan: Plan of the fleet.
         broker: The [broker] table of the agents, or None to start an embedded broker.
-        agents_only: Run no coordinator. The run id is empty then.
         wordy: Print every event.
         console: Console of the run, or None for one line per round.
 
@@ -190,10 +188,6 @@ def run_fleet_on_broker(
     with contextlib.ExitStack() as stack:
         if broker is None:
             broker = {"url": stack.enter_context(EmbeddedBroker()).url}
-        if agents_only:
-            for agent in stack.enter_context(start_agents(plan.make_agent_tables(), broker)).values():
-                agent.wait()
-            return "", "done"
         store = stack.enter_context(Store(plan.home))
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")

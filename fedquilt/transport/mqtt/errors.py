@@ -22,7 +22,8 @@ _CREDENTIALS: Final = frozenset({134, NOT_AUTHORIZED})
 _TRANSIENT: Final = frozenset({136, 137, 151, 159})  # unavailable, busy, quota, rate
 OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 _REFUSED: Final = {
-    "certificate expired": "renew it: `fedquilt enrol board` on a board, `fedquilt ca issue` for the coordinator",
+    "certificate expired": "renew it: `fedquilt identity enrol` on a board, `fedquilt identity issue` for the "
+    "coordinator",
     "certificate revoked": "it was revoked on purpose; if this side is to come back, remove its key and certificate, "
     "and enrol it with a new token",
 }

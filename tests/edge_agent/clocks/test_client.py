@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import until
 
-from fedquilt import cli
+from fedquilt import cli, profiles
 from fedquilt.core import ClockError, JobError, OperatingPoint
-from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.client import ClockClient
+from fedquilt.edge_agent.clocks import controls, helper
+from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient
 from fedquilt.edge_agent.clocks.clock_pin import ClockPin
 from fedquilt.edge_agent.clocks.helper import ClockHelper
+from fedquilt.edge_agent.devices import operating_points
 from fedquilt.testing.boards import write_fake_board
 from fedquilt.tools.boards import clocks as tool
 
@@ -31,7 +34,8 @@ class Served:
     """A fake TX2 and a running helper; `jump_s` moves its clock."""
 
     def __init__(self, folder: Path) -> None:
-        self.root, self.path, self.jump_s = folder / "root", folder / "s", 0.0
+        self.root, self.jump_s = folder / "root", 0.0
+        self.path = self.root / SOCKET
         if not self.root.exists():
             write_fake_board(self.root, "jetson-tx2", 4)
         self.helper = ClockHelper(ClockPin(self.root, folder / "state"), self.path, folder / "state")
@@ -66,6 +70,14 @@ def served(tmp_path: Path) -> Iterator[Served]:
     made = Served(tmp_path)
     yield made
     made.stop()
+
+
+class Interrupted:
+    """A clock at which somebody presses Ctrl-C."""
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
 
 
 class Fake:
@@ -252,31 +264,61 @@ def test_what_is_no_point_is_told(text: str):
 
 def test_status_tells_the_clocks_and_who_holds(served: Served, capsys: pytest.CaptureFixture[str]):
     """In words and as JSON, with a helper and without."""
-    where = ["--root", str(served.root), "--socket", str(served.path)]
+    where = ["--root", str(served.root)]
     clocks = served.connect()
     clocks.pin(SLOW)
-    assert cli.main(["clocks", "status", *where]) == 0
+    assert cli.main(["board", "clocks", "status", *where]) == 0
     shown = capsys.readouterr().out
     assert "policy0: 345.6 now, limits 345.6 to 345.6 MHz, schedutil; lists 345.6 499.2" in shown
     assert f"helper  process {os.getpid()} of user {os.getuid()} holds slow: cpu 345.6 MHz" in shown
     clocks.close()
-    assert cli.main(["clocks", "status", "--format", "json", *where]) == 0
+    assert cli.main(["board", "clocks", "status", "--format", "json", *where]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["helper"] is True
     assert told["hottest_c"] == 85.0
-    assert cli.main(["clocks", "status", "--root", str(served.root), "--socket", str(served.root / "none")]) == 0
+    served.stop()
+    assert cli.main(["board", "clocks", "status", *where]) == 0
     shown = capsys.readouterr().out
     assert "helper  none at" in shown
     assert "mode    not known of MAXN" in shown
 
 
-def test_hold_holds_for_a_while(served: Served, capsys: pytest.CaptureFixture[str]):
+def test_the_helper_keeps_the_bounds_in_the_boards_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Watts by the profile that they name, and degrees below its own limit; without settings that limit alone."""
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(helper, "run_helper", lambda root, **bounds: given.append(bounds))
+
+    def bounds(*words: str) -> dict[str, Any]:
+        cli.main(["board", "clocks", "serve", *words])
+        return given[-1]
+
+    def settings(text: str) -> str:
+        (tmp_path / "agent.toml").write_text(f'device = "d"\nhome = "/h"\n{text}')
+        return str(tmp_path / "agent.toml")
+
+    plain = {"hottest_c": 85.0, "max_w": None, "watts": None}
+    assert bounds() == bounds(settings("[governor]\nmax_c = 95")) == plain
+    assert bounds(settings("[governor]\nmax_c = 70")) == {**plain, "hottest_c": 70.0}
+    monkeypatch.setattr(operating_points, "power_lookup", lambda profile, root: profile.board)
+    named = settings('profile = "jetson-orin-nx"\n[governor]\nmax_w = 15')
+    assert bounds(named) == {**plain, "max_w": 15.0, "watts": "jetson-orin-nx"}
+    shutil.copyfile(Path(profiles.__file__).with_name("jetson-tx2.toml"), tmp_path / "own.toml")
+    assert bounds(settings('profile = "own.toml"\n[governor]\nmax_w = 7'))["watts"] == "jetson-tx2"
+
+
+def test_hold_holds_until_it_is_interrupted(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     """And then gives back; what the board does not list is an error with its exit code."""
-    where = ["--root", str(served.root), "--socket", str(served.path)]
-    assert cli.main(["clocks", "hold", "cpu=345.6MHz", "--seconds", "0.01", *where]) == 0
-    assert capsys.readouterr().out == "held: cpu 345.6 MHz\nlet go: the board's own settings are back\n"
+    where = ["--root", str(served.root)]
+    monkeypatch.setattr(tool, "time", Interrupted)
+    assert cli.main(["board", "clocks", "hold", "cpu=345.6MHz", *where]) == 0
+    assert (
+        capsys.readouterr().out
+        == "held: cpu 345.6 MHz (interrupt to let go)\nlet go: the board's own settings are back\n"
+    )
     assert served.max_khz() == 2035200
-    assert cli.main(["clocks", "hold", "cpu=345.6GHz", *where]) == 8
+    assert cli.main(["board", "clocks", "hold", "cpu=345.6GHz", *where]) == 8
     assert "has no 345600 MHz" in capsys.readouterr().err
 
 
@@ -284,13 +326,13 @@ def test_a_dry_hold_says_what_it_would_write_and_needs_no_helper(tmp_path: Path,
     """And no root."""
     write_fake_board(tmp_path, "jetson-tx2", 4)
     before = controls.discover_controls(tmp_path).read_state(None)
-    where = ["--root", str(tmp_path), "--socket", str(tmp_path / "s")]
-    assert cli.main(["clocks", "hold", "MAXQ,gpu=1300.5MHz", "--dry-run", *where]) == 0
+    where = ["--root", str(tmp_path)]
+    assert cli.main(["board", "clocks", "hold", "MAXQ,gpu=1300.5MHz", "--dry-run", *where]) == 0
     mode = controls.discover_controls(tmp_path).find_mode("MAXQ")
     assert mode is not None
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"nvpmodel -m {mode.id} (MAXQ)"
     assert [line.split(" to ")[0] for line in rest] == ["write 140250000", "write 1300500000", "write 1300500000"]
     assert controls.discover_controls(tmp_path).read_state(None) == before
-    assert cli.main(["clocks", "hold", "MAXQ", *where]) == 8
-    assert "start one with `sudo fedquilt clocks serve`" in capsys.readouterr().err
+    assert cli.main(["board", "clocks", "hold", "MAXQ", *where]) == 8
+    assert "start one with `sudo fedquilt board clocks serve`" in capsys.readouterr().err

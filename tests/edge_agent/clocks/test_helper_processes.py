@@ -23,13 +23,13 @@ class Processes:
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
-        where = ("--root", str(self.place.root), "--socket", str(self.place.socket))
-        made = subprocess.Popen([sys.executable, "-m", "fedquilt.cli", "clocks", *words, *where])
+        where = ("--root", str(self.place.root))
+        made = subprocess.Popen([sys.executable, "-m", "fedquilt.cli", "board", "clocks", *words, *where])
         self.started.append(made)
         return made
 
     def helper(self) -> subprocess.Popen[bytes]:
-        made = self.start("serve", "--state", str(self.place.state))
+        made = self.start("serve")
         until(self.answers, "the helper answers")
         return made
 

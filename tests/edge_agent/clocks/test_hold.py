@@ -302,17 +302,6 @@ def test_nothing_is_held_on_a_board_that_is_too_hot(board: Board):
     assert clamp.pin(SLOW) == SLOW
 
 
-def test_a_dry_run_writes_nothing(board: Board):
-    """Neither to the board nor to the journal; a journal that is there stays."""
-    clamp = board.clamp(dry_run=True, put=putting(lambda path, value: pytest.fail(f"{path} was written")))
-    assert clamp.pin(SLOW) == SLOW
-    with pytest.raises(ClockError, match="has no 777 MHz"):
-        clamp.pin(msgspec.structs.replace(SLOW, gpu_hz=777e6))
-    clamp.pin(SLOW)
-    assert clamp.restore() == []
-    assert (board.settings(), list(board.state.iterdir())) == (board.before, [])
-
-
 # -- modes ----------------------------------------------------------------------------------------
 
 

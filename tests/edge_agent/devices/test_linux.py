@@ -187,7 +187,7 @@ def test_a_recorded_profile_gives_the_points_that_the_board_lists(tree: Tree):
 def test_without_a_helper_no_clock_is_set(tree: Tree):
     """The message says what to start; letting go of nothing is nothing."""
     device = LinuxDevice(tree.root, profile=profiles.parse_board_profile(OWN, "own"))
-    with pytest.raises(ClockError, match="start `fedquilt clocks`"):
+    with pytest.raises(ClockError, match="start `fedquilt board clocks`"):
         device.pin_clocks(device.points[0])
     device.unpin_clocks()
 

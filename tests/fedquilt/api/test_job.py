@@ -113,7 +113,7 @@ def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     """Of a wrong value in a file, with the file's name before it."""
     path = tmp_path / "job.toml"
     path.write_text('name = "a"\nmethod = "fedprox"\n[params]\nmuu = 1.0\n')
-    assert main(["partition", str(path)]) == 2
+    assert main(["lab", "partition", str(path)]) == 2
     with pytest.raises(fq.JobError) as caught:
         fq.Job(method="fedprox", params={"muu": 1.0})
     assert f"{path}: {caught.value}" in capsys.readouterr().err

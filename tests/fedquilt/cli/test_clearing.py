@@ -1,9 +1,8 @@
-"""`delete`, `prune` and `kept`: what goes, what stays, who is asked, and a kill at any moment."""
+"""`prune`: what goes, what stays, who is asked, and a kill at any moment."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from fedquilt.cli import main
@@ -21,8 +19,6 @@ from fedquilt.coordinator.jobs import retention
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, JobStarted, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef, Update, Usage
-from fedquilt.tools.experiments import run_cache
-from fedquilt.tools.experiments.single_run import SeedRun
 
 
 def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> str:
@@ -92,7 +88,7 @@ def files(home: Path) -> set[str]:
 def test_a_home_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a sentence, and not in an empty line; for programs an empty list."""
     run = begun(tmp_path, "only")
-    assert main(["delete", run, "--yes", "--home", str(tmp_path)]) == 0
+    assert main(["prune", run, "--yes", "--home", str(tmp_path)]) == 0
     capsys.readouterr()
     assert main(["ls", "--home", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(f"no runs in {tmp_path}: `fedquilt run` or `fleet` begins one")
@@ -105,9 +101,11 @@ def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path: Path, caps
     other = begun(tmp_path, "other", state=b"shared")
     before = files(tmp_path)
     doomed, same = begun(tmp_path, "doomed"), begun(tmp_path, "same", state=b"shared")
-    assert main(["delete", doomed, "same", "--yes", "--home", str(tmp_path)]) == 0
+    assert main(["prune", doomed, "same", "--yes", "--home", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert f"deleted {doomed}, {same}: 2.6" in shown  # two logs of 1000 bytes, 600 of a state, 4 of evaluations
+    assert (
+        f"to delete {doomed}\nto delete {same}\ndeleted 2 runs: 2.6" in shown
+    )  # two logs of 1000 bytes, 600 of a state, 4 of evaluations
     assert "kB freed" in shown
     assert ids(tmp_path) == [other]
     assert files(tmp_path) == before
@@ -125,7 +123,7 @@ def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: p
         serve = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
 
         def delete(*runs: str) -> subprocess.CompletedProcess[str]:
-            words = [sys.executable, "-c", serve, "delete", *runs, "--yes", "--home", str(tmp_path)]
+            words = [sys.executable, "-c", serve, "prune", *runs, "--yes", "--home", str(tmp_path)]
             return subprocess.run(words, capture_output=True, text=True)
 
         refused = delete(ended, busy)
@@ -140,14 +138,14 @@ def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: p
         assert "blobs go when the coordinator" in done.stdout
     assert ids(tmp_path) == [busy]
     assert {path for path in before if path.startswith("blobs")} <= files(tmp_path)
-    assert main(["delete", busy, "--yes", "--home", str(tmp_path)]) == 0  # interrupted: nobody is at it
+    assert main(["prune", busy, "--yes", "--home", str(tmp_path)]) == 0  # interrupted: nobody is at it
     assert not files(tmp_path)
 
 
 def test_whoever_is_not_asked_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal nothing is deleted by accident."""
     run = begun(tmp_path, "one")
-    assert main(["delete", run, "--home", str(tmp_path)]) == 2
+    assert main(["prune", run, "--home", str(tmp_path)]) == 2
     assert "--yes" in capsys.readouterr().err
     assert main(["prune", "--keep", "0", "--home", str(tmp_path)]) == 2
     assert ids(tmp_path) == [run]
@@ -158,14 +156,14 @@ def test_a_run_that_cannot_be_read_can_be_deleted(tmp_path: Path) -> None:
     run = begun(tmp_path, "odd")
     with Store(tmp_path) as store:
         store._db.execute("update jobs set settings = '{}'")
-    assert main(["delete", run, "--yes", "--home", str(tmp_path)]) == 0
+    assert main(["prune", run, "--yes", "--home", str(tmp_path)]) == 0
     assert not ids(tmp_path)
 
 
 def test_deleting_what_is_not_there_names_what_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the exit code of the store, as for every verb that takes a run."""
     run = begun(tmp_path, "one")
-    assert main(["delete", "two", "--yes", "--home", str(tmp_path)]) == 6
+    assert main(["prune", "two", "--yes", "--home", str(tmp_path)]) == 6
     assert f"there are: {run}" in capsys.readouterr().err
 
 
@@ -209,8 +207,8 @@ def test_pruning_keeps_the_latest_and_whatever_has_not_ended(
     assert ids(tmp_path) == [waits, ended[2]]
 
 
-def test_agents_without_a_coordinator_keep_their_folders(tmp_path: Path) -> None:
-    """`fleet --agents-only` keeps them under no run."""
+def test_a_folder_of_no_run_stays(tmp_path: Path) -> None:
+    """Nobody knows whose it is."""
     begun(tmp_path, "one")
     (tmp_path / "agents" / "device-3").mkdir()
     assert main(["prune", "--keep", "0", "--yes", "--home", str(tmp_path)]) == 0
@@ -280,55 +278,6 @@ def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(t
         assert files(copy) == (whole if doomed in there else kept)
     assert ends == {True, False}
     assert 5 < step < 49
-
-
-def keep(out: Path, key: str, method: str, seed: int, age_s: float = 0.0) -> None:
-    run = SeedRun(method=method, seed=seed, params={}, devices=4, tested=10, marks=())
-    run_cache.RunCache(out, SeedRun).store(key, run)
-    at = time.time() - age_s
-    os.utime(out / "runs" / f"{key}.json", (at, at))
-
-
-def test_kept_runs_are_listed_and_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By key, by method and by age; a file of another version is listed by what is known of it."""
-    keep(tmp_path, "aa11", "fedavg", 0, 3 * 86400.0)
-    keep(tmp_path, "ab22", "fedavg", 1)
-    keep(tmp_path, "cc33", "fedprox", 0)
-    (tmp_path / "runs" / "dd44.json").write_text('{"odd": 1}')
-    (tmp_path / "runs" / "ee55.json").write_text(
-        json.dumps([{"condition": "alpha 0.5", "seed": 2, "part": "search", "name": "x", "accuracy": 1.0}])
-    )
-    out = ["--out", str(tmp_path)]
-    assert main(["cache", "list", *out]) == 0
-    shown = capsys.readouterr().out
-    first = shown.splitlines()[0].split()
-    assert (first[0], first[1:3]) == ("aa11", ["3", "d"])
-    assert "fedavg, seed 0, 4 devices" in shown
-    assert "seed 2, alpha 0.5, search" in shown
-    assert shown.splitlines()[-1].startswith("5 kept runs, ")
-    assert main(["cache", "list", *out, "--format", "json"]) == 0
-    told = msgspec.json.decode(capsys.readouterr().out, type=list[run_cache.CachedRun])
-    assert {each.key for each in told} == {"aa11", "ab22", "cc33", "dd44", "ee55"}
-
-    def left() -> list[str]:
-        return sorted(path.stem for path in (tmp_path / "runs").glob("*.json"))
-
-    for words in ([], ["a"], ["zz"]):
-        assert main(["cache", "drop", *words, "--yes", *out]) == 2
-    assert main(["cache", "drop", "aa", *out]) == 2  # nobody to ask
-    assert len(left()) == 5
-    assert main(["cache", "drop", "--method", "fedavg", "--older-than", "1d", "--yes", *out]) == 0
-    assert left() == ["ab22", "cc33", "dd44", "ee55"]
-    assert main(["cache", "drop", "ab", "cc33", "--yes", *out]) == 0
-    assert left() == ["dd44", "ee55"]
-    assert main(["cache", "drop", "--all", "--yes", *out]) == 0
-    assert not left()
-
-
-def test_a_folder_with_nothing_kept_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also one that is not there."""
-    assert main(["cache", "list", "--out", str(tmp_path / "none")]) == 6
-    assert "no kept runs in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("age", ["30", "d", "1y", "-3d", "3d 2h"])

@@ -22,7 +22,10 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
-HELPERS = {"__init__", "__main__", "commands", "entry", "homes", "options", "phased", "reference"}
+HELPERS = {
+    *("__init__", "__main__", "commands", "entry", "home_access", "options", "reference", "rollout_options"),
+    *("clocks", "flash", "record"),  # of `board`
+}
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -43,32 +46,31 @@ def test_every_file_of_a_verb_has_its_place_in_the_help() -> None:
 
 def test_a_verb_of_another_spelling_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     """So are an option, a word of a fixed set, and a verb of a family."""
-    assert "no verb 'flsh'; did you mean 'flash'?" in said(capsys, "flsh")
-    assert "no verb 'isue'; did you mean 'issue'?" in said(capsys, "ca", "isue")
+    assert "no verb 'bord'; did you mean 'board'?" in said(capsys, "bord")
+    assert "no verb 'isue'; did you mean 'issue'?" in said(capsys, "identity", "isue")
     assert "no such option: --hom; did you mean '--home'? (`fedquilt ls --help`)" in said(capsys, "ls", "--hom", "x")
     assert "did you mean 'memory'?" in said(capsys, "fleet", "job.toml", "--link", "memry")
 
 
 def test_an_option_of_many_words_takes_all_up_to_the_next() -> None:
     """Numbers below 0 are words; given twice, it has the words of both."""
-    given = parsed(["compare", "job.toml", "--methods", "fedavg", "fedprox", "--seeds", "0", "-1", "--on", "held"])
-    assert (given["methods"], given["seeds"], given["on"]) == (("fedavg", "fedprox"), (0, -1), "held")
+    given = parsed(["compare", "job.toml", "--methods", "fedavg", "fedprox", "--seeds", "0", "-1", "--target", "0.8"])
+    assert (given["methods"], given["seeds"], given["target"]) == (("fedavg", "fedprox"), (0, -1), 0.8)
     assert parsed(["compare", "job.toml"])["seeds"] == (0, 1, 2)
     assert parsed(["compare", "job.toml", "--seeds", "3", "--seeds=4"])["seeds"] == (3, 4)
-    assert parsed(["flash", "agent.toml", "--extras"])["extras"] == ("",)
-    assert parsed(["flash", "agent.toml"])["extras"] == ("onnx",)
+    assert parsed(["board", "flash", "agent.toml", "--extras"])["extras"] == ("",)
+    assert parsed(["board", "flash", "agent.toml"])["extras"] == ("onnx",)
     with pytest.raises(click.UsageError, match="requires an argument"):
         parsed(["compare", "job.toml", "--methods"])
 
 
 def test_words_of_one_option_may_be_separated_by_commas() -> None:
-    """With or without spaces; not where a word itself may hold a comma: a clock point, a value of --set."""
+    """With or without spaces; not where a word itself may hold a comma: a value of --set."""
     assert parsed(["compare", "job.toml", "--seeds", "0,1"])["seeds"] == (0, 1)
     assert parsed(["compare", "job.toml", "--seeds=0,1,-2"])["seeds"] == (0, 1, -2)
-    assert parsed(["compare", "job.toml", "--seeds", "0,", "1", "--on", "held"])["seeds"] == (0, 1)
+    assert parsed(["compare", "job.toml", "--seeds", "0,", "1", "--target", "0.8"])["seeds"] == (0, 1)
     assert parsed(["compare", "job.toml", "--methods", "fedavg,fedprox"])["methods"] == ("fedavg", "fedprox")
     assert parsed(["compare", "job.toml", "--set", "a.b=[1,2]"])["changes"] == ("a.b=[1,2]",)
-    assert parsed(["record", "--points", "cpu=1.2GHz,gpu=850MHz"])["points"] == ("cpu=1.2GHz,gpu=850MHz",)
     with pytest.raises(click.UsageError, match="'x' is not a whole number"):
         parsed(["compare", "job.toml", "--seeds", "0,x"])
 
@@ -82,12 +84,14 @@ def test_an_optional_word_after_an_option_may_be_left_out() -> None:
 
 def test_options_that_exclude_each_other_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
     """Named, both."""
-    assert "--rootfs and --ssh: one of them" in said(capsys, "flash", "a.toml", "--rootfs", "r", "--ssh", "me@orin")
+    assert "--rootfs and --ssh: one of them" in said(
+        capsys, "board", "flash", "a.toml", "--rootfs", "r", "--ssh", "me@orin"
+    )
 
 
 def test_a_verb_of_a_family_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     """With the help of the family, on standard error."""
-    for words in ((), ("ca",)):
+    for words in ((), ("identity",)):
         with pytest.raises(SystemExit) as caught:
             main(words)
         assert caught.value.code == 2
@@ -163,7 +167,7 @@ sys.exit(main(["demo"]))"""
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("words", [["methods"], ["reproduce"], ["ls"], ["partition"], ["cache", "list"]])
+@pytest.mark.parametrize("words", [["methods"], ["reproduce"], ["ls"], ["lab", "partition"]])
 def test_tables_fit_80_columns(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the output is no terminal, whatever the names in them."""
     import numpy as np
@@ -177,16 +181,11 @@ def test_tables_fit_80_columns(words: list[str], tmp_path: Path, capsys: pytest.
             for name in ("a", "long" * 9):
                 store.add_job(settings.parse_job({"name": name, "method": "fedpews_fixed"}), tmp_path)
         given = ["--home", str(tmp_path)]
-    elif words == ["partition"]:
+    elif words == ["lab", "partition"]:
         np.savez(tmp_path / "x.npz", x_train=np.zeros((400, 2), np.float32), y_train=np.arange(400) % 20)
         job = tmp_path / "job.toml"
         job.write_text('name = "j"\nmethod = "fedavg"\n[data]\npath = "x.npz"\npartition = "iid"\n')
         given = [str(job)]
-    elif words == ["cache", "list"]:
-        (tmp_path / "runs").mkdir()
-        text = '[{"condition": "alpha 0.1 and a long story", "seed": 2, "part": "without the second half of it"}]'
-        (tmp_path / "runs" / f"{'a' * 24}.json").write_text(text)
-        given = ["--out", str(tmp_path)]
     assert main([*words, *given]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= 80, max(shown, key=len)
@@ -212,8 +211,8 @@ def test_a_shell_completes_verbs_options_methods_boards_and_runs(
     def ask(line: str) -> list[str]:
         return completed(line, monkeypatch, capsys)
 
-    assert ask("fedquilt par") == ["partition"]
-    assert ask("fedquilt ca is") == ["issue"]
+    assert ask("fedquilt lab par") == ["partition"]
+    assert ask("fedquilt identity is") == ["issue"]
     assert ask("fedquilt fleet --dev") == ["--devices"]
     assert ask("fedquilt fleet --link mem") == ["memory"]
     assert ask("fedquilt methods fedpro") == ["fedprox"]
@@ -224,7 +223,7 @@ def test_a_shell_completes_verbs_options_methods_boards_and_runs(
     assert ask(f"fedquilt logs --home {tmp_path / 'runs'} dig") == [run]
     assert ask(f"fedquilt logs --home {tmp_path / 'none'} dig") == []
     (tmp_path / "runs" / "fedquilt.db").write_bytes(b"no database")
-    assert ask(f"fedquilt delete --home {tmp_path / 'runs'} dig") == []
+    assert ask(f"fedquilt prune --home {tmp_path / 'runs'} dig") == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -240,10 +239,10 @@ def test_each_shell_gets_its_script(
 @pytest.mark.parametrize(
     ("module", "function", "words"),
     [
-        ("coordinator.storage.backup", "save", ("backup", "runs", "runs.tar")),
-        ("coordinator.storage.backup", "restore", ("restore", "runs.tar", "new")),
-        ("tools.experiments.energy_front", "main", ("front", "job.toml")),
-        ("tools.report.partition", "main", ("partition", "job.toml")),
+        ("coordinator.storage.backup", "write_backup", ("backup", "save", "runs", "runs.tar")),
+        ("coordinator.storage.backup", "restore_backup", ("backup", "restore", "runs.tar", "new")),
+        ("tools.experiments.energy_front", "main", ("lab", "front", "job.toml")),
+        ("tools.report.partition", "main", ("lab", "partition", "job.toml")),
     ],
 )
 def test_what_may_take_long_says_that_it_goes_on(
@@ -269,7 +268,7 @@ def test_what_may_take_long_says_that_it_goes_on(
     assert "that is enough" in capsys.readouterr().err
 
 
-UNKNOWN = frozenset({"record", "export", "front", "evaluate", "partition", "report"})
+UNKNOWN = frozenset({"model", "record", "report"})
 """Commands that show for how long they have gone on, and of which nobody has found out how far they are."""
 
 
@@ -292,7 +291,7 @@ def _showing() -> dict[str, str]:
     found = {}
     for file in sorted(Path(cli.__file__).parent.glob("*.py")):
         tree = ast.parse(file.read_text())
-        if not any(isinstance(node, ast.Attribute) and node.attr == "during" for node in ast.walk(tree)):
+        if not any(isinstance(node, ast.Attribute) and node.attr == "show_progress" for node in ast.walk(tree)):
             continue
         froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
         tools = [f"{node.module}.{alias.name}" for node in froms for alias in node.names]
@@ -305,6 +304,6 @@ def _showing() -> dict[str, str]:
 def test_every_command_that_shows_itself_says_how_far_it_is() -> None:
     """The list is that of the commands' own files; what is unknown is named, and leaves the list once it is known."""
     showing = _showing()
-    assert len(showing) > 8
+    assert len(showing) > 7
     assert all(showing.values())
-    assert {name for name, source in showing.items() if "LINE.part(" not in source} == UNKNOWN
+    assert {name for name, source in showing.items() if "LINE.set_part(" not in source} == UNKNOWN

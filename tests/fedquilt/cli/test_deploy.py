@@ -1,4 +1,4 @@
-"""`fedquilt deploy` and `rollouts`: what they take, queue, refuse and show."""
+"""`fedquilt rollout model` and `rollout status`: what they take, queue, refuse and show."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     words = (
-        *("deploy", "--home", str(home), "--model", str(file), "--to", "site=lab", "!spare", "--canary", "2%"),
-        *("--phases", "25,100", "--abort-above", "10%", "--min-gain", "-0.5pt", "--max-latency", "40ms"),
+        *("rollout", "model", str(file), "--home", str(home), "--label", "site=lab", "!spare"),
+        *("--phases", "2,25,100", "--abort-above", "10%", "--min-gain", "-0.5pt", "--max-latency", "40ms"),
         *(
             "--max-energy",
             "0.5",
@@ -112,7 +112,7 @@ def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.
     limits = plan.limits
     assert (limits.min_gain, limits.max_latency_s, limits.max_energy_j) == (-0.005, 0.04, 0.5)
     assert (limits.max_peak_bytes, plan.force) == (500_000_000, True)
-    assert f"{kept.state.id}: net.onnx; `fedquilt rollouts {kept.state.id} --home {home}` shows" in out
+    assert f"{kept.state.id}: net.onnx; `fedquilt rollout status {kept.state.id} --home {home}` shows" in out
     assert f"`fedquilt serve --home {home}` carries it out" in out
 
 
@@ -120,8 +120,8 @@ def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.Captur
     """A deployed run brings the file that `export` makes."""
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     run, file = ran(home), home.with_name("out.onnx")
-    assert main(["deploy", "digits", "--home", str(home)]) == 0
-    assert main(["export", "digits", "--home", str(home), "--out", str(file)]) == 0
+    assert main(["rollout", "model", "digits", "--home", str(home)]) == 0
+    assert main(["model", "export", "digits", "--home", str(home), "--out", str(file)]) == 0
     with Store(home) as store:
         plan = store.rollouts.find_rollout(run).state.plan
         assert store.depot.load(plan.blob.sha256) == file.read_bytes()  # type: ignore[union-attr]
@@ -135,7 +135,7 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(
     """The blob says whose parts belong to it, and has the network's graph without its numbers."""
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     run = ran(home, method, seed=7)
-    assert main(["deploy", "digits", "--home", str(home)]) == 0
+    assert main(["rollout", "model", "digits", "--home", str(home)]) == 0
     assert f"network mlp, in which each board puts what it has kept of {run}" in capsys.readouterr().out
     with Store(home) as store:
         plan = store.rollouts.find_rollout(run).state.plan
@@ -158,7 +158,7 @@ def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_ref
     ran(home, "fedrep")
     method = dataclasses.replace(methods.load("fedrep"), personal=None)
     monkeypatch.setattr(methods, "load", lambda name: method)
-    said = refused(capsys, "deploy", "digits", "--home", str(home))
+    said = refused(capsys, "rollout", "model", "digits", "--home", str(home))
     assert "fedrep leaves 2 tensors (3.bias, ...) on each board" in said
     assert "--model FILE.onnx" in said
     with Store(home) as store:
@@ -175,14 +175,14 @@ def test_a_file_that_no_board_would_load_is_refused(
     """A file that a board would refuse is refused before anything is sent."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph(payload) if isinstance(payload, str) else payload)
-    assert said in refused(capsys, "deploy", "--model", str(file), "--home", str(home))
+    assert said in refused(capsys, "rollout", "model", str(file), "--home", str(home))
     with Store(home) as store:
         assert store.rollouts.readable_rollouts() == []
 
 
 def test_a_model_in_two_files_is_queued_as_one(home: Path, tmp_path: Path) -> None:
     """Devices are sent one blob, which has the weights, and the versions that their runtime has to load."""
-    assert main(["deploy", "--model", str(made_graphs.two_files(tmp_path)), "--home", str(home)]) == 0
+    assert main(["rollout", "model", str(made_graphs.two_files(tmp_path)), "--home", str(home)]) == 0
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
         plan = kept.state.plan
@@ -199,7 +199,7 @@ def test_the_shape_of_an_example_goes_with_the_release(home: Path, tmp_path: Pat
         made = made_graphs.product(shape, nodes=made_graphs.pooled, size=3)
         (tmp_path / f"{name}.onnx").write_bytes(made.SerializeToString())
     at = ["--home", str(home)]
-    assert main(["deploy", "--model", str(tmp_path / "images.onnx"), "--input-shape", "3,48,192", *at]) == 0
+    assert main(["rollout", "model", str(tmp_path / "images.onnx"), "--input-shape", "3,48,192", *at]) == 0
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
         assert release_for_device(
@@ -221,7 +221,7 @@ def test_a_shape_that_does_not_fit_is_refused_before_the_release(
 ) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(made_graphs.product(shape, nodes=made_graphs.pooled, size=3).SerializeToString())
-    assert said in refused(capsys, "deploy", "--model", str(path), *words, "--home", str(home))
+    assert said in refused(capsys, "rollout", "model", str(path), *words, "--home", str(home))
     with Store(home) as store:
         assert not store.rollouts.readable_rollouts()
 
@@ -234,35 +234,36 @@ def test_a_graph_that_cannot_be_fed_is_refused_before_the_release(
     boxes = made_graphs.product(output=made_graphs.value("y", ("n", 4, 3)))
     for made, said in ((many, "m.onnx: the graph has 2 inputs ('x', 'state')"), (boxes, "shape (any, 4, 3)")):
         (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
-        assert said in refused(capsys, "deploy", "--model", str(tmp_path / "m.onnx"), "--home", str(home))
+        assert said in refused(capsys, "rollout", "model", str(tmp_path / "m.onnx"), "--home", str(home))
 
 
 def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A deploy takes a run or a file, of which one is needed and has to be there, and one wish at most."""
+    """A rollout of a model takes a run or a file, which has to be there."""
     ran(home, status="stopped")
     at = ("--home", str(home))
-    assert "name RUN or --model FILE.onnx: one of them" in refused(capsys, "deploy", *at)
-    assert "name RUN or --model FILE.onnx: one of them" in refused(capsys, "deploy", "digits", "--model", "x", *at)
-    assert "is stopped, so that it has no result yet" in refused(capsys, "deploy", "digits", *at)
-    assert "none.onnx: it cannot be read: No such file" in refused(capsys, "deploy", "--model", "none.onnx", *at)
-    assert "--rollback and --abort: one of them" in refused(capsys, "deploy", "--rollback", "--abort", *at)
-    assert "no rollout of kind 'model' in" in refused(capsys, "deploy", "--abort", *at)
-    assert "no runs in" in refused(capsys, "deploy", "--abort", "--home", str(home / "nowhere"))
+    assert "--input-shape goes with a FILE.onnx" in refused(
+        capsys, "rollout", "model", "digits", "--input-shape", "3", *at
+    )
+    assert "is stopped, so that it has no result yet" in refused(capsys, "rollout", "model", "digits", *at)
+    assert "none.onnx: it cannot be read: No such file" in refused(capsys, "rollout", "model", "none.onnx", *at)
+    assert "no rollout of kind 'model' in" in refused(capsys, "rollout", "back", "model", *at)
+    assert "no runs in" in refused(capsys, "rollout", "back", "model", "--home", str(home / "nowhere"))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--canary", "105%"), "105% is not between 0 % and 100 %"),
-        (("--canary", "few"), "'few%' is no share"),
+        (("--phases", "105%"), "105% is not between 0 % and 100 %"),
+        (("--phases", "few"), "'few%' is no share"),
         (("--phases", "50,25"), "do not grow"),
+        (("--phases", "100"), "at least one phase after it"),
         (("--min-gain", "-0.5"), "'-0.5' is no number of points: a number with pt or %"),
         (("--max-latency", "40"), "'40' is no time: a number with ms, s"),
         (("--soak", "-1s"), "-1s is less than 0"),
         (("--max-peak", "much"), "'much' is no size"),
         (("--max-peak", "-5MB"), "'-5MB' is no size"),
         (("--window", "25:00-26:00"), "'25:00-26:00' is no window"),
-        (("--to", "Site Lab"), "selects no boards"),
+        (("--label", "Site Lab"), "selects no boards"),
     ],
 )
 def test_a_number_that_is_none_is_named(
@@ -271,7 +272,7 @@ def test_a_number_that_is_none_is_named(
     """The refusal of a number says how to write one."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
-    assert said in refused(capsys, "deploy", *words, "--model", str(file), "--home", str(home))
+    assert said in refused(capsys, "rollout", "model", str(file), *words, "--home", str(home))
 
 
 def test_shares_points_and_sizes_are_read() -> None:
@@ -282,9 +283,9 @@ def test_shares_points_and_sizes_are_read() -> None:
 
 
 def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rollouts` prints a table, one rollout with the boards that have not committed it, and JSON."""
-    assert main(["rollouts", "--home", str(home)]) == 0
-    assert f"no rollouts in {home}: `fedquilt deploy RUN --home {home}` begins one" in capsys.readouterr().out
+    """`rollout status` prints a table, one rollout with the boards that have not committed it, and JSON."""
+    assert main(["rollout", "status", "--home", str(home)]) == 0
+    assert f"no rollouts in {home}: `fedquilt rollout model RUN --home {home}` begins one" in capsys.readouterr().out
     with Store(home) as store:
         id = store.rollouts.add_rollout(RolloutPlan("model", "digits-20261123-041500-1a2b3c", select=("site=lab",)))
         facts = [
@@ -294,51 +295,47 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
             StatusReported("b", 7, "waiting", "a task runs"),
         ]
         store.rollouts.append_events([(id, fact) for fact in facts])
-    assert main(["rollouts", "--home", str(home)]) == 0
+    assert main(["rollout", "status", "--home", str(home)]) == 0
     (_, line, waits) = capsys.readouterr().out.splitlines()
     assert waits == f"{id} waits for a coordinator: nobody serves {home}, `fedquilt serve --home {home}` does"
     assert line.split()[:4] == [id, "digits-20261123-041500-1a2b3c", "running", "canary"]
     assert "1 committed, 1 waiting, 1 silent" in line
-    assert main(["rollouts", "digits", "--home", str(home)]) == 0
+    assert main(["rollout", "status", "digits", "--home", str(home)]) == 0
     told = capsys.readouterr().out
     assert "canary 5 %: offered to 3 boards" in told
     assert "for site=lab" in told
     assert [line.split()[:3] for line in told.splitlines()[-2:]] == [["b", "0", "waiting"], ["c", "0", "silent"]]
-    assert main(["rollouts", id, "--home", str(home), "--format", "json"]) == 0
+    assert main(["rollout", "status", id, "--home", str(home), "--format", "json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["counts"] == {"committed": 1, "waiting": 1, "silent": 1}
     assert [board["device"] for board in values["boards"]] == ["b", "c", "a"]
-    assert "no rollout 'none'" in refused(capsys, "rollouts", "none", "--home", str(home))
+    assert "no rollout 'none'" in refused(capsys, "rollout", "status", "none", "--home", str(home))
 
 
 def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rollout is named by its id or by what it brings; without a name the latest is meant."""
+    """A rollout is named by its id, by what it brings, or by its kind."""
     with Store(home) as store:
         id = store.rollouts.add_rollout(RolloutPlan("model", "digits"))
-    assert main(["deploy", "--abort", "--home", str(home)]) == 0
+    assert main(["rollout", "back", "digits", "--home", str(home)]) == 0
     assert f"{id} of digits is ended as soon as a coordinator serves {home}" in capsys.readouterr().out
     with Store(home) as store:
         assert store.rollouts.find_rollout("digits").wish == "abort"
-    assert f"{id} is queued; `fedquilt deploy --abort {id}` ends it" in refused(
-        capsys, "deploy", "--rollback", id, "--home", str(home)
-    )
 
 
-def test_a_wish_without_a_name_is_for_the_latest_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Later rollouts of agents or settings are left alone, unless they are named."""
+def test_a_wish_that_names_a_kind_is_for_its_latest(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Later rollouts of other kinds are left alone, unless they are named."""
     with Store(home) as store:
         model, agent, budget = (
             store.rollouts.add_rollout(RolloutPlan(kind, kind)) for kind in ("model", "agent", "settings")
         )
-    assert f"{model} is queued" in refused(capsys, "deploy", "--rollback", "--home", str(home))
-    assert main(["deploy", "--abort", "--home", str(home)]) == 0
+    assert main(["rollout", "back", "model", "--home", str(home)]) == 0
     with Store(home) as store:
         assert {kept.state.id: kept.wish for kept in store.rollouts.readable_rollouts()} == {
             model: "abort",
             agent: "",
             budget: "",
         }
-    assert main(["deploy", "--abort", agent, "--home", str(home)]) == 0
+    assert main(["rollout", "back", agent, "--home", str(home)]) == 0
     with Store(home) as store:
         assert store.rollouts.find_rollout(agent).wish == "abort"
 
@@ -350,14 +347,14 @@ def known(home: Path, **boards: DeviceStatus) -> None:
 
 
 def waits(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `rollouts` says that the only one waits for: in the list, and alone; "" for nothing."""
+    """What `rollout status` says that the only one waits for: in the list, and alone; "" for nothing."""
     with Store(home) as store:
         id = store.rollouts.find_rollout().state.id
-    assert main(["rollouts", "--home", str(home)]) == 0
+    assert main(["rollout", "status", "--home", str(home)]) == 0
     listed = capsys.readouterr().out.splitlines()[2:]
-    assert main(["rollouts", id, "--home", str(home)]) == 0
+    assert main(["rollout", "status", id, "--home", str(home)]) == 0
     alone = [line for line in capsys.readouterr().out.splitlines() if line.startswith("it waits for ")]
-    assert main(["rollouts", id, "--home", str(home), "--format", "json"]) == 0
+    assert main(["rollout", "status", id, "--home", str(home), "--format", "json"]) == 0
     said = json.loads(capsys.readouterr().out)["waits"]
     assert [line.removeprefix(f"{id} waits for ") for line in listed] == ([said] if said else [])
     assert [line.removeprefix("it waits for ") for line in alone] == ([said] if said else [])
@@ -405,7 +402,7 @@ def test_deploy_says_that_its_selection_names_no_board(home: Path, capsys: pytes
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     known(home, a=DeviceStatus("", online=True, labels=("site=hall",)))
-    assert main(["deploy", "--model", str(file), "--to", "site=lab", "--home", str(home)]) == 0
+    assert main(["rollout", "model", str(file), "--label", "site=lab", "--home", str(home)]) == 0
     out = capsys.readouterr().out
     assert "it waits for a board: the only board is not selected by site=lab; `fedquilt devices" in out
     assert f"no coordinator serves {home}" in out
@@ -418,5 +415,5 @@ def test_deploy_to_a_board_that_is_known_waits_for_none(home: Path, capsys: pyte
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     known(home, a=DeviceStatus("", online=True, labels=("site=lab",)))
-    assert main(["deploy", "--model", str(file), "--to", "site=lab", "--home", str(home)]) == 0
+    assert main(["rollout", "model", str(file), "--label", "site=lab", "--home", str(home)]) == 0
     assert "waits for" not in capsys.readouterr().out

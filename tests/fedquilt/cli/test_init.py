@@ -15,7 +15,6 @@ from fedquilt import methods
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.core import ModelError
-from fedquilt.edge_agent import settings as agents
 from fedquilt.formats import job_bundle, toml
 from fedquilt.host import torchvision_compat
 
@@ -27,15 +26,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_job_and_an_agents_settings_of_nothing_but_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both are read strictly; the digits lie beside them."""
-    assert main(["init", "--agent"]) == 0
-    assert "wrote job.toml\nwrote agent.toml\nnext: `fedquilt prepare job.toml`" in capsys.readouterr().out
+def test_a_job_of_nothing_but_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is read strictly; the digits lie beside it."""
+    assert main(["init"]) == 0
+    assert "wrote job.toml\nnext: `fedquilt prepare job.toml`" in capsys.readouterr().out
     job = settings.load_job(Path("job.toml"))
     assert (job.method, job.rounds, job.fleet.devices, job.check.every) == ("fedavg", 10, 4, 1)
     assert (job.model["inputs"], job.model["classes"]) == (64, 10)
-    board = agents.load_settings(Path("agent.toml"))
-    assert board.data["path"] == job.data["path"] == str(Path("digits.npz").resolve())
+    assert job.data["path"] == str(Path("digits.npz").resolve())
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_prepare_refuses_a_network_that_the_jobs_method_cannot_train(
     assert failed(capsys, "prepare", str(path)) == (0, "")
 
 
-@pytest.mark.parametrize("verb", ["run", "prepare", "partition", "fleet"])
+@pytest.mark.parametrize("verb", ["run", "prepare", "lab partition", "fleet"])
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -103,7 +103,7 @@ def test_a_wrong_table_of_a_job_names_the_file(
     """Also what only simulated boards, or an evaluation, would read of it."""
     path = tmp_path / "job.toml"
     path.write_text(JOB + more)
-    code, told = failed(capsys, verb, str(path))
+    code, told = failed(capsys, *verb.split(), str(path))
     assert code == 2
     assert told.startswith(f"fedquilt: {path}: {said}")
     assert "; did you mean" in told
@@ -177,7 +177,7 @@ def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
     home = ["--home", str(tmp_path)]
     assert main(["why", run, *home]) == 0
     assert capsys.readouterr().out == "round 0:\n  selected: a\n  hotter than [cohort] max_temperature_c: b\n"
-    assert main(["why", "digits", "--round", "0", "--device", "b", "--format", "json", *home]) == 0
+    assert main(["why", "digits", "0", "--device", "b", "--format", "json", *home]) == 0
     assert json.loads(capsys.readouterr().out)["0"]["b"]["code"] == "hot"
     assert main(["why", run, "--device", "c", *home]) == 2
     assert "it knows a, b" in capsys.readouterr().err
@@ -223,8 +223,6 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
     [
         ["fleet", "j.toml", "--devices", "-3"],
         ["serve", "--fleet", "My Fleet"],
-        ["run", "j.toml", "--max-joules", "0"],
-        ["run", "j.toml", "--max-wall", "nan"],
     ],
 )
 def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) -> None:
@@ -259,7 +257,7 @@ def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Pa
         read: list[bytes] = []
         reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
         reader.start()
-        assert main(["export", run, "--home", str(tmp_path / "runs"), "--out", str(pipe)]) == 0
+        assert main(["model", "export", run, "--home", str(tmp_path / "runs"), "--out", str(pipe)]) == 0
         reader.join(timeout=120)
     assert pipe.is_fifo()
     assert tensors.decode_tensors(read[0]).keys() == {"1.weight", "1.bias"}
@@ -276,10 +274,10 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
         assert state is not None
         store.append_event(run, RoundCommitted(0, state, False, {}))
         store.set_status(run, "stopped")
-        assert main(["export", run, *words]) == 0
+        assert main(["model", "export", run, *words]) == 0
         assert capsys.readouterr().out.endswith(f"; no final result: {run} is stopped, after 1 of at most 10 rounds\n")
         store.set_status(run, "done")
-        assert main(["export", run, *words]) == 0
+        assert main(["model", "export", run, *words]) == 0
         assert "final" not in capsys.readouterr().out
 
 
@@ -330,7 +328,7 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
     for words in (["logs", fine], ["why", fine], ["report", fine, "--out", str(tmp_path / "page.html")]):
         assert main([*words, *home]) == 0
     capsys.readouterr()
-    for words in (["logs", odd], ["why", odd], ["export", odd, "--out", str(tmp_path / "w")], ["report", odd]):
+    for words in (["logs", odd], ["why", odd], ["model", "export", odd, "--out", str(tmp_path / "w")], ["report", odd]):
         code, said = failed(capsys, *words, *home)
         assert code != 0
         assert "cannot be read by this version" in said

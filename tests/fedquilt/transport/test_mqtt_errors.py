@@ -53,7 +53,7 @@ def out_of_date(code: int, message: str) -> ssl.SSLCertVerificationError:
         ),
         (tls_error(TLS, "tlsv13 alert certificate required"), "give cert and key", True),
         (tls_error(MUTUAL, "tlsv1 alert unknown ca"), "refuses dev.crt (tlsv1 alert unknown ca)", True),
-        (tls_error(MUTUAL, "sslv3 alert certificate expired"), "renew it: `fedquilt enrol board`", True),
+        (tls_error(MUTUAL, "sslv3 alert certificate expired"), "renew it: `fedquilt identity enrol`", True),
         (tls_error(MUTUAL, "sslv3 alert certificate revoked"), "it was revoked on purpose", True),
         (tls_error(TLS, "unexpected eof while reading"), "check that it is an MQTT broker's TLS port", False),
         (

@@ -62,7 +62,9 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
 def test_a_coordinators_certificate_of_an_earlier_version_says_how_to_renew_it(site: Certified) -> None:
     """It was a client's alone; boards' certificates stay as they are."""
     earlier = LinkIdentity(site.broker("coordinator", "device"))
-    with pytest.raises(JobError, match=r"unsuitable certificate purpose.*`fedquilt ca issue coordinator` makes one"):
+    with pytest.raises(
+        JobError, match=r"unsuitable certificate purpose.*`fedquilt identity issue coordinator` makes one"
+    ):
         earlier.require_coordinator_certificate()
 
 
@@ -116,7 +118,7 @@ def test_a_coordinator_says_in_time_that_its_certificate_ends(
     fleet.run()
     said = [line for line in caplog.messages if "no board takes this coordinator's certificate after 20" in line]
     assert len(said) == 1
-    assert "`fedquilt ca issue coordinator`" in said[0]
+    assert "`fedquilt identity issue coordinator`" in said[0]
     site.files("coordinator", "coordinator", days_ago=735)
     fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
     fleet.run()

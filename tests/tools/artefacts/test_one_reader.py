@@ -1,4 +1,4 @@
-"""One file gives one tensor: in training, in a release check, and with `run-model` and `serve-model`."""
+"""One file gives one tensor: in training, in a release check, and with `model run` and `model serve`."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None
     empty = tmp_path / "empty"
     empty.mkdir()
     good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
-    with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt export` wrote"):
+    with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt model export` wrote"):
         run_model(classifiers.written(tmp_path / "other.onnx", facts={}), good)
     with pytest.raises(ModelError, match=r"absent\.onnx: it cannot be read"):
         run_model(tmp_path / "absent.onnx", good)

@@ -121,7 +121,7 @@ def test_rows_are_methods_that_there_are() -> None:
 
 
 def test_the_command_writes_the_pictures_and_tells_every_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On two small pictures in an .npz, with few steps."""
     pytest.importorskip("torch")
@@ -130,7 +130,8 @@ def test_the_command_writes_the_pictures_and_tells_every_row(
     x = np.concatenate([one().x, 255 - one().x])
     np.savez(tmp_path / "data.npz", x_train=x, y_train=np.array([0, 1]))
     out = tmp_path / "new" / "sheet.svg"
-    asked = ["audit", "--data", str(tmp_path / "data.npz"), "--images", "1", "--steps", "3", "--out", str(out)]
+    monkeypatch.setattr("fedquilt.tools.lab.audit.STEPS_MOST", 3)
+    asked = ["lab", "audit", "--data", str(tmp_path / "data.npz"), "--images", "1", "--out", str(out)]
     assert cli.main([*asked, "--format", "json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert len(told["rows"]) == 6

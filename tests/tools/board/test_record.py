@@ -259,7 +259,7 @@ def test_results_are_told_to_programs_too(tmp_path):
 def test_a_dry_run_measures_and_writes_nothing(tmp_path, monkeypatch, capsys):
     """It says what it would measure: on a host without a helper, the one point."""
     monkeypatch.chdir(tmp_path)
-    assert profile_recording.main(None, 1.0, None, tmp_path / "no.sock", dry_run=True) == 0
+    assert profile_recording.main(None, 1.0, dry_run=True) == 0
     assert "as-is" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -267,16 +267,14 @@ def test_a_dry_run_measures_and_writes_nothing(tmp_path, monkeypatch, capsys):
 def test_a_board_is_looked_for_below_the_root_that_is_given(tmp_path):
     """As in a container: where there is no proc, there is no board."""
     with pytest.raises(JobError, match="/proc/meminfo"):
-        profile_recording.main(None, 1.0, None, tmp_path / "no.sock", root=tmp_path, dry_run=True)
+        profile_recording.main(None, 1.0, root=tmp_path, dry_run=True)
 
 
 def test_what_cannot_be_done_is_said_before_minutes_are_spent(tmp_path):
-    """Points without a helper; a folder that cannot be made; words that are no point."""
-    with pytest.raises(JobError, match="no clock helper"):
-        profile_recording.main(None, 1.0, ["MAXN"], tmp_path / "no.sock")
+    """A folder that cannot be made."""
     (tmp_path / "no").write_text("a file is in the folder's place")
     with pytest.raises(StoreError, match=r"cannot write .*board\.toml: File exists"):
-        profile_recording.main(tmp_path / "no" / "board.toml", 1.0, None, tmp_path / "no.sock")
+        profile_recording.main(tmp_path / "no" / "board.toml", 1.0)
 
 
 def test_the_units_of_work_are_float32_and_count_what_they_say():

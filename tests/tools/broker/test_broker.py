@@ -105,7 +105,7 @@ def test_thirty_newcomers_at_once_each_hear_their_own_retained_message(
 
 def test_the_command_listens_until_it_is_terminated(stage: Stage) -> None:
     """It prints its URL, serves, and ends well."""
-    command = [sys.executable, "-m", "fedquilt.cli", "broker", "--port", "0"]
+    command = [sys.executable, "-m", "fedquilt.cli", "broker", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[2]

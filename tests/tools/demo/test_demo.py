@@ -95,7 +95,7 @@ def test_what_the_demo_writes_classifies_as_it_says(told: tuple[Path, str, str])
     """In a process that has only ONNX Runtime's part of us."""
     out, shown, _ = told
     model = [str(out / "stitched.onnx"), str(out / "held-out.npz")]
-    ran = subprocess.run([*COMMAND[:3], "run-model", *model], capture_output=True, text=True, check=True)
+    ran = subprocess.run([*COMMAND[:3], "model", "run", *model], capture_output=True, text=True, check=True)
     accuracy = re.search(rf"{demo.STITCHED} +([\d.]+)", shown)
     assert accuracy is not None
     assert accuracy[1] in ran.stdout

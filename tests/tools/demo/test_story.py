@@ -58,7 +58,7 @@ def test_it_shows_commands_and_what_came_of_them_in_eighty_columns(ended: Ended)
     assert "\x1b" not in ended.shown
     assert "\r" not in ended.shown
     commands = [line.split()[2] for line in lines if line.startswith("$ fedquilt")]
-    assert commands == ["run", "deploy", "serve-model", "devices", "deploy", "run", "deploy"]
+    assert commands == ["run", "rollout", "model", "devices", "rollout", "run", "rollout"]
     assert lines[-1].startswith("page, with plots")
 
 
@@ -131,7 +131,7 @@ def test_the_page_says_it_all_without_a_script(ended: Ended) -> None:
     assert right.startswith("Right answers, by the labels")
     assert drift.startswith("Drift of the inputs")
     assert "inputs change at 0" in right
-    assert all(f"fedquilt {word} " in ended.page for word in ("run", "deploy", "serve-model", "devices"))
+    assert all(f"fedquilt {word} " in ended.page for word in ("run", "rollout model", "model serve", "devices"))
 
 
 def test_nothing_of_it_runs_on(ended: Ended) -> None:

@@ -19,7 +19,7 @@ NOW_S = 1_795_000_000.0  # November 2026
 
 @dataclass
 class Board:
-    """An Orin Nano with JetPack 6 as `fedquilt flash` leaves it, and the broker that its agent.toml names."""
+    """An Orin Nano with JetPack 6 as `fedquilt board flash` leaves it, and the broker that its agent.toml names."""
 
     root: Path
     table: dict[str, Any] = field(default_factory=dict)

@@ -160,7 +160,7 @@ def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
     board.table["enrol"] = {"url": "https://coordinator:8884"}
     found = board.only()
     assert (found.number, found.severity) == ("FQ304", "error")
-    assert found.mend == f"sudo fedquilt enrol board {board.settings}"
+    assert found.mend == f"sudo fedquilt identity enrol {board.settings}"
 
 
 def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) -> None:

@@ -141,7 +141,7 @@ def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
     (board.root / "opt/fedquilt/current").mkdir(parents=True)
     (board.root / "usr/lib/python3/dist-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so").unlink()
     mend = board.only().mend or ""
-    assert "fedquilt flash agent.toml --ssh USER@BOARD --target jetpack6-gpu --extras gpu" in mend
+    assert "fedquilt board flash agent.toml --ssh USER@BOARD --target jetpack6-gpu --extras gpu" in mend
     assert "pip" not in mend
     seen = machine_facts.read_machine(board.root, board.clock_s, 0.0)
     for versions in ({"torch": "2.9"}, {"onnxruntime": "1", "onnxruntime-gpu": "1"}, {"torch": "1", "numpy": "2.0"}):
@@ -158,7 +158,7 @@ def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> No
     del board.table["profile"]
     (board.root / "sys/firmware/devicetree/base/compatible").write_bytes(b"acme,carrier\0nvidia,tegra234\0")
     found = next(one for one in board.examine("machine") if one.number == "FQ316")
-    assert "fedquilt record" in (found.mend or "")
+    assert "fedquilt board record" in (found.mend or "")
 
 
 def test_a_folder_of_examples_that_is_empty_is_found(board: Any) -> None:

@@ -196,18 +196,19 @@ def test_a_coordinators_machine_has_no_boards_files_and_groups_of_its_own(
 @pytest.mark.parametrize(
     "words",
     [
-        ("deploy", "first", *PHASED, "--home", HOME),
-        ("deploy", "second", "--min-gain", "50pt", *PHASED, "--home", HOME),
-        ("deploy", "--rollback", "--home", HOME),
-        ("upgrade", "agents.tar", *PHASED, "--home", HOME),
-        ("upgrade", "--back", "--home", HOME),
-        ("flash", *flash_options("amd64", Path("wheels")), "--upgrade", "agents.tar"),
+        ("rollout", "model", "first", *PHASED, "--home", HOME),
+        ("rollout", "model", "second", "--min-gain", "50pt", *PHASED, "--home", HOME),
+        ("rollout", "back", "model", "--home", HOME),
+        ("rollout", "agent", "agents.tar", *PHASED, "--home", HOME),
+        ("rollout", "back", "agent", "--home", HOME),
+        ("rollout", "build", "agents.tar", *flash_options("amd64")),
         (
+            "board",
             "flash",
             "coordinator.toml",
             "--role",
             "coordinator",
-            *flash_options("amd64", Path("wheels")),
+            *flash_options("amd64"),
             "--rootfs",
             "hub",
         ),
@@ -216,7 +217,7 @@ def test_a_coordinators_machine_has_no_boards_files_and_groups_of_its_own(
 def test_what_an_operator_types_are_commands(words: tuple[str, ...]) -> None:
     """A rollout's phases grow, as `fedquilt` wants them."""
     given = command_lines.parsed(list(words))
-    if "--canary" in words:
+    if "--phases" in words:
         assert given["canary"] < given["phases"][0] <= 1
 
 

@@ -73,8 +73,8 @@ def test_the_broker_has_the_written_configuration_and_listens_on_loopback_alone(
 
 def test_a_command_that_fails_is_told_by_its_last_words(site: LoopbackFleet) -> None:
     """They are in the log as well."""
-    with pytest.raises(JobError, match=r"fedquilt ca init ended with \d+: fedquilt: .*fedquilt-ca"):
-        site.run_fedquilt("ca", "init")
+    with pytest.raises(JobError, match=r"fedquilt identity init ended with \d+: fedquilt: .*fedquilt-ca"):
+        site.run_fedquilt("identity", "init")
 
 
 def test_a_server_is_waited_for_and_ended_with_all_it_has_started(tmp_path: Path) -> None:

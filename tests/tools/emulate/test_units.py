@@ -48,7 +48,6 @@ def test_the_agents_own_unit_is_understood() -> None:
     assert agent.words == (
         *("/opt/fedquilt/current/bin/python", "/opt/fedquilt/current/launch.py", "/var/lib/fedquilt-agent"),
         *("-v", "agent", "/etc/fedquilt/agent.toml"),
-        *("--credentials", "/run/credentials/fedquilt-agent.service"),
     )
     assert (agent.kind, agent.user, agent.folder, agent.umask) == ("notify", "fedquilt", "/", 0o077)
     assert (agent.state, agent.state_mode) == ("fedquilt fedquilt-agent", 0o700)
@@ -61,7 +60,7 @@ def test_the_services_before_it_are_understood() -> None:
     """Both run as root and end."""
     setup, enrol = flashed("fedquilt-setup"), flashed("fedquilt-enrol")
     assert setup.words == ("systemd-sysusers", "/opt/fedquilt/current/sysusers.conf")
-    assert enrol.words[3:] == ("-v", "enrol", "board", "/etc/fedquilt/agent.toml", "--wait")
+    assert enrol.words[3:] == ("-v", "identity", "enrol", "/etc/fedquilt/agent.toml", "--wait")
     assert (setup.user, enrol.user, enrol.kind) == ("root", "root", "oneshot")
 
 

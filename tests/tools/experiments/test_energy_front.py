@@ -1,4 +1,4 @@
-"""`fedquilt front`: plans of a job's rounds as a table, as JSON and as a picture."""
+"""`fedquilt lab front`: plans of a job's rounds as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job(
 
 def told(file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     capsys.readouterr()
-    assert main(["front", str(file), "--format", "json"]) == 0
+    assert main(["lab", "front", str(file), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert isinstance(found, dict)
     return found
@@ -57,7 +57,7 @@ def test_bounds_of_the_job_choose_among_the_plans(tmp_path: Path, capsys: pytest
     plans = told(job(tmp_path), capsys)["front"]
     middle = plans[len(plans) // 2]
     for bound in (
-        f"seconds_per_round = {middle['seconds'] * 1.000001}",
+        f"deadline_s = {middle['seconds'] * 1.000001}",
         f"joules_per_round = {middle['joules'] * 1.000001}",
     ):
         chosen = told(job(tmp_path, more=bound), capsys)["chosen"]
@@ -67,11 +67,11 @@ def test_bounds_of_the_job_choose_among_the_plans(tmp_path: Path, capsys: pytest
 
 def test_a_bound_that_no_plan_keeps_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan that comes nearest is chosen all the same; a bound that holds is not spoken of."""
-    for bound in ("joules_per_round = 0.001", "seconds_per_round = 0.001"):
-        assert main(["front", str(job(tmp_path, more=bound))]) == 0
+    for bound in ("joules_per_round = 0.001", "deadline_s = 0.001"):
+        assert main(["lab", "front", str(job(tmp_path, more=bound))]) == 0
         assert f"no plan keeps {bound}: chosen is the one that comes nearest" in capsys.readouterr().out
-    for bound in ("joules_per_round = 100000", "seconds_per_round = 100"):
-        assert main(["front", str(job(tmp_path, more=bound))]) == 0
+    for bound in ("joules_per_round = 100000", "deadline_s = 100"):
+        assert main(["lab", "front", str(job(tmp_path, more=bound))]) == 0
         assert "no plan keeps" not in capsys.readouterr().out
 
 
@@ -81,7 +81,7 @@ def test_the_table_fits_80_columns_and_the_picture_has_what_is_in_it(
     """Of a method that has all boards train alike there are no epochs to be told."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "front.svg"
-    assert main(["front", str(job(tmp_path)), "--out", str(picture)]) == 0
+    assert main(["lab", "front", str(job(tmp_path)), "--out", str(picture)]) == 0
     text = capsys.readouterr().out.partition("job.bundle")[2]
     assert max(map(len, text.splitlines()[1:-1])) <= 80
     for word in ("chosen", "predicted", "even", "jetson-orin-nano 4-5"):
@@ -89,7 +89,7 @@ def test_the_table_fits_80_columns_and_the_picture_has_what_is_in_it(
     drawn = picture.read_text()
     for word in ("Joules of a round by its time", "chosen", "predicted", "the same epochs on every board"):
         assert word in drawn
-    assert main(["front", str(job(tmp_path, "fedavg"))]) == 0
+    assert main(["lab", "front", str(job(tmp_path, "fedavg"))]) == 0
     text = capsys.readouterr().out
     assert "only a round's time is chosen" in text
     assert "even:" not in text
@@ -99,7 +99,7 @@ def test_boards_whose_idle_power_is_unknown_are_named_beside_the_joules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their waiting is in no sum: a reader has to know. Of boards that are all known nothing is said."""
-    assert main(["front", str(job(tmp_path, boards='"jetson-nano", "jetson-xavier-nx"'))]) == 0
+    assert main(["lab", "front", str(job(tmp_path, boards='"jetson-nano", "jetson-xavier-nx"'))]) == 0
     assert "without the waiting of jetson-xavier-nx, whose idle power nobody knows" in capsys.readouterr().out
     assert told(job(tmp_path), capsys)["idle_power_unknown"] == []
 
@@ -112,5 +112,5 @@ def test_boards_without_known_joules_are_named(
     bare = profiles.load_board_profile("jetson-nano")
     points = tuple(msgspec.structs.replace(point, busy_w=None) for point in bare.operating_points())
     monkeypatch.setattr(energy_front.boards, "make", lambda name: SimulatedDevice(bare, points=points))
-    assert main(["front", str(made)]) == 2
+    assert main(["lab", "front", str(made)]) == 2
     assert "time or joules of a task are not known" in capsys.readouterr().err

@@ -88,13 +88,11 @@ def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     (score,) = found.scores
     assert (score.rounds, score.value, score.examples) == (1, 0.75, 4)
     assert said == [score]
-    assert evaluation.format_score(score, confusion=True)[0].startswith(
-        "after 1 rounds: accuracy 75.00 % of 4 examples, "
-    )
-    rows = [line.split() for line in evaluation.format_score(score, confusion=True)[2:]]
+    assert evaluation.format_score(score, matrix=True)[0].startswith("after 1 rounds: accuracy 75.00 % of 4 examples, ")
+    rows = [line.split() for line in evaluation.format_score(score, matrix=True)[2:]]
     assert sum(int(count) for row in rows for count in row[1:]) == 4
     assert int(rows[0][1]) + int(rows[1][2]) == 3
-    (row,) = evaluation.scores_to_dict(found, confusion=True)["scores"]
+    (row,) = evaluation.scores_to_dict(found)["scores"]
     assert (row["metrics"]["accuracy"], row["confusion"]) == (0.75, [[int(each) for each in row[1:]] for row in rows])
     assert evaluation.evaluate_run(store, run, say=said.append) == found
     assert len(said) == 1
@@ -211,11 +209,11 @@ def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.Capture
     store.append_event(run, JobStarted(put(store, run, RIGHT)))
     store.set_status(run, "done")
     home = ["--home", str(store.home)]
-    assert main(["evaluate", run, *home]) == 0
+    assert main(["model", "evaluate", run, *home]) == 0
     assert "after 0 rounds: accuracy 75.00 % of 4 examples" in capsys.readouterr().out
-    assert main(["evaluate", run, *home, "--format", "json"]) == 0
+    assert main(["model", "evaluate", run, *home, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"][0]["value"] == 0.75
-    assert main(["evaluate", "nothing", *home]) == 6
+    assert main(["model", "evaluate", "nothing", *home]) == 6
 
 
 def test_a_run_of_a_fleet_is_scored_on_the_test_split_of_its_data(tmp_path: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from boards import ELF, JETSON, plant, required, wheel
+from boards import ELF, INTERPRETER, JETSON, plant, required, wheel
 
 from fedquilt.tools.boards.flash import bundle
 from fedquilt.tools.boards.flash.install import RootFileSystem
@@ -81,7 +80,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shop: Path) -> Path:
     for path, text in (("ssh", SSH), ("there/sudo", SUDO), ("there/id", "#!/bin/sh\necho 1000\n")):
         (tmp_path / path).write_text(text)
         (tmp_path / path).chmod(0o755)
-    plant(tmp_path / "board", ELF, sys.executable)
+    plant(tmp_path / "board", ELF, INTERPRETER)
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")

@@ -139,7 +139,7 @@ def test_a_token_needs_to_know_where_it_is_taken(site: Path) -> None:
 def test_another_file_is_no_token(site: Path) -> None:
     """The board would find that out at its first boot, where nobody looks."""
     (site / "token").write_text('device = "orin-07"\n')
-    with pytest.raises(JobError, match="holds no token: `fedquilt enrol token"):
+    with pytest.raises(JobError, match="holds no token: `fedquilt identity token"):
         told(site, f'{URL}ca = "ca.crt"\n{ENROL}', None, site / "token")
 
 

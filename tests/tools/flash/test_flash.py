@@ -1,15 +1,14 @@
-"""`fedquilt flash` as typed: into a root, over SSH, as an archive, and out again. SSH is a script that stays here."""
+"""`board flash` as typed: into a root, over SSH, as an archive, and out again. SSH is a script that stays here."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-from boards import AARCH64, ELF, PYTHON, TARGET, X86_64, plant, snapshot, wheel
+from boards import AARCH64, ELF, INTERPRETER, TARGET, X86_64, plant, snapshot, wheel
 
 from fedquilt import cli
 from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.ma
 
 
 def flash(*arguments: str) -> int:
-    board = ["--target", TARGET, "--python", PYTHON, "--interpreter", sys.executable]
-    return cli.main(["flash", "agent.toml", *board, *arguments])
+    board = ["--target", TARGET, "--python", INTERPRETER]
+    return cli.main(["board", "flash", "agent.toml", *board, *arguments])
 
 
 def test_a_mounted_root_twice(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +48,7 @@ def test_a_board_that_enrols_is_not_flashed_without_a_word_when_its_token_is_mis
     enrols = '[broker]\nurl = "mqtts://hub"\nca = "authority/ca.crt"\n[enrol]\nurl = "https://hub:8884"\n'
     (place / "agent.toml").write_text(f'device = "orin-07"\nhome = "home"\n{enrols}')
     (place / "token").write_text("one-time\n")
-    said = "without --token orin-07 enrols only if it was enrolled before: `fedquilt enrol token orin-07"
+    said = "without --token orin-07 enrols only if it was enrolled before: `fedquilt identity token orin-07"
     for given, there in ([], True), (["--token", "token"], False):
         assert flash("--rootfs", "board", "--dry-run", *given) == 0
         assert (said in capsys.readouterr().out) is there
@@ -57,7 +56,7 @@ def test_a_board_that_enrols_is_not_flashed_without_a_word_when_its_token_is_mis
 
 def test_a_running_board(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Copied over, installed as root, and nothing of the copy stays."""
-    assert flash("--ssh", "me@orin", "--ssh-option=-p2222") == 0
+    assert flash("--ssh", "me@orin") == 0
     assert (place / "board/etc/fedquilt/agent.toml").is_file()
     assert "write /etc/fedquilt/agent.toml" in capfd.readouterr().out
     assert set((place / "hosts").read_text().split()) == {"me@orin"}
@@ -92,10 +91,20 @@ def test_a_running_board_without_that_python_is_refused(
     """Before wheels are fetched."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
     code = cli.main(
-        ["flash", "agent.toml", "--target", TARGET, "--python", "3.10", "--interpreter", "/no/python", "--ssh", "o"]
+        [
+            "board",
+            "flash",
+            "agent.toml",
+            "--target",
+            TARGET,
+            "--python",
+            "/no/python3.10",
+            "--ssh",
+            "o",
+        ]
     )
     assert code == 2
-    assert "o has no /no/python" in capsys.readouterr().err
+    assert "o has no /no/python3.10" in capsys.readouterr().err
     assert not (place / "cache").exists()
 
 
@@ -113,7 +122,7 @@ def test_an_installation_that_fails_over_there_is_told_and_cleaned_up(
 ) -> None:
     """The board's own words stand above ours."""
     (place / "board/bin/sh").unlink()
-    (place / "board" / sys.executable.lstrip("/")).unlink()
+    (place / "board" / INTERPRETER.lstrip("/")).unlink()
     assert flash("--ssh", "orin") == 5
     error = capfd.readouterr().err
     assert "holds no system" in error
@@ -142,16 +151,17 @@ def test_an_archive_and_its_one_command(place: Path, capsys: pytest.CaptureFixtu
 
 def test_a_dry_archive_is_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """But its contents are told."""
-    assert flash("--tar", "out.tar", "--dry-run") == 0
+    assert flash("--out", "out.tar", "--dry-run") == 0
     assert "would pack units/fedquilt-agent.service" in capsys.readouterr().out
     assert not (place / "out.tar").exists()
 
 
-def test_versions_can_be_pinned(place: Path, shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By a constraints file, as pip has it."""
+def test_versions_can_be_pinned(place: Path, shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a constraints file, as pip takes it."""
     wheel(shop / "index", "psutil", "98.0")
     (place / "only.txt").write_text("psutil==98.0\n")
-    assert flash("--tar", "out.tar", "--constraint", "only.txt") == 0
+    monkeypatch.setenv("PIP_CONSTRAINT", "only.txt")
+    assert flash("--out", "out.tar") == 0
     with tarfile.open(place / "out.tar") as archive:
         assert "fedquilt-orin-1/wheels/psutil-98.0-py3-none-any.whl" in archive.getnames()
 
@@ -160,14 +170,14 @@ def test_taking_it_out_again(place: Path, capfd: pytest.CaptureFixture[str]) -> 
     """From a root, and over SSH with what it has brought there itself."""
     before = snapshot(place / "board")
     flash("--rootfs", "board")
-    assert cli.main(["flash", "--uninstall", "--purge", "--rootfs", "board", "--dry-run"]) == 0
+    assert cli.main(["board", "uninstall", "--purge", "--rootfs", "board", "--dry-run"]) == 0
     assert (place / "board/opt/fedquilt/current").is_symlink()
-    assert cli.main(["flash", "--uninstall", "--purge", "--rootfs", "board"]) == 0
+    assert cli.main(["board", "uninstall", "--purge", "--rootfs", "board"]) == 0
     assert snapshot(place / "board") == before
     flash("--ssh", "me@orin")
-    assert cli.main(["flash", "--uninstall", "--purge", "--ssh", "me@orin"]) == 0
+    assert cli.main(["board", "uninstall", "--purge", "--ssh", "me@orin"]) == 0
     assert snapshot(place / "board") == before
-    assert cli.main(["flash", "--uninstall"]) == 2
+    assert cli.main(["board", "uninstall"]) == 2
     assert "sudo sh install.sh --uninstall" in capfd.readouterr().err
 
 
@@ -186,15 +196,15 @@ def test_a_wrong_root_is_refused_before_wheels_are_fetched(
 ) -> None:
     """It takes no network to see that."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
-    plant(place / "other", AARCH64 if ELF == X86_64 else X86_64, sys.executable)
+    plant(place / "other", AARCH64 if ELF == X86_64 else X86_64, INTERPRETER)
     assert flash("--rootfs", "other") == 2
     assert "build one with the --target of that board" in capsys.readouterr().err
     assert not (place / "cache").exists()
 
 
 def test_what_is_missing_on_the_command_line_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A target, the settings, or what goes with what."""
-    assert cli.main(["flash", "agent.toml"]) == 2
+    """A target, or the settings."""
+    assert cli.main(["board", "flash", "agent.toml"]) == 2
     assert "needs a --target" in capsys.readouterr().err
-    assert flash("--purge") == 2
-    assert "--purge goes with --uninstall" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["board", "flash", "--target", TARGET])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from boards import PYTHON, TARGET
+from boards import INTERPRETER, TARGET
 
 from fedquilt import cli, wire
 from fedquilt.core import JobError
@@ -30,7 +30,7 @@ orin-2,,,hall-b window,me@orin-2
 @pytest.fixture
 def site(place: Path) -> Path:
     """A place with a table of two boards, one of them reached by ssh, that enrol at an authority."""
-    assert cli.main(["ca", "init", "--ca", str(place / "ca")]) == 0
+    assert cli.main(["identity", "init", "--ca", str(place / "ca")]) == 0
     (place / "boards.csv").write_text(TABLE)
     (place / "agent.toml").write_text(
         'device = "any"\nhome = "x"\nbudget = "2GB"\n[broker]\nurl = "mqtts://hub:8883"\nca = "ca/ca.crt"\n'
@@ -40,10 +40,9 @@ def site(place: Path) -> Path:
 
 
 def flash(site: Path, *more: str) -> int:
-    import sys
 
-    words = ["flash", "agent.toml", "--boards", "boards.csv", "--authority", "ca", "--target", TARGET]
-    return cli.main([*words, "--python", PYTHON, "--interpreter", sys.executable, *more])
+    words = ["board", "flash", "agent.toml", "--boards", "boards.csv", "--ca", "ca", "--target", TARGET]
+    return cli.main([*words, "--python", INTERPRETER, *more])
 
 
 def test_each_board_gets_its_own_name_budget_and_token(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +137,7 @@ def test_a_broker_that_is_away_hides_neither_the_table_nor_enrolments(
     (site / "boards.csv").write_text(TABLE.splitlines()[0] + "\norin-1,,1GB,hall-a,\n")
     settings = (site / "agent.toml").read_text()
     (site / "agent.toml").write_text(settings.replace("mqtts://hub:8883", "mqtts://127.0.0.1:1"))
-    assert cli.main(["ca", "issue", "coordinator", "--ca", "ca"]) == 0
+    assert cli.main(["identity", "issue", "coordinator", "--ca", "ca"]) == 0
 
     def enrols(seconds: float) -> None:
         register = CertificateRegister(site / "ca/register.db")

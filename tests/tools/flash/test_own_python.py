@@ -85,15 +85,15 @@ def test_an_archive_that_would_write_elsewhere_is_refused(tmp_path: Path) -> Non
 
 def test_targets_and_archive_have_to_fit(place: Path, brought: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is missing or too much on the command line is told, with the command that makes one."""
-    assert cli.main(["flash", "agent.toml", "--target", "jetpack4"]) == 2
+    assert cli.main(["board", "flash", "agent.toml", "--target", "jetpack4"]) == 2
     assert "python -m fedquilt.tools.boards.flash.portable_python FILE" in capsys.readouterr().err
     along = ["--own-python", str(brought)]
-    assert cli.main(["flash", "agent.toml", "--target", "jetpack6", *along]) == 2
+    assert cli.main(["board", "flash", "agent.toml", "--target", "jetpack6", *along]) == 2
     assert "is for jetpack4 and jetpack5" in capsys.readouterr().err
-    assert cli.main(["flash", "agent.toml", "--target", "jetpack5", "--system-packages", *along]) == 2
+    assert cli.main(["board", "flash", "agent.toml", "--target", "jetpack5", "--system-packages", *along]) == 2
     assert "not for one that comes along" in capsys.readouterr().err
     other = "3.10" if PYTHON != "3.10" else "3.12"
-    assert cli.main(["flash", "agent.toml", "--target", "jetpack5", "--python", other, *along]) == 2
+    assert cli.main(["board", "flash", "agent.toml", "--target", "jetpack5", "--python", other, *along]) == 2
     assert f"holds Python {PYTHON}" in capsys.readouterr().err
 
 

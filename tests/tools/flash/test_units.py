@@ -11,7 +11,6 @@ import pytest
 from flashed_sites import URL, exec_line, serving, told
 
 import command_lines
-from fedquilt import profiles
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.formats import toml
@@ -29,27 +28,12 @@ def test_the_agents_memory_is_its_budget_and_what_the_daemon_takes() -> None:
     assert "MemoryMax=75%" in unit(BoardFiles("d", {}, None))
 
 
-def test_the_owners_bounds_reach_the_clock_helper(tmp_path: Path) -> None:
-    """Watts and degrees under [governor], and the profile by which watts are judged; nothing where nothing is set."""
-
-    def start(more: str) -> str:
-        path = tmp_path / "agent.toml"
-        path.write_text(f'device = "d"\nhome = "/h"\n{more}')
-        (line,) = (
-            each
-            for each in unit(bundle.read_board_files(path), "fedquilt-clocks.service")
-            if each.startswith("ExecStart=")
-        )
-        return line.partition("clocks serve ")[2]
-
-    assert start("") == "--group fedquilt"
-    assert start("[governor]\nmax_w = 12.5\nmax_c = 70") == "--group fedquilt --max-w 12.5 --hottest 70"
-    assert start("[governor]\nmax_c = 95") == "--group fedquilt"  # the helper's own limit is lower
-    shipped = start('profile = "jetson-orin-nx"\n[governor]\nmax_w = 15')
-    assert shipped == "--group fedquilt --max-w 15 --profile jetson-orin-nx"
-    (tmp_path / "own.toml").write_bytes((Path(profiles.__file__).parent / "jetson-orin-nx.toml").read_bytes())
-    recorded = start('profile = "own.toml"\n[governor]\nmax_w = 15')
-    assert recorded == "--group fedquilt --max-w 15 --profile /etc/fedquilt/profile.toml"
+def test_the_clock_helper_reads_the_owners_bounds() -> None:
+    """In agent.toml, which root alone may write."""
+    (line,) = (
+        each for each in unit(BoardFiles("d", {}, None), "fedquilt-clocks.service") if each.startswith("ExecStart=")
+    )
+    assert line.endswith("board clocks serve /etc/fedquilt/agent.toml")
 
 
 def test_secrets_reach_the_agent_as_credentials() -> None:
@@ -58,9 +42,9 @@ def test_secrets_reach_the_agent_as_credentials() -> None:
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in keyed
     assert "LoadCredential=password:/etc/fedquilt/password" in keyed
     (start,) = [line for line in keyed if line.startswith("ExecStart=")]
-    assert start.endswith("agent /etc/fedquilt/agent.toml --credentials ${CREDENTIALS_DIRECTORY}")
+    assert start.endswith("agent /etc/fedquilt/agent.toml")
     plain = unit(BoardFiles("d", {}, None))
-    assert not [line for line in plain if "redential" in line.split("=")[0] or "--credentials" in line]
+    assert not [line for line in plain if "redential" in line]
 
 
 def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:

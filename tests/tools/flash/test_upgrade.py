@@ -29,7 +29,7 @@ SHOWS = "import os, sys; print({name!r}, *sys.argv[1:], os.environ['FEDQUILT_LAU
 
 
 def flash(*arguments: str) -> int:
-    return cli.main(["flash", "--target", TARGET, "--python", PYTHON, "--upgrade", "agents.tar", *arguments])
+    return cli.main(["rollout", "build", "agents.tar", "--target", TARGET, "--python", PYTHON, *arguments])
 
 
 needs_target = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.machine()}")
@@ -44,7 +44,7 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
     assert flash() == 0
     said = capsys.readouterr().out
     assert "signed by the authority in fedquilt-ca" in said
-    assert "fedquilt upgrade agents.tar --home HOME brings it to the fleet" in said
+    assert "fedquilt rollout agent agents.tar --home HOME brings it to the fleet" in said
     with archive.open_bundle(place / "agents.tar") as made:
         manifest = made.manifest
         made.verify_wheels()
@@ -74,12 +74,6 @@ def test_a_whole_bundle_needs_nothing_of_the_board(place: Path, capsys: pytest.C
         assert any(name.startswith("msgspec-") for name in made.manifest.wheels)
         assert made.signature is None
         made.verify_wheels()
-
-
-def test_a_bundle_has_no_settings(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bundle serves all boards of a kind, which keep settings of their own."""
-    assert cli.main(["flash", "agent.toml", "--target", "arm64", "--python", "3.11", "--upgrade", "a.tar"]) == 2
-    assert "--upgrade needs a --target, and no SETTINGS: boards keep theirs" in capsys.readouterr().err
 
 
 # -- a flashed board ------------------------------------------------------------------------------

@@ -54,10 +54,10 @@ def test_the_rules_ask_for_metrics_that_there_are() -> None:
 
 def test_files_are_written_for_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that is none is refused before anything is written."""
-    assert cli.main(["metrics", "--out", str(tmp_path / "m"), "--target", "hub:9464"]) == 0
+    assert cli.main(["dash", "grafana", "--out", str(tmp_path / "m"), "--target", "hub:9464"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
     assert '"hub:9464"' in (tmp_path / "m/prometheus.yml").read_text()
-    assert cli.main(["metrics", "--out", str(tmp_path / "n"), "--target", "hub"]) == 2
+    assert cli.main(["dash", "grafana", "--out", str(tmp_path / "n"), "--target", "hub"]) == 2
     assert not (tmp_path / "n").exists()
 
 

@@ -116,12 +116,12 @@ def test_the_table_for_people_counts_devices_and_classes() -> None:
 def test_the_command_draws_prints_and_is_read_by_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Text with a picture beside it; JSON for as many devices as asked."""
     file, picture = job(tmp_path), tmp_path / "new" / "folder" / "shares.svg"
-    assert main(["partition", str(file), "--out", str(picture)]) == 0
+    assert main(["lab", "partition", str(file), "--out", str(picture)]) == 0
     told = capsys.readouterr().out
     assert "x86-host-03" in told
     assert told.endswith(f"drawn in {picture}\n")
     assert ElementTree.parse(picture).getroot().tag == f"{SVG}svg"
-    assert main(["partition", str(file), "--devices", "6", "--format", "json"]) == 0
+    assert main(["lab", "partition", str(file), "--devices", "6", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["classes"] == [str(kind) for kind in range(10)]
     assert len(found["devices"]) == 6
@@ -167,7 +167,7 @@ def test_what_cannot_be_shared_out_ends_with_its_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, code: int, message: str
 ) -> None:
     """2 for the table, 3 for the data; one sentence."""
-    assert main(["partition", str(job(tmp_path, more))]) == code
+    assert main(["lab", "partition", str(job(tmp_path, more))]) == code
     assert message in capsys.readouterr().err
 
 

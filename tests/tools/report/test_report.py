@@ -282,7 +282,7 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
     plan = agents.FleetPlan(settings.parse_job(table), tmp_path / "bundle", tmp_path / "runs")
     agents.run_fleet_virtually(plan)
     home = ["--home", str(plan.home)]
-    assert main(["evaluate", "digits", *home]) == 0
+    assert main(["model", "evaluate", "digits", *home]) == 0
     assert main(["report", "digits", *home, "--out", str(tmp_path / "page.html")]) == 0
     page = Page((tmp_path / "page.html").read_text())
     shown = " ".join(page.shown)

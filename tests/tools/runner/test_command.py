@@ -1,4 +1,4 @@
-"""`fedquilt serve-model` as a process of an ordinary user."""
+"""`fedquilt model serve` as a process of an ordinary user."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def models(user: User) -> Path:
 def test_it_serves_follows_and_ends_in_good_order(user: User, models: Path, tmp_path: Path) -> None:
     """An answer, another model's after `current` has moved, served.json at the end, exit code 0."""
     log = tmp_path / "log"
-    process = user.start(*FEDQUILT, "serve-model", str(models), "--http", "127.0.0.1:0", "--threads", "1", log=log)
+    process = user.start(*FEDQUILT, "model", "serve", str(models), "--listen", "127.0.0.1:0", log=log)
     found = until(lambda: re.search(r"answers at http://127\.0\.0\.1:(\d+)/", log.read_text()), "its address")
     line = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
 
@@ -68,53 +68,23 @@ def test_it_serves_follows_and_ends_in_good_order(user: User, models: Path, tmp_
     assert (models / "served.json").stat().st_uid == user.uid
 
 
-HEARS_CTRL_C = """
-import signal, sys
-from fedquilt.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_folder_becomes_lines_of_json(user: User, models: Path, tmp_path: Path) -> None:
-    """Files that lie in the folder at the start, and one that appears later."""
-    log, place = tmp_path / "log", user.own("in")
-    np.save(place / "a.npy", classifiers.image(250))
-    user.owns(place / "a.npy")
-    words = ("serve-model", str(models), "--folder", str(place), "--threads", "1")
-    process = user.start(sys.executable, "-c", HEARS_CTRL_C, *words, log=log)
-    until(lambda: "a.npy" in log.read_text(), "the first answer")
-    np.save(tmp_path / "b.npy", classifiers.image(5))
-    (tmp_path / "b.npy").rename(place / "b.npy")
-    until(lambda: "b.npy" in log.read_text(), "the second answer", told=log.read_text)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(each["file"], each["name"]) for each in lines] == [("a.npy", "day"), ("b.npy", "night")]
-
-
 def test_what_cannot_be_served_says_why(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A folder without a model, addresses that others reach or have, no camera software, labels that are none."""
+    """A folder without a model, addresses that others reach or have."""
 
     def refused(*words: str) -> tuple[int, str]:
-        return main(["serve-model", *words]), capsys.readouterr().err
+        return main(["model", "serve", *words]), capsys.readouterr().err
 
     (tmp_path / "empty").mkdir()
     assert refused(str(tmp_path / "empty"))[0] == 4
     code, said = refused(str(tmp_path / "empty"))
     assert "there is no model" in said
-    assert "`fedquilt deploy` puts one there" in said
-    code, said = refused(str(models), "--http", "0.0.0.0:0")
+    assert "`fedquilt rollout model` puts one there" in said
+    code, said = refused(str(models), "--listen", "0.0.0.0:0")
     assert (code, "say --listen-anywhere if that is" in said) == (2, True)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, said = refused(str(models), "--http", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert (code, "another program listens there; choose another port with --http" in said) == (2, True)
-    assert refused(str(models), "--http", "nowhere")[0] == 2
-    (tmp_path / "labels").write_text("one\ntwo\nthree\n")
-    code, said = refused(str(models), "--labels", str(tmp_path / "labels"))
-    assert (code, "there are 3 labels" in said) == (4, True)
-    code, said = refused(str(models), "--labels", str(tmp_path / "absent"))
-    assert (code, "cannot read the labels in" in said) == (3, True)
+        code, said = refused(str(models), "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert (code, "another program listens there; choose another port with --listen" in said) == (2, True)
+    assert refused(str(models), "--listen", "nowhere")[0] == 2
 
 
 def test_a_camera_needs_opencv(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +128,7 @@ def test_a_cameras_pictures_become_lines_of_json(models: Path, monkeypatch: pyte
     video = Video()
     monkeypatch.setitem(sys.modules, "cv2", video)
     with pytest.raises(runner.DataError, match="the camera /dev/video0 gives no pictures any more"):
-        runner.main(models, camera="/dev/video0", every_s=1e-9, threads=1, say=lines.append)
+        runner.main(models, camera="/dev/video0", every_s=1e-9, say=lines.append)
     assert [json.loads(line)["name"] for line in lines] == ["day", "night"]
     assert not video.opened
     monkeypatch.setitem(sys.modules, "cv2", Video(opened=False))

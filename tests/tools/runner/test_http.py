@@ -160,7 +160,7 @@ def test_bodies_that_an_address_announces_and_does_not_finish_keep_nobody_else_o
 
 def test_a_request_that_has_begun_is_answered_before_the_runner_ends(models: Path, monkeypatch: Any) -> None:
     """A runner that ends waits for the request under way, which here goes on only once that wait has begun."""
-    service = ModelService(ModelSwitcher(models, threads=1))
+    service = ModelService(ModelSwitcher(models))
     begun, go_on, told = threading.Event(), threading.Event(), list[int]()
     network = service._models.now.network
     scores = network.compute_scores

@@ -59,7 +59,7 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
     assert drifted > 0.5
     running.service.write_status()
     assert json.loads((models / "served.json").read_text())["drift"] == drifted
-    again = ModelService(ModelSwitcher(models, threads=1), models, size=100)
+    again = ModelService(ModelSwitcher(models), models, size=100)
     ask(again, 120, 200, 100)
     assert again.make_status()["drift"] > 0.5
     assert again.make_health()["moved"].keys() >= {"mean 0", "class"}
@@ -67,7 +67,7 @@ def test_drift_is_told_and_outlives_a_new_start(running: Running, models: Path) 
     assert again.make_status()["drift"] == 0.0
     assert {path.name for path in models.iterdir()} == {"a", "b", "current", "served.json", "reference.json"}
     (models / "reference.json").write_bytes(b'{"damaged')
-    assert ModelService(ModelSwitcher(models, threads=1), models).make_status()["drift"] is None
+    assert ModelService(ModelSwitcher(models), models).make_status()["drift"] is None
 
 
 def test_a_new_model_has_a_reference_of_its_own(running: Running, models: Path) -> None:
@@ -158,7 +158,7 @@ def test_references_whose_parts_do_not_fit_are_left_out(running: Running, models
     for each in kept.values():
         each["counts"].pop()
     (models / "reference.json").write_text(json.dumps(kept))
-    again = ModelService(ModelSwitcher(models, threads=1), models, size=100)
+    again = ModelService(ModelSwitcher(models), models, size=100)
     again.classify_stored(x)
     assert again.make_status()["drift"] is None
     again.classify_stored(x)

@@ -129,7 +129,7 @@ def test_a_model_that_does_not_load_leaves_the_old_one(running: Running, models:
 def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
     """A failed load is repeated after AGAIN_S, not at every look: loading costs memory and time."""
     clock = Clock()
-    found = ModelSwitcher(models, threads=1, clock=clock)
+    found = ModelSwitcher(models, clock=clock)
     (models / "c").mkdir()
     (models / "c" / "model.onnx").write_bytes(b"x")
     classifiers.lead(models, "c")
@@ -152,17 +152,15 @@ def test_a_file_that_changes_while_it_is_read_is_refused(models: Path, monkeypat
 
     monkeypatch.setattr(REAL, "hash_file", late)
     with pytest.raises(ModelError, match=r"model\.onnx was changed while it was read"):
-        ModelSwitcher(models, threads=1)
+        ModelSwitcher(models)
 
 
 def test_a_file_and_a_models_folder_do_too(models: Path) -> None:
     """A runner of a file takes up another one that replaces it."""
     path = models / "a" / "model.onnx"
-    assert (
-        ModelSwitcher(path, threads=1).now.sha256 == ModelSwitcher(models / "a", threads=1).now.sha256 == digest(path)
-    )
-    found = ModelSwitcher(path, threads=1)
+    assert ModelSwitcher(path).now.sha256 == ModelSwitcher(models / "a").now.sha256 == digest(path)
+    found = ModelSwitcher(path)
     os.replace(models / "b" / "model.onnx", path)
     assert found.reload_if_changed()
-    with pytest.raises(ModelError, match=r"there is no model .*/nothing: `fedquilt deploy` puts one there"):
+    with pytest.raises(ModelError, match=r"there is no model .*/nothing: `fedquilt rollout model` puts one there"):
         ModelSwitcher(models / "nothing")

@@ -225,14 +225,14 @@ def test_an_attack_that_there_is_not_is_named() -> None:
 def test_no_agent_is_asked_to_lie(verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job with adversaries is refused by name before anything is queued, also where agents are simulated ones."""
     wanted = digits(fleet=lying("scaled"))
-    prepare.prepare_and_check(wanted, tmp_path / "bundle")
+    prepare.prepare_and_check(wanted, tmp_path / "job.bundle")
     table = (
         'name = "lies"\nmethod = "fedavg"\nmodel = { name = "mlp", inputs = 64, hidden = [6], classes = 10 }\n'
         f'data.path = "{Path(demo.__file__).parent / "digits.npz"}"\n'
         'fleet.adversaries = { share = 0.2, attack = "scaled" }\n'
     )
     (tmp_path / "job.toml").write_text(table)
-    where = [str(tmp_path / "job.toml"), "--bundle", str(tmp_path / "bundle"), "--home", str(tmp_path / "home")]
+    where = [str(tmp_path / "job.toml"), "--home", str(tmp_path / "home")]
     assert main([verb[0], *where, *verb[1:]]) == 2
     assert "[fleet] adversaries: no agent lies" in capsys.readouterr().err
     assert not list((tmp_path / "home").glob("agents/*"))

@@ -146,7 +146,8 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     job.write_text(
         toml.format_toml({key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")})
     )
-    words = [sys.executable, "-m", "fedquilt.cli", "fleet", str(job), "--bundle", str(given.bundle)]
+    words = [sys.executable, "-m", "fedquilt.cli", "fleet", str(job)]
+    job.with_suffix(".bundle").symlink_to(given.bundle)
     words += ["--home", str(given.home)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None

@@ -22,7 +22,7 @@ from fedquilt.tools.boards.doctor.conditions import Conditions
 
 ROOT: Final = Path("/")
 HELPER: Final = "run/fedquilt/clocks.sock"
-FLASHED: Final = "opt/fedquilt/current"  # what `fedquilt flash` puts the agent's packages in
+FLASHED: Final = "opt/fedquilt/current"  # what `fedquilt board flash` puts the agent's packages in
 UNIT: Final = "etc/systemd/system/fedquilt-agent.service"
 JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # by the major number of Linux for Tegra
 SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # systemd's
@@ -63,7 +63,7 @@ class MachineFacts:
     hidden: tuple[str, ...] = ()  # clocks whose frequencies this user may not read
     helper: HelperStatus | HelperFault | None = None  # None without a clock helper
     paths: tuple[Path, ...] = field(default=())  # where its Python packages are
-    flashed: bool = False  # its packages came by `fedquilt flash`: there is no pip that could change them
+    flashed: bool = False  # its packages came by `fedquilt board flash`: there is no pip that could change them
     conditions: Conditions = Conditions()
 
 

@@ -1,4 +1,4 @@
-"""Installation of fedquilt on boards from the operator's machine (`fedquilt flash`).
+"""Installation of fedquilt on boards from the operator's machine (`fedquilt board flash`).
 
 `bundle` builds one bundle and `install` installs it: into a mounted root file system, into a disk image (`image`), onto
 a running board through ssh (`ssh_host`), or from an archive on the board. `fleet` does this for every board of a table.
@@ -26,10 +26,8 @@ Say = Callable[[str], None]
 class FlashDestination:
     rootfs: Path | None = None
     image: Path | None = None  # that is copied; the copy gets fedquilt
-    out: Path | None = None  # the copy; None: fedquilt-DEVICE.img
+    out: Path | None = None  # the copy, or without a destination an archive; None: fedquilt-DEVICE.img or .tar
     ssh: str | None = None
-    tar: Path | None = None
-    ssh_options: tuple[str, ...] = ()
     dry_run: bool = False
 
 
@@ -45,12 +43,6 @@ class FlashContent:
     token: Path | None = None
     extras: tuple[str, ...] = ("onnx",)
     python: str | None = None
-    interpreter: str | None = None
-    system_packages: bool = False
-    wheels: Path | None = None
-    index: str | None = None
-    constraint: Path | None = None
-    refresh: bool = False
     own_python: Path | None = None
     role: str = "agent"  # or "coordinator"
 
@@ -63,7 +55,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
         LinkError: If the board is unreachable, or its installation failed.
         StoreError: If a local folder is unusable.
     """
-    target = targets.find_target(what.target, what.python, what.interpreter)
+    target = targets.find_target(what.target, what.python)
     board: bundle.BoardFiles | CoordinatorFiles
     if what.role == "coordinator":
         board = coordinator.read_coordinator_files(what.settings)
@@ -72,7 +64,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
         if board.enrols and not board.files.keys() & {"token", "device.crt"}:
             say(
                 f"without --token {board.device} enrols only if it was enrolled before: "
-                f"`fedquilt enrol token {board.device} --out FILE` makes one"
+                f"`fedquilt identity token {board.device} --out FILE` makes one"
             )
     brings = _require_fitting_python(what, target)
     asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
@@ -87,7 +79,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
                 root.dry_run = where.dry_run
             if root is not None:
                 install.check_compatibility(root, asked)
-            host = None if where.ssh is None else SshHost(where.ssh, where.ssh_options)
+            host = None if where.ssh is None else SshHost(where.ssh)
             user_is_root = host is not None and host.check_board(target.machine, target.interpreter, brings)
             files = _collect_files(what, target, board, say)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-")))
@@ -116,11 +108,7 @@ def _require_fitting_python(what: FlashContent, target: targets.BundleTarget) ->
             raise JobError(f"--target {target.name} has no Python that fedquilt runs on: {targets.OWN_PYTHON}")
         return False
     if not target.brings:
-        raise JobError(f"--own-python is for jetpack4 and jetpack5 without an --interpreter, not for {target.name}")
-    if what.system_packages:
-        raise JobError(
-            "--system-packages: the board's own packages are for its own Python, not for one that comes along"
-        )
+        raise JobError(f"--own-python is for jetpack4 and jetpack5 without a path to --python, not for {target.name}")
     from fedquilt.tools.boards.flash import portable_python  # it is a program too
 
     if (version := portable_python.read_python_version(what.own_python)) != target.python:
@@ -133,13 +121,8 @@ def _collect_files(
 ) -> dict[str, bytes | Path]:
     own = [extra for extra in board.extras if extra != "onnx" or "gpu" not in what.extras]  # they exclude each other
     extras = sorted({*what.extras, *own})
-    cache = what.wheels or _default_wheel_cache()
-    house, lock = wheels.collect_wheels(
-        target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh
-    )
-    files = bundle.collect_files(
-        board, target, house, lock, system_packages=what.system_packages, own_python=what.own_python
-    )
+    house, lock = wheels.collect_wheels(target, extras)
+    files = bundle.collect_files(board, target, house, lock, own_python=what.own_python)
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
     say(f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all")
     return files
@@ -154,16 +137,12 @@ def write_upgrade_bundle(
         JobError: If a target, extra or index is unusable.
         StoreError: If the bundle cannot be written.
     """
-    target = targets.find_target(what.target, what.python, what.interpreter)
-    cache, extras = what.wheels or _default_wheel_cache(), sorted({*what.extras, "identity"})
+    target = targets.find_target(what.target, what.python)
+    extras = sorted({*what.extras, "identity"})
     progress.LINE.set_part("wheels, of which new ones are downloaded", 0, 2)
-    house, _ = wheels.collect_wheels(
-        target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh
-    )
+    house, _ = wheels.collect_wheels(target, extras)
     progress.LINE.set_part(f"packing {len(house)} wheels" if whole else "packing fedquilt's wheel", 1, 2)
-    upgrade_bundle.make_bundle(
-        house, target, out, authority, whole=whole, system_packages=what.system_packages, say=say
-    )
+    upgrade_bundle.make_bundle(house, target, out, authority, whole=whole, say=say)
 
 
 def remove_installation(where: FlashDestination, *, purge: bool = False, say: Say = print) -> None:
@@ -179,9 +158,11 @@ def remove_installation(where: FlashDestination, *, purge: bool = False, say: Sa
             changes = install.uninstall(_open_mounted_root(where, say), purge=purge)
             say(f"{changes} things {'would be' if where.dry_run else 'were'} removed")
         elif where.ssh is not None:
-            SshHost(where.ssh, where.ssh_options).uninstall(arguments)
+            SshHost(where.ssh).uninstall(arguments)
         else:
-            raise JobError("--uninstall is for --rootfs or --ssh; on the board it is `sudo sh install.sh --uninstall`")
+            raise JobError(
+                "board uninstall needs --rootfs or --ssh; on the board it is `sudo sh install.sh --uninstall`"
+            )
     except install.InstallRefusedError as error:
         raise JobError(str(error)) from None
 
@@ -191,19 +172,17 @@ def _open_mounted_root(where: FlashDestination, say: Say) -> install.RootFileSys
     if not where.rootfs.is_dir():
         raise JobError(f"--rootfs {where.rootfs} is no folder: mount the board's root file system there")
     if where.rootfs.resolve() == Path("/") or os.path.samefile(where.rootfs, "/"):
-        raise JobError("--rootfs / is this machine itself: use --tar, and `sudo sh install.sh` from it, to put it here")
+        raise JobError(
+            "--rootfs / is this machine itself: flash an archive, and `sudo sh install.sh` from it, to put it here"
+        )
     return install.RootFileSystem(where.rootfs, where.dry_run, say)
 
 
 def _write_archive(files: dict[str, bytes | Path], where: FlashDestination, top: str, say: Say) -> None:
-    path = where.tar or Path(f"{top}.tar")
+    path = where.out or Path(f"{top}.tar")
     if where.dry_run:
         for name in sorted(files):
             say(f"would pack {name}")
         return
     size = bundle.write_archive(files, path, top)
     say(f"{path}: {size / 1e6:.1f} MB. On the board: tar -xf {path.name} && sudo sh {top}/install.sh")
-
-
-def _default_wheel_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "wheels"

@@ -22,7 +22,6 @@ import fedquilt
 from fedquilt import open_metrics, profiles
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
-from fedquilt.edge_agent.clocks.helper import HOTTEST_C
 from fedquilt.edge_agent.upgrade import launcher
 from fedquilt.formats import toml
 from fedquilt.host import virtual_environment
@@ -37,7 +36,6 @@ ETC: Final = "/etc/fedquilt"
 HOME: Final = "/var/lib/fedquilt"
 DAEMON_BYTES: Final = 256 << 20  # memory of the agent itself and its libraries, as the kernel counts it, beside a task
 NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "password_file": "password"}
-CREDENTIALS: Final = "${CREDENTIALS_DIRECTORY}"  # folder that systemd provides from version 247 on
 OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 ODD: Final = r"[\s%$\"'\\;|&<>`()*?]"  # characters with a meaning to systemd or a shell
@@ -57,7 +55,6 @@ class BoardFiles:
     files: Mapping[str, bytes]
     budget_bytes: int | None  # None for half of the board's memory
     enrols: bool = False  # whether the board gets or renews its certificate by itself
-    limits: tuple[str, ...] = ()  # arguments of `fedquilt clocks serve` for the bounds that the board's owner has set
     models: str | None = None  # folder of models outside of the agent's home; None: in the home
     serve: str | None = None  # address of the board's model runner; None: the board has none
 
@@ -121,7 +118,7 @@ def read_board_files(
     if token is not None:
         files["token"] = _read_file(token)
         if not re.fullmatch(rb"[A-Za-z0-9_-]+\s*", files["token"]):
-            raise JobError(f"{token} holds no token: `fedquilt enrol token {known.device} --out FILE` writes one")
+            raise JobError(f"{token} holds no token: `fedquilt identity token {known.device} --out FILE` writes one")
     for place in _data_paths(table.get("data", {})):
         if not place.startswith("/"):
             raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")
@@ -131,8 +128,7 @@ def read_board_files(
         table["models"] = {**table.get("models", {}), "folder": models}
     files["agent.toml"] = toml.format_toml({**table, **({"broker": broker} if broker else {})}).encode()
     most = None if known.budget is None else agents.parse_size(known.budget)
-    limits = _clock_helper_arguments(known.governor, table.get("profile"))
-    return BoardFiles(known.device, files, most, enrols, limits, models, known.models.serve)
+    return BoardFiles(known.device, files, most, enrols, models, known.models.serve)
 
 
 def _resolve_model_folder(table: agents.ModelSettings) -> str | None:
@@ -156,15 +152,6 @@ def _resolve_model_folder(table: agents.ModelSettings) -> str | None:
     if table.serve is not None and PurePosixPath(HOME) in (one := PurePosixPath(clean), *one.parents):
         raise JobError(f"[models] folder {folder!r} is the agent's home, which its runner may not enter: leave it out")
     return clean
-
-
-def _clock_helper_arguments(governor: agents.GovernorSettings, profile: str | None) -> tuple[str, ...]:
-    told = [] if governor.max_w is None else ["--max-w", f"{governor.max_w:g}"]
-    if told and profile is not None:
-        told += ["--profile", profile]
-    if governor.max_c is not None and governor.max_c < HOTTEST_C:
-        told += ["--hottest", f"{governor.max_c:g}"]
-    return tuple(told)
 
 
 def _parse_settings(path: Path, table: Mapping[str, Any]) -> agents.AgentSettings:
@@ -208,9 +195,7 @@ def _template_values(board: BoardFiles, systemd: int) -> dict[str, str]:
     ]
     return {
         "CONDITIONS": f"ConditionPathExists={ETC}/device.crt" if board.enrols else "",
-        "ARGUMENTS": f" --credentials {CREDENTIALS if systemd >= 247 else OWN_CREDENTIALS}" if secrets else "",
         "CREDENTIALS": "\n".join(_secret_lines(name, systemd) for name in secrets),
-        "LIMITS": "".join(f" {word}" for word in board.limits),
         "MEMORY_MAX": "75%" if board.budget_bytes is None else str(board.budget_bytes + DAEMON_BYTES),
         "MODELS": board.models or "",
         "SERVE": board.serve or "",
@@ -249,7 +234,8 @@ def _secret_lines(name: str, systemd: int) -> str:
     if systemd >= 247:
         return f"LoadCredential={name}:{ETC}/{name}"
     copy = f"/usr/bin/install -o fedquilt -g fedquilt -m 0400 {ETC}/{name} {OWN_CREDENTIALS}/{name}"
-    return f"RuntimeDirectory=fedquilt-agent\nRuntimeDirectoryMode=0700\nExecStartPre=+{copy}"
+    where = f"Environment=CREDENTIALS_DIRECTORY={OWN_CREDENTIALS}"  # as systemd sets it from version 247 on
+    return f"RuntimeDirectory=fedquilt-agent\nRuntimeDirectoryMode=0700\n{where}\nExecStartPre=+{copy}"
 
 
 def fill_template(text: str, words: Mapping[str, str]) -> str:
@@ -273,7 +259,6 @@ def collect_files(
     house: Sequence[Path],
     lock: str,
     *,
-    system_packages: bool = False,
     own_python: Path | None = None,
 ) -> dict[str, bytes | Path]:
     """Collect the files of a bundle by name: their bytes, or the path of a file with the content."""
@@ -291,7 +276,7 @@ def collect_files(
     script = fill_template((HERE / "install.sh").read_text(encoding="utf-8"), {"INTERPRETER": target.interpreter})
     files["install.sh"] = script.encode()
     brings = [files[name] for name in install.BROUGHT]
-    names = (*sorted(digests.items()), target.interpreter, system_packages, *brings)
+    names = (*sorted(digests.items()), target.interpreter, *brings)
     manifest = {
         "format": install.FORMAT,
         "id": hashlib.sha256(repr(names).encode()).hexdigest()[:12],
@@ -301,7 +286,6 @@ def collect_files(
         "machine": target.machine,
         "python": target.python,
         "interpreter": target.interpreter,
-        "system_packages": system_packages,
         "wheels": [path.name for path in house],
         "own_python": own_python is not None,
         "unpacked_bytes": sum(map(unpacked_bytes, house)) + sum(one.stat().st_size for one in brought.values()),

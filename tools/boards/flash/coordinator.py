@@ -142,12 +142,12 @@ def _check_hosts(key: str, given: Sequence[str]) -> None:
 
 
 def _dash_arguments(table: DashTable) -> tuple[str, ...]:
-    names = ("--name", *table.names) if table.names else ()
+    names = [word for name in table.names for word in ("--host", name)]
     return ("--listen", table.listen, *["--actions"] * table.actions, *names)
 
 
 def _enrol_arguments(table: EnrolTable) -> tuple[str, ...]:
-    return ("--port", str(table.port), *(word for host in table.hosts for word in ("--host", host)))
+    return ("--listen", f"0.0.0.0:{table.port}", *(word for host in table.hosts for word in ("--host", host)))
 
 
 def _read_file(path: Path) -> bytes:

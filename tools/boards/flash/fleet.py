@@ -32,6 +32,7 @@ from fedquilt.security import enrolment
 from fedquilt.tools.boards import flash as tool
 from fedquilt.tools.boards.flash import image, targets
 from fedquilt.tools.operations.identity.register import (
+    TOKEN_S,
     CertificateRegister,
     EnrolmentToken,
     IssuedCertificate,
@@ -66,15 +67,12 @@ class FlashPlan:
         base: Disk image, or None to use ssh for rows with an address and archives for the rest.
         folder: Output folder.
         authority: Folder of the certificate authority, whose register receives the tokens.
-        hours: Hours until a token expires.
     """
 
     what: tool.FlashContent
     base: Path | None
     folder: Path
     authority: Path
-    ssh_options: tuple[str, ...] = ()
-    hours: float = 72.0
     dry_run: bool = False
 
 
@@ -195,9 +193,7 @@ def flash_boards(
     """
     enrols = agents.load_settings(plan.what.settings).enrol.url is not None
     if enrols and not plan.dry_run and not (plan.authority / "ca.key").is_file():
-        raise StoreError(
-            f"no authority in {plan.authority}: `fedquilt ca init` makes one, --authority names its folder"
-        )
+        raise StoreError(f"no authority in {plan.authority}: `fedquilt identity init` makes one, --ca names its folder")
     plan.folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
     waiting = [row for row in rows if find_record(row, plan) is None]
@@ -238,9 +234,9 @@ def _flash_board(
     if plan.base is not None:
         where = tool.FlashDestination(image=plan.base, out=Path(place), dry_run=plan.dry_run)
     elif row.address is not None:
-        where = tool.FlashDestination(ssh=row.address, ssh_options=plan.ssh_options, dry_run=plan.dry_run)
+        where = tool.FlashDestination(ssh=row.address, dry_run=plan.dry_run)
     else:
-        where = tool.FlashDestination(tar=Path(place), dry_run=plan.dry_run)
+        where = tool.FlashDestination(out=Path(place), dry_run=plan.dry_run)
     tool.flash(what, where, say)
     if not plan.dry_run:
         note = msgspec.json.encode(FlashRecord(inputs=inputs, place=place, written_s=now_s()))
@@ -258,15 +254,14 @@ def _ensure_token(row: BoardRow, plan: FlashPlan, at_s: float) -> Path:
     path = plan.folder / f"{row.name}.token"
     with closing(CertificateRegister(plan.authority / "register.db")) as register:
         if not path.is_file() or not register.is_unused(path.read_text(errors="replace").strip(), at_s):
-            text = register.create_token(row.name, plan.hours * 3600.0, at_s)
+            text = register.create_token(row.name, TOKEN_S, at_s)
             enrolment.write_file_with_mode(path, f"{text}\n".encode(), 0o600)
     return path
 
 
 def _hash_inputs(row: BoardRow, plan: FlashPlan) -> str:
     base = None if plan.base is None or not plan.base.is_file() else (str(plan.base), plan.base.stat().st_mtime)
-    what = replace(plan.what, wheels=None, refresh=False)
-    return hashlib.sha256(repr((row, what, toml.read_toml(plan.what.settings), base)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((row, plan.what, toml.read_toml(plan.what.settings), base)).encode()).hexdigest()[:16]
 
 
 def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:

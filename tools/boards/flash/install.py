@@ -277,8 +277,7 @@ def _unpack_environment(bundle: Path, home: Path, manifest: Mapping[str, Any]) -
             if hasattr(tarfile, "data_filter"):  # Pythons before 2023 have none; names are looked at above
                 packed.extraction_filter = tarfile.data_filter
             packed.extractall(new)  # noqa: S202
-    see = bool(manifest["system_packages"])
-    virtual_environment.make_environment(new, manifest["python"], manifest["interpreter"], system_packages=see)
+    virtual_environment.make_environment(new, manifest["python"], manifest["interpreter"])
     for name in BROUGHT:
         shutil.copy(bundle / name, new / name)
     if virtual_environment.compile_packages(new, manifest["python"], f"/{OPT}/current"):

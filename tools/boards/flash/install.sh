@@ -10,5 +10,5 @@ for python in $own @INTERPRETER@ python3; do
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' && exec "$python" -B "$here/install.py" "$@"
     fi
 done
-echo "fedquilt: this bundle needs @INTERPRETER@, which is not here or too old: fedquilt flash builds one for this board" >&2
+echo "fedquilt: this bundle needs @INTERPRETER@, which is not here or too old: fedquilt board flash builds one for this board" >&2
 exit 2

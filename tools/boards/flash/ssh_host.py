@@ -23,16 +23,15 @@ class SshHost:
 
     Args:
         name: Host as on ssh's command line, "user@host" or a name of ~/.ssh/config.
-        options: Further options of ssh.
 
     Raises:
         LinkError: If ssh would read the name as an option.
     """
 
-    def __init__(self, name: str, options: Sequence[str] = ()) -> None:
+    def __init__(self, name: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_][^\s]*", name):
             raise LinkError(f"--ssh {name!r} is no host: write user@host")
-        self.name, self._options = name, tuple(options)
+        self.name = name
 
     def check_board(self, machine: str, interpreter: str, brings: bool = False) -> bool:
         """Check machine and Python of the board. Return whether ssh logs in as root.
@@ -55,9 +54,7 @@ class SshHost:
         if not brings and "python" not in said:
             others = [line.rsplit("/", 1)[-1] for line in said if re.fullmatch(r"has \S+/python3\.\d+", line)]
             has = f" but {', '.join(others)}" if others else ""
-            raise InstallRefusedError(
-                f"{self.name} has no {interpreter}{has}: name what it has with --python or --interpreter"
-            )
+            raise InstallRefusedError(f"{self.name} has no {interpreter}{has}: name what it has with --python")
         return user == "0"
 
     def install_archive(self, archive: Path, root: bool, arguments: Sequence[str]) -> None:
@@ -85,14 +82,14 @@ class SshHost:
         self._run_interactive(f"sh -c {shlex.quote(command)}")
 
     def _run_interactive(self, command: str) -> None:
-        done = subprocess.run(["ssh", "-t", *self._options, self.name, command], check=False)
+        done = subprocess.run(["ssh", "-t", self.name, command], check=False)
         if done.returncode:
             raise LinkError(f"{self.name}: it ended with {done.returncode}; what it said stands above")
 
     def _run_captured(self, command: str, stdin: IO[bytes] | int = subprocess.DEVNULL) -> str:
         try:
             done = subprocess.run(
-                ["ssh", *self._options, self.name, command],
+                ["ssh", self.name, command],
                 stdin=stdin,
                 capture_output=True,
                 check=False,

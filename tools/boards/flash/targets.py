@@ -76,13 +76,13 @@ KNOWN: Final = {
     "amd64": BundleTarget("amd64", "x86_64", "", 27),
 }
 OWN_PYTHON: Final = (
-    "flash one that comes along: `fedquilt flash ... --target jetpack5 --own-python FILE` (jetpack4 on a Nano or TX2); "
-    "`python -m fedquilt.tools.boards.flash.portable_python FILE` makes it. Stitching then runs on the CPU"
+    "flash one that comes along: `fedquilt board flash ... --target jetpack5 --own-python FILE` (jetpack4 on a Nano or "
+    "TX2); `python -m fedquilt.tools.boards.flash.portable_python FILE` makes it. Stitching then runs on the CPU"
 )
 
 
-def find_target(name: str, python: str | None = None, interpreter: str | None = None) -> BundleTarget:
-    """Return a target by name, with its Python or interpreter replaced where given.
+def find_target(name: str, python: str | None = None) -> BundleTarget:
+    """Return a target by name, with its Python replaced by a version or path where given.
 
     Raises:
         JobError: If the target is unknown, or fedquilt does not support the version.
@@ -93,11 +93,17 @@ def find_target(name: str, python: str | None = None, interpreter: str | None = 
     python = python or target.python
     if not python:
         raise JobError(f"--target {name} is any system: say which Python it has, `--python 3.11` (`python3 -V` there)")
+    interpreter = None
+    if "/" in python:
+        named = re.fullmatch(r"(?:/[A-Za-z0-9._+-]+)*/python(3\.\d+)", python)
+        if named is None:
+            raise JobError(
+                f"--python {python}: the whole path on the board is wanted, up to python3.N, in plain letters"
+            )
+        interpreter, python = python, named[1]
     found = re.fullmatch(r"3\.(\d+)", python)
     if found is None or int(found[1]) < 10:
         raise JobError(f"--python {python}: fedquilt needs 3.10 or newer; {OWN_PYTHON}")
-    if interpreter is not None and not re.fullmatch(r"(/[A-Za-z0-9._+-]+)+", interpreter):
-        raise JobError(f"--interpreter {interpreter}: the whole path on the board is wanted, of plain letters")
     if target.brings and interpreter is None:
         return replace(target, python=python, interpreter=f"{BROUGHT}{python}")
     return replace(target, python=python, interpreter=interpreter or f"/usr/bin/python{python}", brings=False)

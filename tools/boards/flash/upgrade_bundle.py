@@ -1,4 +1,4 @@
-"""Bundle of an over-the-air upgrade, made from the wheels of `fedquilt flash`."""
+"""Bundle of an over-the-air upgrade, made from the wheels of `fedquilt board flash`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from fedquilt.tools.boards.flash.targets import BundleTarget
 Say = Callable[[str], None]
 
 
-def build_manifest(
-    house: Sequence[Path], target: BundleTarget, *, whole: bool, system_packages: bool = False
-) -> UpgradeManifest:
+def build_manifest(house: Sequence[Path], target: BundleTarget, *, whole: bool) -> UpgradeManifest:
     """Return the manifest of an upgrade bundle.
 
     Args:
         house: Fedquilt's own wheel first, then its dependencies.
         target: Kind of board.
         whole: Whether to include the dependencies. Otherwise the board must have them already.
-        system_packages: Whether the agent may import the packages of the board's own Python.
     """
     brought, left = (house, ()) if whole else (house[:1], house[1:])
     known = [wheels.Wheel.from_file(path) for path in left]
@@ -37,7 +34,6 @@ def build_manifest(
         python=target.python,
         wheels={path.name: wheels.file_sha256(path) for path in brought},
         unpacked_bytes=sum(map(bundle.unpacked_bytes, brought)),
-        system_packages=system_packages,
         present={one.name: one.version for one in known},
         made_s=int(time.time()),
     )
@@ -70,7 +66,6 @@ def make_bundle(
     authority: Path,
     *,
     whole: bool = False,
-    system_packages: bool = False,
     say: Say = print,
 ) -> None:
     """Write an upgrade bundle and print a summary. The bundle is signed if the authority is here.
@@ -78,7 +73,7 @@ def make_bundle(
     Raises:
         StoreError: If the bundle cannot be written, or the authority is damaged.
     """
-    made = build_manifest(house, target, whole=whole, system_packages=system_packages)
+    made = build_manifest(house, target, whole=whole)
     sign = None
     if (authority / "ca.key").is_file():
         from fedquilt.tools.operations.identity.authority import CertificateAuthority
@@ -92,4 +87,4 @@ def make_bundle(
     say(f"{out}: fedquilt {made.version} for {kind}; {brings}, {size / 1e6:.1f} MB, {signed}")
     if made.present:
         say(f"boards keep the other {len(made.present)} packages that they were flashed with (--whole brings them too)")
-    say(f"fedquilt upgrade {out} --home HOME brings it to the fleet")
+    say(f"fedquilt rollout agent {out} --home HOME brings it to the fleet")

@@ -132,32 +132,24 @@ def _urlsafe_sha256(data: bytes) -> str:
 # -- everything it needs --------------------------------------------------------------------------
 
 
-def collect_wheels(
-    target: BundleTarget,
-    extras: Sequence[str],
-    cache: Path,
-    index: str | None = None,
-    *,
-    constraint: Path | None = None,
-    refresh: bool = False,
-) -> tuple[list[Path], str]:
+def collect_wheels(target: BundleTarget, extras: Sequence[str]) -> tuple[list[Path], str]:
     """Return the wheels for a target, fedquilt's own first, and their lock file.
 
-    Wheels are downloaded once into `cache`, so that all boards of a fleet get the same versions.
+    Wheels are downloaded once into the user's cache, so that all boards of a fleet get the same versions. pip's own
+    variables hold as usual: PIP_EXTRA_INDEX_URL names a further index, preferred over PyPI for packages with GPU
+    builds, and PIP_CONSTRAINT a file of allowed versions.
 
     Args:
         target: Kind of board.
         extras: Extras of fedquilt.
-        cache: Folder of downloads.
-        index: Further package index, preferred over PyPI for packages with GPU builds.
-        constraint: Constraints file of pip with allowed versions.
-        refresh: Whether to look for newer packages.
 
     Raises:
         JobError: If an extra is unknown, wheels are missing, or the constraints file is unreadable.
         StoreError: If the cache is unusable.
     """
-    allowed, index = _read_constraints(constraint), index or target.index or None
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "wheels"
+    constraint = Path(named) if (named := os.environ.get("PIP_CONSTRAINT")) else None
+    allowed, index = _read_constraints(constraint), os.environ.get("PIP_EXTRA_INDEX_URL") or target.index or None
     extras = ["gpu" if extra == "onnx" and target.index else extra for extra in extras]
     known = {value for key, value in _read_metadata(Path(fedquilt.__file__).parents[1]) if key == "Provides-Extra"}
     for extra in extras:
@@ -165,13 +157,13 @@ def collect_wheels(
             raise JobError(f"no extra {extra!r}: fedquilt has {', '.join(sorted(known))}")
     narrowed = [f"constrained.{hashlib.sha256(allowed).hexdigest()[:8]}"] if allowed else []
     what = "-".join([target.name, f"py{target.python}", *sorted(extras), *narrowed])
-    with disk_errors(f"use {cache}", "free some space or name another folder with --wheels"):
+    with disk_errors(f"use {cache}", "free some space or name another folder with XDG_CACHE_HOME"):
         folder = cache / what
         folder.mkdir(parents=True, exist_ok=True)
         mine = build_own_wheel(folder)
         question = (Wheel.from_file(mine).requires, target, sorted(extras), index, allowed)
         asked = hashlib.sha256(repr(question).encode()).hexdigest()
-        found = None if refresh else _load_cached_wheels(folder, asked)
+        found = _load_cached_wheels(folder, asked)
         if found is None:
             found = _resolve_wheels(mine, target, extras, folder, index, constraint)
             _save_cached_wheels(folder, found, asked)
@@ -186,7 +178,7 @@ def _read_constraints(constraint: Path | None) -> bytes:
         return b"" if constraint is None else constraint.read_bytes()
     except OSError as error:
         raise JobError(
-            f"--constraint {constraint} cannot be read ({error.strerror}): it is a file of lines such as numpy==2.2.6"
+            f"PIP_CONSTRAINT {constraint} cannot be read ({error.strerror}): it is a file of lines such as numpy==2.2.6"
         ) from None
 
 
@@ -317,7 +309,7 @@ def _download_wheels(
     if why is not None:
         raise JobError(
             f"no wheels for {target.name} (Python {target.python}, {target.machine}): {why}; is there a network, "
-            "does this Python have pip, do these packages have wheels for that board (--index names another index)"
+            "does this Python have pip, do these packages have wheels for that board (PIP_EXTRA_INDEX_URL adds one)"
             f"{f', does {constraint} allow versions that go together' if constraint else ''}?"
         )
 

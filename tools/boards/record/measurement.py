@@ -1,4 +1,4 @@
-"""Measurement of a board at a few operating points, in bounded time (for `fedquilt record`).
+"""Measurement of a board at a few operating points, in bounded time (for `fedquilt board record`).
 
 Idle power is measured first. At each point (`profiles.fit.select_points_to_measure`) units of arithmetic and of
 memory traffic are timed, then the probes of each workload. Points that do not fit the time limit are skipped. The

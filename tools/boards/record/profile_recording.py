@@ -1,4 +1,4 @@
-"""Recording of a board's profile: measurement, model fit and TOML file (`fedquilt record`)."""
+"""Recording of a board's profile: measurement, model fit and TOML file (`fedquilt board record`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from fedquilt import profiles
-from fedquilt.core import ClockError, JobError, OperatingPoint, Rates
+from fedquilt.core import ClockError, OperatingPoint, Rates
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks.client import ClockClient, ClockState
+from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient, ClockState
 from fedquilt.host import disk
 from fedquilt.profiles import BoardProfile, ClockSteps, NumberSource, ProfilePoint, SourcedValue, fit, toml_writer
 from fedquilt.profiles import clock_model as laws
-from fedquilt.tools.boards import clocks as typed
 from fedquilt.tools.boards.record import measurement, probes, workloads
 from fedquilt.tools.boards.record.measurement import BoardMeasurements, PointMeasurement
 
@@ -55,8 +54,6 @@ class FittedProfile:
 def main(
     out: Path | None,
     minutes: float,
-    named: Sequence[str] | None,
-    socket: Path,
     *,
     root: Path = devices.ROOT,
     dry_run: bool = False,
@@ -68,24 +65,17 @@ def main(
     `root` is the folder with `proc` and `sys`. In a container, that is the mount of the host's.
 
     Raises:
-        JobError: If a point is invalid, or points are given without a clock helper.
         ClockError: If all points failed.
         StoreError: If the file cannot be written.
     """
     if out is not None:
         disk.make_output_folder(out)  # before minutes of measuring
-    clocks = ClockClient.connect(socket)
+    clocks = ClockClient.connect(root / SOCKET)
     try:
         device = devices.create_device("auto", root, connect=lambda: None)
         told = () if clocks is None else clocks.request_status().clocks
         lists = common_settings(told)
-        if not lists and named:
-            raise JobError(f"points cannot be chosen: no clock helper at {socket}, or it lists no clocks")
-        points = (
-            [typed.parse_point(name) for name in named]
-            if named
-            else measurement.select_points(measurement.candidate_points(permitted_settings(told)))
-        )
+        points = measurement.select_points(measurement.candidate_points(permitted_settings(told)))
         if dry_run:
             plan = [point.name for point in points] or [measurement.OWN]
             say(
@@ -251,7 +241,7 @@ def _describe_method(recording: BoardMeasurements, facts: BoardFacts) -> str:
     power = "power could not be measured" if recording.power_source is None else f"power: {recording.power_source}"
     skipped = f"; {len(recording.skipped)} more points were skipped" if recording.skipped else ""
     return (
-        f"fedquilt record on {facts.board}: median time of a unit of work, {len(recording.points)} "
+        f"fedquilt board record on {facts.board}: median time of a unit of work, {len(recording.points)} "
         f"point(s) in {each_s:.1f} s each{skipped}; {power}. {facts.told}"
     )
 
@@ -312,10 +302,8 @@ def describe_accuracy(result: FittedProfile) -> list[str]:
             said.append(f"{name}: not cross-validated, as too few points were measured: give it more --minutes")
             continue
         word = next((word for limit, word in TRUST if errors.worst <= limit), "badly")
-        advice = "" if word != "badly" else ": measure the points that you need by --points"
         said.append(
-            f"{name}: the model holds {word} elsewhere, within {_format_percent(errors.worst)} at every point "
-            f"left out{advice}"
+            f"{name}: the model holds {word} elsewhere, within {_format_percent(errors.worst)} at every point left out"
         )
     return said
 

@@ -1,4 +1,4 @@
-"""Units of work for `fedquilt record`, on the installed engine."""
+"""Units of work for `fedquilt board record`, on the installed engine."""
 
 from __future__ import annotations
 

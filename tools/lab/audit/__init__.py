@@ -1,4 +1,4 @@
-"""Audit of the examples that a coordinator could reconstruct from uploads (`fedquilt audit`).
+"""Audit of the examples that a coordinator could reconstruct from uploads (`fedquilt lab audit`).
 
 One example is trained on by the method's own two halves; what the device then uploads is all that the
 reconstruction gets, beside what the attacker is granted: the network, the device's weights before the step
@@ -41,6 +41,9 @@ from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.scratch_folders import ScratchFolder
 from fedquilt.tools.simulation.simulated_job import ROOM, ROOM_BYTES
 
+STEPS_MOST: Final = 300  # of an attack
+NOISE: Final = 0.001  # standard deviation of the noise that one row adds to gradients
+SEED: Final = 0  # of the choice of images and of the attack
 RATE: Final = 1.0  # of the one step: its length is the gradient itself
 PLAIN: Final = {"epochs": 1, "batch": 1, "lr": RATE}
 SIZES: Final = (16, 64, 256)  # examples that a fingerprint is of
@@ -112,9 +115,6 @@ def audit_methods(
     data: Path,
     *,
     count: int = 4,
-    steps: int = 300,
-    noise: float = 0.001,
-    seed: int = 0,
     size: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -123,9 +123,6 @@ def audit_methods(
     Args:
         data: File or folder of images, as in [data] path of a job.
         count: Number of examples to attack.
-        steps: Limit on the steps of an attack.
-        noise: Standard deviation of the noise that one row adds to gradients.
-        seed: Seed of the examples and the attack.
         size: Side of the scaled images in pixels, or 0 to keep their size.
         say: Function that receives a line for each row.
 
@@ -138,16 +135,16 @@ def audit_methods(
     from fedquilt.tools.lab.audit import gradient_attack
 
     most = max(count, *SIZES)
-    drawn = shares.load_split(DataSpec(path=str(data), limit=most, size=size, seed=seed))
+    drawn = shares.load_split(DataSpec(path=str(data), limit=most, size=size, seed=SEED))
     if drawn.x.ndim not in (3, 4) or drawn.x.shape[1] != drawn.x.shape[2]:
         raise DataError(f"{data}: examples of shape {drawn.x.shape[1:]}: square images are wanted, --size scales them")
     channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
     table = {"channels": channels, "size": side}
     network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
-    start, head = gradient_attack.draw_weights(network, seed), gradient_attack.classifier_path(network)
+    start, head = gradient_attack.draw_weights(network, SEED), gradient_attack.classifier_path(network)
     engine = TorchEngine(ROOM_BYTES)
     gradient_attack.use_one_thread()
-    chosen = upload_variants(noise)
+    chosen = upload_variants(NOISE)
     found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in chosen}
     pictures: list[list[np.ndarray]] = []
     for index in range(min(count, len(drawn))):
@@ -157,11 +154,11 @@ def audit_methods(
         for place, row in enumerate(chosen):
             progress.LINE.set_part(row.label, index * len(chosen) + place, min(count, len(drawn)) * len(chosen))
             gradient = extract_gradient(row, network, start, example, engine)
-            rng = tensors.seeded_rng("audit", seed, index, row.label)
+            rng = tensors.seeded_rng("audit", SEED, index, row.label)
             if row.noise:
                 gradient = {name: array + rng.normal(0, row.noise, array.shape) for name, array in gradient.items()}
             label = int(example.y[0])
-            guess = gradient_attack.reconstruct_example(network, start, gradient, label, truth.shape, rng, steps)
+            guess = gradient_attack.reconstruct_example(network, start, gradient, label, truth.shape, rng, STEPS_MOST)
             account = found[row.label]
             account["psnr_db"].append(round(psnr(guess, truth), 2))
             account["values"] = sum(array.size for array in gradient.values())
@@ -174,7 +171,7 @@ def audit_methods(
             label: {**each, "mean_db": round(float(np.mean(each["psnr_db"])), 2)} for label, each in found.items()
         },
         "fingerprints": compare_fingerprints(drawn),
-        "settings": {"network": network, "steps": steps, "noise": noise, "seed": seed, "examples": len(pictures)},
+        "settings": {"network": network, "steps": STEPS_MOST, "noise": NOISE, "seed": SEED, "examples": len(pictures)},
         "pictures": pictures,
     }
 

@@ -1,6 +1,6 @@
 """Benchmark of predicted against measured time of tasks on this machine.
 
-The rates of `fedquilt.costs.cost_model` are measured as by `fedquilt record`. Then rounds of whole tasks of other
+The rates of `fedquilt.costs.cost_model` are measured as by `fedquilt board record`. Then rounds of whole tasks of other
 networks are timed and compared with the predicted times. Probes and tasks alternate. All run on one thread, and the
 least time of each counts: processor time of this process, which other programs affect little, and wall time.
 """

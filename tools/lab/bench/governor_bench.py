@@ -88,7 +88,7 @@ class ResultCounts:
 
 
 def record_profile(law: PhysicsLaw, engine: Engine, roll: random.Random) -> BoardProfile:
-    """Record a profile with noise, at the points that `fedquilt record` selects."""
+    """Record a profile with noise, at the points that `fedquilt board record` selects."""
     arithmetic, traffic = WorkEstimate(flops=1e11, read_bytes=1e7), WorkEstimate(read_bytes=1e10)
 
     def add_noise(value: float) -> float:

@@ -110,7 +110,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
         return 0
     print("\n".join(_format_results(networks, describe_network(taps, headed), others.devices, found.summary, plan)))
     print("\n".join(["", *_wrap_text(written)]))
-    print(f"classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
+    print(f"classify with it: fedquilt model run {out / 'stitched.onnx'} {out / 'held-out.npz'}")
     print(f"{time.monotonic() - began_s:.0f} s in all; report, with plots (--open shows it): {report}")
     if show:
         webbrowser.open(report.resolve().as_uri())

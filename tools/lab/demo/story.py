@@ -48,7 +48,7 @@ TELEMETRY_S: Final = 2.0
 DRIFTED: Final = 0.3  # told by every board, before something is done about it
 AFTER: Final = 400  # answers of each board to changed inputs, before something is done about them
 LOOK_S: Final = 0.2
-CANARY: Final = ("--canary", "12%", "--phases", "100")
+CANARY: Final = ("--phases", "12%", "100%")
 JOB, DATA, HOME, BAD = "digits", "digits.npz", "runs", "bright-only.onnx"
 
 
@@ -202,7 +202,9 @@ class _StorySteps:
         return row.id
 
     def _deploy_model(self, what: Sequence[str], how: Sequence[str], end: str, short: str = "") -> StoredRollout:
-        self._run_command(["deploy", *what, "--home", HOME, *CANARY, *how], "a model is handed over", short=short)
+        self._run_command(
+            ["rollout", "model", *what, "--home", HOME, *CANARY, *how], "a model is handed over", short=short
+        )
         find = self._fleet.store.rollouts.find_rollout
         id = find().state.id
 
@@ -224,14 +226,11 @@ class _StorySteps:
 
     def _start_runners(self, stack: contextlib.ExitStack) -> RequestStreams:
         fleet = self._fleet
-        words = {each: ["serve-model", f"boards/{each}/models", "--http", "127.0.0.1:0"] for each in fleet.devices}
+        words = {each: ["model", "serve", f"boards/{each}/models", "--listen", "127.0.0.1:0"] for each in fleet.devices}
         note = f"and one for each of the other {len(fleet.devices) - 1} boards"
         self._report_command(words[fleet.devices[0]], note)
         logs = {device: fleet.log_path(f"runner-{device}") for device in fleet.devices}
-        wanted = {
-            each: child_processes.ChildCommand([*words[each], "--threads", "1"], logs[each], fleet.folder)
-            for each in words
-        }
+        wanted = {each: child_processes.ChildCommand(words[each], logs[each], fleet.folder) for each in words}
         running = stack.enter_context(child_processes.start_processes(wanted))
         self._fleet.processes.update({f"runner-{device}": process for device, process in running.items()})
 
@@ -281,7 +280,7 @@ class _StorySteps:
         self._report_event(
             "somebody deploys a network that is blind in the dark; on the boards' old images its check finds little"
         )
-        kept = self._deploy_model(["--model", BAD], ["--min-gain", "-15pt", "--soak", "15s"], "aborted", "bad model")
+        kept = self._deploy_model([BAD], ["--min-gain", "-15pt", "--soak", "15s"], "aborted", "bad model")
         for device, seconds in demo_report.seconds_in_use(fleet.store, kept.state.id).items():
             self._report_event(f"{device} had it for {seconds:.1f} s, and went back by itself:")
         why, indent = demo_report.rollback_reason(kept), " " * 10

@@ -200,7 +200,7 @@ async def load_run_page(watch: HomeWatcher, id: str) -> dict[str, Any]:
 
 def _make_commands(job: JobSettings, id: str, watch: HomeWatcher) -> dict[str, str]:
     home = f"--home {watch.home}"
-    return {"resume": f"fedquilt resume {id} {home}", "export": f"fedquilt export {id} {home} --out FILE"}
+    return {"resume": f"fedquilt resume {id} {home}", "export": f"fedquilt model export {id} {home} --out FILE"}
 
 
 async def load_round_page(watch: HomeWatcher, id: str, query: Query) -> dict[str, Any]:

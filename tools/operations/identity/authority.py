@@ -54,11 +54,11 @@ def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
         csr = x509.load_pem_x509_csr(pem.encode())
         sound, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion):
-        raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt enrol board` makes one") from None
+        raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt identity enrol` makes one") from None
     if not sound:
         raise JobError("the signing request was changed on its way: its signature does not fit it")
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt enrol board` make it")
+        raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt identity enrol` make it")
     if name != device:
         raise JobError(f"the signing request is for {name!r}, not for {device}: each device asks for itself")
     return key
@@ -74,7 +74,7 @@ class CertificateAuthority:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not (folder / "ca.key").is_file() or not (folder / "ca.crt").is_file():
-            raise StoreError(f"no authority in {folder}: `fedquilt ca init --ca {folder}` makes one")
+            raise StoreError(f"no authority in {folder}: `fedquilt identity init --ca {folder}` makes one")
         with disk.disk_errors(f"read {folder}"):
             key, cert = (folder / "ca.key").read_bytes(), (folder / "ca.crt").read_bytes()
         try:
@@ -282,7 +282,7 @@ class CertificateAuthority:
             if site != name and right.overlaps(other):
                 raise JobError(
                     f"{name} and {site} could both speak for one board: give each board to one site (--boards), or "
-                    f"`fedquilt ca revoke {site}`"
+                    f"`fedquilt identity revoke {site}`"
                 )
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
@@ -310,7 +310,7 @@ class CertificateAuthority:
             known = self.register.list_certificates(name)
             cancelled = self.register.cancel_tokens(name)
             if not known and not cancelled:
-                raise JobError(f"nothing was issued to {name!r}: `fedquilt ca list` shows all")
+                raise JobError(f"nothing was issued to {name!r}: `fedquilt identity list` shows all")
             ended = [one for one in known if one.revoked_s is None and one.ends_s > now_s]
             for one in ended:
                 self.register.revoke_certificate(one.serial, now_s)

@@ -25,6 +25,7 @@ from fedquilt.wire import VERSION
 
 Broker = Literal["mosquitto", "emqx"]
 
+ANYWHERE: Final = "0.0.0.0"  # noqa: S104
 PORT: Final = 8883
 MAX_PACKET: Final = 1024 * 1024  # bytes; a chunk is at most 256 KiB, a message or manifest less
 MAX_QUEUED: Final = 50_000  # messages for one client: 10,000 boards that all speak at once, some of them twice
@@ -36,10 +37,10 @@ ABSENT_DAYS: Final = 1  # how long a session outlives its client
 INSTALLED: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": "/etc/emqx/fedquilt"}
 
 
-def mosquitto_config(port: int, folder: str) -> str:
+def mosquitto_config(host: str, port: int, folder: str) -> str:
     """Return a mosquitto.conf. `folder` is the installation folder on the broker's machine."""
-    return f"""# made by `fedquilt broker config --for mosquitto`
-listener {port}
+    return f"""# made by `fedquilt broker config mosquitto`
+listener {port}{"" if host == ANYWHERE else f" {host}"}
 cafile {folder}/ca.crt
 certfile {folder}/broker.crt
 keyfile {folder}/broker.key
@@ -75,7 +76,7 @@ topic read {root}/job/#
 """
         for name in observers
     )
-    return f"""# made by `fedquilt broker config --for mosquitto`
+    return f"""# made by `fedquilt broker config mosquitto`
 user coordinator
 topic read {root}/dev/+/up/#
 topic write {root}/dev/+/dn/#
@@ -90,11 +91,11 @@ pattern read {root}/coord/state
 """
 
 
-def emqx_config(port: int, folder: str, crl: bool) -> str:
+def emqx_config(host: str, port: int, folder: str, crl: bool) -> str:
     """Return text for emqx.conf. `crl` enables the check of the revocation list."""
-    return f"""# made by `fedquilt broker config --for emqx`
+    return f"""# made by `fedquilt broker config emqx`
 listeners.ssl.default {{
-  bind = "0.0.0.0:{port}"
+  bind = "{host}:{port}"
   ssl_options {{
     cacertfile = "{folder}/ca.crt"
     certfile = "{folder}/broker.crt"
@@ -132,7 +133,7 @@ def emqx_acl(fleet: str, observers: Sequence[str] = ()) -> str:
 """
         for name in observers
     )
-    return f"""%% made by `fedquilt broker config --for emqx`
+    return f"""%% made by `fedquilt broker config emqx`
 {watching}{{allow, {{username, "coordinator"}}, subscribe, ["{root}/dev/+/up/#"]}}.
 {{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/dn/#", "{root}/job/#", "{root}/coord/state"]}}.
 {{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/up/presence", "{root}/dev/+/up/profile"]}}.
@@ -150,7 +151,7 @@ def write_config(
     now_s: float,
     *,
     fleet: str = "fleet",
-    port: int = PORT,
+    listen: tuple[str, int] = (ANYWHERE, PORT),
     installed: str | None = None,
 ) -> list[str]:
     """Write the configuration, certificates and key of a broker into a folder.
@@ -178,11 +179,17 @@ def write_config(
         "crl.pem": authority.write_crl(now_s).read_bytes(),
     }
     if broker == "mosquitto":
-        files |= {"fedquilt.conf": mosquitto_config(port, at).encode(), "acl": mosquitto_acl(fleet, observers).encode()}
+        files |= {
+            "fedquilt.conf": mosquitto_config(*listen, at).encode(),
+            "acl": mosquitto_acl(fleet, observers).encode(),
+        }
         begin = f"link {at}/fedquilt.conf into /etc/mosquitto/conf.d"
     else:
         crl = authority.crl_url is not None
-        files |= {"fedquilt.conf": emqx_config(port, at, crl).encode(), "acl.conf": emqx_acl(fleet, observers).encode()}
+        files |= {
+            "fedquilt.conf": emqx_config(*listen, at, crl).encode(),
+            "acl.conf": emqx_acl(fleet, observers).encode(),
+        }
         begin = f"append {at}/fedquilt.conf to /etc/emqx/emqx.conf"
     said = []
     if not _is_certificate_current(authority, out, hosts, now_s):
@@ -198,7 +205,9 @@ def write_config(
         f"{begin}; then restart the broker",
     ]
     if broker == "emqx" and authority.crl_url is None:
-        said.append("EMQX will know no revocation: it fetches the list from where `fedquilt ca init --crl-url` says")
+        said.append(
+            "EMQX will know no revocation: it fetches the list from where `fedquilt identity init --crl-url` says"
+        )
     return said
 
 

@@ -1,4 +1,4 @@
-"""Commands `fedquilt ca`, `fedquilt enrol` (operator's side) and `fedquilt broker config`."""
+"""Commands `fedquilt identity` and `fedquilt broker config`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from fedquilt import open_metrics
 from fedquilt.core import JobError, SiteRight
 from fedquilt.host import connection_limits, disk
 from fedquilt.security import enrolment
@@ -17,14 +18,12 @@ from fedquilt.tools.operations.identity import broker_config
 from fedquilt.tools.operations.identity.authority import RESERVED, CertificateAuthority, clock_s, describe_state
 from fedquilt.tools.operations.identity.endpoint import EnrolmentServer, serve_until_signal
 from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService
-from fedquilt.tools.operations.identity.register import Kind, format_time
-
-HOUR_S = 3600.0
+from fedquilt.tools.operations.identity.register import TOKEN_S, Kind, format_time
 
 
-def create_authority(folder: Path, name: str, crl_url: str | None) -> int:
-    made = CertificateAuthority.create(folder, name, clock_s(), crl_url)
-    print(f"{folder}: authority {name!r}, until {made.cert.not_valid_after_utc:%Y-%m-%d}")
+def create_authority(folder: Path, crl_url: str | None) -> int:
+    made = CertificateAuthority.create(folder, "fedquilt", clock_s(), crl_url)
+    print(f"{folder}: a new authority, until {made.cert.not_valid_after_utc:%Y-%m-%d}")
     print(f"fingerprint of its key: {enrolment.key_fingerprint(made.cert.public_key())}")
     print(
         f"boards get {folder}/ca.crt; {folder}/ca.key is the fleet: keep a copy of the folder where nobody else reads"
@@ -55,7 +54,7 @@ def issue(
     if kind == "coordinator" and name not in RESERVED:
         raise JobError(
             f"{name}: a server's certificate needs --host, an observer's or a site's --role; a device enrols "
-            f"(`fedquilt enrol token {name}`)"
+            f"(`fedquilt identity token {name}`)"
         )
     authority = CertificateAuthority(folder)
     issued, key = authority.issue(name, kind, clock_s(), hosts=hosts, days=days, right=right)
@@ -107,13 +106,13 @@ def revoke_certificates(folder: Path, name: str) -> int:
     return 0
 
 
-def create_token(folder: Path, pattern: str, hours: float, out: Path | None) -> int:
+def create_token(folder: Path, pattern: str, out: Path | None) -> int:
     """Create a one-time token. Print the token, or write a file that only its owner can read."""
     if pattern in RESERVED:
-        raise JobError(f"no board can be named {pattern!r}: `fedquilt ca issue {pattern}` makes that certificate")
+        raise JobError(f"no board can be named {pattern!r}: `fedquilt identity issue {pattern}` makes that certificate")
     now_s = clock_s()
-    text = CertificateAuthority(folder).register.create_token(pattern, hours * HOUR_S, now_s)
-    said = f"for one board named {pattern}, until {format_time(now_s + hours * HOUR_S)}; it is not shown again"
+    text = CertificateAuthority(folder).register.create_token(pattern, TOKEN_S, now_s)
+    said = f"for one board named {pattern}, until {format_time(now_s + TOKEN_S)}; it is not shown again"
     if out is None:
         print(text)
         print(said, file=sys.stderr)
@@ -124,10 +123,11 @@ def create_token(folder: Path, pattern: str, hours: float, out: Path | None) -> 
     return 0
 
 
-def serve_enrolment(folder: Path, host: str, port: int, hosts: Sequence[str], days: float | None) -> int:
+def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float | None) -> int:
     """Serve enrolment requests until SIGTERM or SIGINT. Return 0."""
     names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
     connection_limits.raise_descriptor_limit()
+    host, port = open_metrics.parse_address(listen)
     endpoint = EnrolmentServer(CertificateAuthority(folder), host, port, names, days=days)
     serve_until_signal(endpoint, lambda line: print(line, flush=True))
     return 0
@@ -142,50 +142,56 @@ def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: f
     disk.make_output_folder(out)
     enrolment.write_file_with_mode(out, issued.pem.encode(), 0o644)
     print(f"{out}: for {device}, until {format_time(issued.ends_s)}; its key's fingerprint is {issued.key_id}")
-    print("compare it with what the board said, then there: fedquilt enrol board AGENT.toml --accept FILE")
+    print("compare it with what the board said, then there: fedquilt identity accept AGENT.toml FILE")
     return 0
 
 
-def enrol_device(settings: Path, *, url: str | None, waits: bool, request: Path | None, accept: Path | None) -> int:
-    """Enrol this device online, or write a signing request, or accept a certificate."""
+def enrol_device(settings: Path, *, waits: bool) -> int:
+    """Request a certificate for this device, or renew it."""
     import datetime
     import time
 
-    from fedquilt.edge_agent import enrolment as edge_agent_enrolment
+    from fedquilt.edge_agent import enrolment as client
     from fedquilt.edge_agent import settings as agent
-
-    told = agent.load_settings(settings)
-    if url is not None:
-        told = msgspec.structs.replace(told, enrol=msgspec.structs.replace(told.enrol, url=url))
-    if request is not None:
-        key = edge_agent_enrolment.load_or_create_key(edge_agent_enrolment.paths_from_settings(told))
-        enrolment.write_file_with_mode(
-            request, edge_agent_enrolment.create_signing_request(key, told.device).encode(), 0o644
-        )
-        print(f"{request}: for {told.device}; its key's fingerprint is {enrolment.key_fingerprint(key.public_key())}")
-        print(f"carry it to the authority: fedquilt enrol sign {request.name} --device {told.device}")
-        return 0
-    if accept is not None:
-        with disk.disk_errors(f"read {accept}"):
-            pem = accept.read_bytes()
-        print(f"{told.device} is enrolled, until {edge_agent_enrolment.install_certificate(told, pem):%Y-%m-%d}")
-        return 0
 
     def current_time() -> datetime.datetime:
         return datetime.datetime.now(datetime.timezone.utc)
 
-    print(
-        edge_agent_enrolment.enrol_with_retries(told, current_time, time.sleep)
-        if waits
-        else edge_agent_enrolment.enrol(told, current_time())
-    )
+    told = agent.load_settings(settings)
+    print(client.enrol_with_retries(told, current_time, time.sleep) if waits else client.enrol(told, current_time()))
+    return 0
+
+
+def request_certificate(settings: Path, csr: Path) -> int:
+    """Write a signing request of this device, with its key."""
+    from fedquilt.edge_agent import enrolment as client
+    from fedquilt.edge_agent import settings as agent
+
+    told = agent.load_settings(settings)
+    key = client.load_or_create_key(client.paths_from_settings(told))
+    enrolment.write_file_with_mode(csr, client.create_signing_request(key, told.device).encode(), 0o644)
+    print(f"{csr}: for {told.device}; its key's fingerprint is {enrolment.key_fingerprint(key.public_key())}")
+    print(f"carry it to the authority: fedquilt identity sign {csr.name} --device {told.device}")
+    return 0
+
+
+def accept_certificate(settings: Path, certificate: Path) -> int:
+    """Install a signed certificate on this device."""
+    from fedquilt.edge_agent import enrolment as client
+    from fedquilt.edge_agent import settings as agent
+
+    told = agent.load_settings(settings)
+    with disk.disk_errors(f"read {certificate}"):
+        pem = certificate.read_bytes()
+    print(f"{told.device} is enrolled, until {client.install_certificate(told, pem):%Y-%m-%d}")
     return 0
 
 
 def configure_broker(
-    folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, port: int, installed: str | None
+    folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, listen: str, installed: str | None
 ) -> int:
     authority, now_s = CertificateAuthority(folder), clock_s()
-    made = broker_config.write_config(authority, broker, hosts, out, now_s, fleet=fleet, port=port, installed=installed)
+    at = open_metrics.parse_address(listen)
+    made = broker_config.write_config(authority, broker, hosts, out, now_s, fleet=fleet, listen=at, installed=installed)
     print("\n".join(made))
     return 0

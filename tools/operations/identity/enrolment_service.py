@@ -30,7 +30,7 @@ class EnrolmentService:
         """
         now_s, register = self._clock(), self.authority.register
         if request.token is None:
-            raise JobError("enrolling takes a token: ask the operator for one (`fedquilt enrol token`)")
+            raise JobError("enrolling takes a token: ask the operator for one (`fedquilt identity token`)")
         key = parse_signing_request(request.csr, request.device)
         own = key_fingerprint(key)
         with register.transaction():
@@ -46,8 +46,9 @@ class EnrolmentService:
                 raise JobError("what this token gave has ended: ask the operator for another")
             if not token.is_exact and any(one.key_id != own for one in valid):
                 raise JobError(
-                    f"{request.device} is enrolled with another key: if that board is gone, revoke it (`fedquilt ca "
-                    f"revoke {request.device}`) or give a token for this very id; if not, give this board another id"
+                    f"{request.device} is enrolled with another key: if that board is gone, revoke it (`fedquilt "
+                    f"identity revoke {request.device}`) or give a token for this very id; if not, give this "
+                    "board another id"
                 )
             return self._grant_certificate(request.device, key, now_s)
 

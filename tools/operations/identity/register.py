@@ -21,6 +21,7 @@ from fedquilt.host.disk import PRIVATE
 
 Kind = Literal["device", "coordinator", "server", "observer", "site"]
 
+TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS certificate (
   serial TEXT PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, key_id TEXT NOT NULL,
@@ -154,7 +155,7 @@ class CertificateRegister:
             "SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token WHERE digest = ?", (_hash_token(text),)
         ).fetchone()
         if row is None:
-            return "this token is not known here: ask the operator for one (`fedquilt enrol token`)"
+            return "this token is not known here: ask the operator for one (`fedquilt identity token`)"
         token = EnrolmentToken(*row)
         if now_s >= token.ends_s:
             return f"this token ended at {format_time(token.ends_s)}: ask the operator for another"

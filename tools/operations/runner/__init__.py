@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt import open_metrics
-from fedquilt.core import DataError, JobError
+from fedquilt.core import JobError
 from fedquilt.host import connection_limits
 from fedquilt.tools.operations.runner.models import ModelSwitcher
 from fedquilt.tools.operations.runner.service import ModelService
@@ -29,8 +29,6 @@ def main(
     folder: Path | None = None,
     camera: str | None = None,
     every_s: float = 1.0,
-    threads: int = 0,
-    labels: Path | None = None,
     anywhere: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
@@ -42,19 +40,17 @@ def main(
         folder: Folder whose files are classified.
         camera: Path of a camera whose pictures are classified.
         every_s: Seconds between two pictures.
-        threads: Number of threads in one operation of the network, or 0 for one per core.
-        labels: File with one class name per line, or None for the names of the network.
         anywhere: Permit an address that other machines can reach.
         say: Function that prints a line.
 
     Raises:
         ModelError: If the model is missing or unusable.
         JobError: If the address is invalid, in use or reachable by others, or a package is missing.
-        DataError: If the folder, the camera or the file of labels cannot be read.
+        DataError: If the folder or the camera cannot be read.
     """
     connection_limits.raise_descriptor_limit()
     address = None if listen is None else _require_permitted_address(listen, anywhere)
-    models = ModelSwitcher(place, None if labels is None else read_labels(labels), threads=threads)
+    models = ModelSwitcher(place)
     service = ModelService(models, place if place.is_dir() else None)
     with contextlib.ExitStack() as stack:
         every = LOOK_S
@@ -80,21 +76,6 @@ def main(
                 time.sleep(every)
 
 
-def read_labels(path: Path) -> list[str]:
-    """Return the class names in a file, one per line.
-
-    Raises:
-        DataError: If the file cannot be read or is empty.
-    """
-    try:
-        found = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read the labels in {path}: {getattr(error, 'strerror', None) or error}") from None
-    if not found:
-        raise DataError(f"{path} holds no labels: write the name of a class in each line")
-    return found
-
-
 def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
     host, port = open_metrics.parse_address(listen)
     try:
@@ -103,7 +84,7 @@ def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
         raise JobError(f"{listen!r} is no address here: {error.strerror}") from None
     if not anywhere and not ipaddress.ip_address(str(found).partition("%")[0]).is_loopback:
         raise JobError(
-            f"--http {listen}: other machines reach that, and whoever does may ask; say --listen-anywhere if that is "
+            f"--listen {listen}: other machines reach that, and whoever does may ask; say --listen-anywhere if that is "
             "wanted, or use 127.0.0.1"
         )
     return host, port
@@ -119,7 +100,7 @@ def _serve_http(service: ModelService, address: tuple[str, int], anywhere: bool)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         mend = "another program listens there; choose another port" if taken else "choose another address"
-        raise JobError(f"cannot answer at {address[0]}:{address[1]}: {error.strerror}; {mend} with --http") from None
+        raise JobError(f"cannot answer at {address[0]}:{address[1]}: {error.strerror}; {mend} with --listen") from None
     server.start()
     try:
         yield server.url

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -40,7 +40,10 @@ def resolve_model_file(models: Path) -> Path:
         inside = models
     found = inside.resolve()
     if not found.is_file():
-        mend = "`fedquilt deploy` puts one there, or name a folder that has one, or a file that `fedquilt export` wrote"
+        mend = (
+            "`fedquilt rollout model` puts one there, or name a folder that has one, or a file that `fedquilt model "
+            "export` wrote"
+        )
         raise ModelError(f"there is no model {inside}: {mend}")
     return found
 
@@ -52,8 +55,6 @@ class ModelSwitcher:
 
     Args:
         place: Model folder or file, as for `resolve_model_file`.
-        labels: Class names, or None for those of the file.
-        threads: Number of threads in one operation, or 0 for one per core.
         clock: Clock in seconds.
 
     Raises:
@@ -61,15 +62,8 @@ class ModelSwitcher:
         MemoryBudgetError: If there is too little memory.
     """
 
-    def __init__(
-        self,
-        place: Path,
-        labels: Sequence[str] | None = None,
-        *,
-        threads: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._place, self._labels, self._threads, self._clock = place, labels, threads, clock
+    def __init__(self, place: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._place, self._clock = place, clock
         self._failed: Key | None = None
         self._failed_s = 0.0
         self.trouble = ""  # why the model that is there is not the one in use; "": it is
@@ -102,7 +96,7 @@ class ModelSwitcher:
             key, sha256 = _make_file_key(path), REAL.hash_file(path)
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error.strerror}") from None
-        network = Classifier(path, self._labels, threads=self._threads)
+        network = Classifier(path)
         if (shape := network.input_shape) is not None:
             network.compute_scores(
                 np.zeros((1, *shape), np.float32)

@@ -258,8 +258,8 @@ class SiteWorker:
         task, store, id = order.task, self._store, order.task.job
         if sites.STATE not in order.bundles or "job" not in task.params:
             raise JobError(
-                "the task is none for a site: the coordinator above does not know this device as a site (`fedquilt ca "
-                "issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
+                "the task is none for a site: the coordinator above does not know this device as a site (`fedquilt "
+                "identity issue NAME --role site`, or [sites.NAME] in its limits.toml without certificates)"
             )
         given = sites.site_state_from_task(tensors.read_tensors(Path(order.bundles[sites.STATE])))
         tensors.unpack_state(given.inner.tobytes(), methods.load(task.method).state)  # before it is in the log

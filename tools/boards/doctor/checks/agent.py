@@ -74,7 +74,7 @@ def check_agent(
         except FedquiltError as problem:
             file = settings.profile is not None and not profiles.is_board_name(settings.profile)
             wrong = "profile" if settings.profile else "board"
-            mend = f"fedquilt record --out {settings.profile}" if file else f"correct {wrong} in {path}"
+            mend = f"fedquilt board record --out {settings.profile}" if file else f"correct {wrong} in {path}"
             found.append(error("FQ308", str(problem), mend))
     found.append(check_profile(settings, path, machine))
     if memory is not None:
@@ -137,7 +137,7 @@ def check_profile(settings: AgentSettings, path: Path, machine: MachineFacts) ->
             "FQ316",
             f"no profile ships for this board ({named}): "
             "its speed and power are not known, and no operating point is chosen",
-            f'sudo fedquilt record --out own.toml, and profile = "own.toml" in {path}',
+            f'sudo fedquilt board record --out own.toml, and profile = "own.toml" in {path}',
         )
     try:
         given = profiles.find_board_profile(settings.profile)
@@ -235,7 +235,7 @@ def check_unit_limit(budget_bytes: int, written: Mapping[str, str] | None) -> Fi
             "FQ314",
             f"fedquilt-agent.service may take {most / 1e6:.0f} MB (MemoryMax), less than the budget of "
             f"{budget_bytes / 1e6:.0f} MB: the kernel would kill its tasks",
-            "fedquilt flash again, which writes it by the budget",
+            "fedquilt board flash again, which writes it by the budget",
         )
     return ok("FQ314", f"fedquilt-agent.service may take {most / 1e6:.0f} MB")
 

@@ -17,8 +17,8 @@ from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 
 ANSWER_S: Final = 2.5  # for a handshake
-ISSUE: Final = "fedquilt ca issue coordinator, on the authority's machine"
-_ENROL: Final = "fedquilt ca and fedquilt enrol give both sides a certificate (docs/security.md)"
+ISSUE: Final = "fedquilt identity issue coordinator, on the authority's machine"
+_ENROL: Final = "fedquilt identity and fedquilt identity give both sides a certificate (docs/security.md)"
 
 
 def load_identity(broker: Broker) -> LinkIdentity | Finding:

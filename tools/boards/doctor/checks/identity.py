@@ -34,7 +34,7 @@ def check_credentials(settings: AgentSettings, path: Path) -> Finding:
         if any(sysfs.is_forbidden(one) for one in files):
             mend = f"sudo fedquilt doctor {path}"
         elif settings.enrol.url is not None and not all(sysfs.is_visible(one) for one in files):
-            mend = f"sudo fedquilt enrol board {path}"
+            mend = f"sudo fedquilt identity enrol {path}"
         else:
             mend = f"correct [broker] in {path}"
         return error("FQ304", str(problem), mend)
@@ -65,7 +65,7 @@ def check_certificate(settings: AgentSettings, path: Path, clock_s: float) -> li
 
 def check_validity(held: certificate.Certificate, file: str, path: Path, clock_s: float) -> Finding:
     ends = format_day(held.ends_s)
-    renew = f"sudo fedquilt enrol board {path}"
+    renew = f"sudo fedquilt identity enrol {path}"
     if clock_s < held.begins_s:
         return error(
             "FQ306",
@@ -86,7 +86,7 @@ def check_certificate_name(held: certificate.Certificate, settings: AgentSetting
             "FQ307",
             f"certificate {settings.broker.cert} is of {held.name!r}, and this device is {settings.device!r}: "
             "the broker keeps it to the other's branch",
-            f"fedquilt enrol token {settings.device} on the authority's machine, then enrol this board anew",
+            f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board anew",
         )
     return ok("FQ307", f"the certificate names {settings.device}")
 

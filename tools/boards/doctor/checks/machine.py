@@ -126,7 +126,7 @@ def check_power_sensors(machine: MachineFacts) -> Finding | None:
         f"no power sensor of {machine.board} can be read (its INA3221, below {machine.root / 'sys/bus/i2c/drivers'}): "
         "energy will be unknown",
         "sudo apt install python3-pip && sudo pip3 install jetson-stats && sudo usermod -aG jtop fedquilt"
-        + (", and on the operator's machine: fedquilt flash ... --extras onnx jetson" if machine.flashed else ""),
+        + (", and on the operator's machine: fedquilt board flash ... --extras onnx jetson" if machine.flashed else ""),
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks of the operator's machine for `fedquilt flash` and the certificate authority."""
+"""Checks of the operator's machine for `fedquilt board flash` and the certificate authority."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final
 from fedquilt.tools.boards.doctor.findings import Finding, ok, warning
 
 MODULES: Final = (
-    ("FQ601", "packaging", "`fedquilt flash` resolves wheels with it", "pip install 'fedquilt[flash]'"),
-    ("FQ602", "pip", "`fedquilt flash` downloads wheels with it", "python3 -m ensurepip"),
-    ("FQ603", "cryptography", "`fedquilt ca` and `enrol` need it", "pip install 'fedquilt[identity]'"),
+    ("FQ601", "packaging", "`fedquilt board flash` resolves wheels with it", "pip install 'fedquilt[flash]'"),
+    ("FQ602", "pip", "`fedquilt board flash` downloads wheels with it", "python3 -m ensurepip"),
+    ("FQ603", "cryptography", "`fedquilt identity` and `enrol` need it", "pip install 'fedquilt[identity]'"),
 )
 
 
@@ -29,6 +29,6 @@ def check_operator_machine(
     if has_program("ssh"):
         told.append(ok("FQ604", "there is an ssh program"))
     else:
-        said = "there is no ssh program: `fedquilt flash --ssh` reaches no board, --rootfs and --tar do"
+        said = "there is no ssh program: `fedquilt board flash --ssh` reaches no board, --rootfs and an archive do"
         told.append(warning("FQ604", said, "sudo apt install openssh-client"))
     return told

@@ -17,7 +17,7 @@ from fedquilt.tools.boards.flash.targets import NVIDIA_JP6
 from fedquilt.tools.boards.flash.wheels import NUMPY_2
 
 CUDA: Final = {4: 10, 5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
-FLASH: Final = "on the operator's machine: fedquilt flash agent.toml --ssh USER@BOARD --target TARGET"
+FLASH: Final = "on the operator's machine: fedquilt board flash agent.toml --ssh USER@BOARD --target TARGET"
 _LIBRARY: Final = re.compile(rb"lib(?:torch|c10)\w*\.so\b")
 
 
@@ -144,7 +144,7 @@ def check_numpy(machine: MachineFacts, packages: InstalledPackages) -> Finding |
         "FQ206",
         f"numpy {version} is beside torch {torch}, which was compiled with NumPy 1: no tensor becomes an array, and "
         "every task with torch fails",
-        f"echo 'numpy<2' > numpy1.txt && {FLASH} --constraint numpy1.txt"
+        f"{FLASH}, with PIP_CONSTRAINT naming a file that holds numpy<2"
         if machine.flashed
         else "pip install 'numpy<2'",
     )

@@ -27,7 +27,7 @@ NOBODY: Final = "fedquilt-doctor"  # a device that does not exist
 ANSWER_S: Final = 2.5  # for the coordinator's
 GRACE_S: Final = 0.5  # for what may arrive after the broker's acknowledgement
 CHUNK: Final = 1024
-RULES: Final = "fedquilt broker config --for mosquitto ..., which writes the rules that are needed"
+RULES: Final = "fedquilt broker config mosquitto ..., which writes the rules that are needed"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def try_observer(
 
 def judge_observer(seen: PermissionResult, devices: Collection[str], broker: Broker) -> list[Finding]:
     rules = (
-        "fedquilt broker config --for mosquitto --host BROKER --out FOLDER, where the authority is: its rules name "
+        "fedquilt broker config mosquitto --host BROKER --out FOLDER, where the authority is: its rules name "
         "the observers with a certificate; then copy FOLDER to the broker and reload it"
     )
     if seen.level == 5 and not seen.refused and not seen.broke:

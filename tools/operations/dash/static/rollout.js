@@ -32,7 +32,7 @@ export function page(place, { name, again, ask, session, say }) {
     list.hidden = !told.boards.length;
     sync(body, told.boards, (each) => each.device, row);
     more.hidden = !told.more;
-    more.textContent = `and ${told.more} more; \`fedquilt rollouts ${name} --format json\` has them all`;
+    more.textContent = `and ${told.more} more; \`fedquilt rollout status ${name} --format json\` has them all`;
     sync(lines, told.steps, (each) => `${each.at} ${each.text}`, (each) => h("tr", {}, h("th", { scope: "row" }, day(each.at)), h("td", { class: "words" }, each.text)));
   }
 

@@ -7,7 +7,7 @@ const COLOURS = { committed: "answered", refused: "declined", returned: "decline
 
 export function page(place, { ask }) {
   const { made: list, body } = table("rollouts", [{ text: "Rollout" }, { text: "Status" }, { text: "Step" }, { text: "Boards" }, { text: "Begun" }], "cards rollouts");
-  const empty = h("p", { class: "none", hidden: true }, "No rollout yet: `fedquilt deploy RUN` begins one.");
+  const empty = h("p", { class: "none", hidden: true }, "No rollout yet: `fedquilt rollout model RUN` begins one.");
   const unserved = h("p", { class: "notice", hidden: true }, "No coordinator serves this home: no rollout goes on.");
   place.append(h("h1", {}, "Rollouts"), unserved, empty, list);
   async function show() {

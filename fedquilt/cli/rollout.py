@@ -1,0 +1,199 @@
+"""`fedquilt rollout`: model, agent, settings, build, status, back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from fedquilt.cli import home_access, options
+from fedquilt.cli import rollout_options as phases
+from fedquilt.cli.commands import argument, option, verb_group
+from fedquilt.cli.rollout_options import RolloutOptions, submit_rollout
+from fedquilt.core import JobError
+
+CHECKS: Final = "What a board asks of a model in its own check, beside what it runs now"
+KINDS: Final = ("model", "agent", "settings")
+NUMBERS: Final = ("max_w", "telemetry_s")
+
+
+def parse_settings(words: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise JobError(f"{word!r} is no setting: write budget=1GB labels=+canary, before --to")
+        if key in found:
+            raise JobError(f"{key} is set twice")
+        if key == "labels":
+            found[key] = [*filter(None, value.split(","))]
+        elif key in NUMBERS:
+            try:
+                found[key] = float(value)
+            except ValueError:
+                raise JobError(f"{word!r}: {key} is a number") from None
+        else:
+            found[key] = value
+    return found
+
+
+@verb_group()
+def rollout() -> None:
+    """Roll out a model, an agent version or settings to the devices in phases."""
+
+
+@rollout.command()
+@argument("what", "A run's id, a job's name for its latest run, or a FILE.onnx.", shell_complete=options.complete_runs)
+@option("--input-shape", type=options.POSITIVE, many=True, help="Shape of one example of FILE.onnx: 3,224,224.")
+@phases.rollout_options(
+    option("--min-gain", type=phases.POINTS, metavar="POINTS", help="Least gain in accuracy: -0.5pt.", group=CHECKS),
+    option("--max-latency", type=options.TIME, help="Most time of an answer: 40ms.", group=CHECKS),
+    option("--max-energy", type=options.ABOVE_0, metavar="J", help="Most joules of an answer.", group=CHECKS),
+    option("--max-peak", type=phases.SIZE, help="Most memory of the check: 500MB.", group=CHECKS),
+)
+@options.home_option
+def model(
+    what: str,
+    input_shape: tuple[int, ...],
+    phased: RolloutOptions,
+    min_gain: float | None,
+    max_latency: float | None,
+    max_energy: float | None,
+    max_peak: int | None,
+    home: Path,
+) -> None:
+    """Roll out a run's result, or an ONNX file."""
+    from msgspec.structs import replace
+
+    from fedquilt import wire
+    from fedquilt.onnx import weights
+    from fedquilt.tools.artefacts import export
+
+    with home_access.open_existing_home(home) as store:
+        limits = wire.ReleaseLimits(
+            min_gain=min_gain,
+            max_latency_s=max_latency,
+            max_energy_j=max_energy,
+            max_peak_bytes=max_peak,
+        )
+        plan = phased.make_plan("model", "", limits=limits)
+        if what.endswith(".onnx"):
+            file, shape = Path(what), input_shape or None
+            payload = b"".join(weights.read_with_external_data(file))
+            found = export.require_loadable(payload, file.name, shape)
+            plan = replace(plan, name=file.stem[:200], input_shape=shape, versions=found.versions)
+            submit_rollout(store, plan, payload, file.name, home)
+            return
+        if input_shape:
+            raise click.UsageError("--input-shape goes with a FILE.onnx", click.get_current_context())
+        payload, said = export.encode_for_devices(store, what)
+        submit_rollout(store, replace(plan, name=store.find_job(what).id), payload, said, home)
+
+
+@rollout.command()
+@argument("bundle", "What `rollout build` has made.", type=options.PATH)
+@phases.rollout_options()
+@options.home_option
+def agent(bundle: Path, phased: RolloutOptions, home: Path) -> None:
+    """Roll out an agent version. Devices undo a failed upgrade."""
+    from fedquilt.core import StoreError
+    from fedquilt.edge_agent.upgrade import archive
+
+    with home_access.open_existing_home(home) as store:
+        with archive.open_bundle(bundle) as opened:
+            opened.verify_wheels()
+            told, signed = opened.manifest, opened.signature is not None
+        try:
+            payload = bundle.read_bytes()
+        except OSError as error:
+            raise StoreError(f"cannot read {bundle}: {error.strerror}") from None
+        if not signed:
+            print("not signed: only boards whose agent.toml says unsigned = true under [upgrade] take it")
+        what = f"fedquilt {told.version} for {told.machine}, Python {told.python}, {len(payload) / 1e6:.1f} MB"
+        submit_rollout(store, phased.make_plan("agent", told.version), payload, what, home)
+
+
+@rollout.command()
+@argument(
+    "words",
+    "All that is set: budget=1GB, labels=+canary,-old, policy=energy, max_w=10, telemetry_s=60; else agent.toml holds.",
+    nargs=-1,
+    required=True,
+    metavar="KEY=VALUE...",
+)
+@phases.rollout_options()
+@options.home_option
+def settings(words: tuple[str, ...], phased: RolloutOptions, home: Path) -> None:
+    """Set budget, labels, power and telemetry of devices, within their agent.toml."""
+    from fedquilt.edge_agent.upgrade import remote_settings
+
+    with home_access.open_existing_home(home) as store:
+        given = parse_settings(words)
+        remote_settings.parse_remote_settings(given)
+        submit_rollout(
+            store, phased.make_plan("settings", " ".join(words), settings=given), None, " ".join(words), home
+        )
+
+
+@rollout.command()
+@argument("file", "The file to write.", type=options.PATH)
+@options.target_option
+@options.package_options
+@option("--whole", is_flag=True, help="Bring all packages, not fedquilt's own alone.")
+@options.authority_option
+def build(file: Path, target: str, extras: tuple[str, ...], python: str | None, whole: bool, ca: Path) -> None:
+    """Write what `rollout agent` brings to all boards of a target, signed by the authority in --ca."""
+    from fedquilt.console import progress
+    from fedquilt.tools.boards import flash as tool
+
+    what = tool.FlashContent(target=target, extras=tuple(filter(None, extras)), python=python)
+    with progress.show_progress(f"collecting what {file} takes"):
+        tool.write_upgrade_bundle(what, file, ca, whole=whole, say=progress.LINE.print_to_stdout)
+
+
+@rollout.command()
+@argument("id", "A rollout's id, or what it brings, for its boards and what happened.", required=False)
+@options.home_option
+@options.format_option
+def status(id: str | None, home: Path, format: str) -> None:
+    """List the rollouts in --home, or show a rollout's steps and uncommitted devices."""
+    from fedquilt.coordinator.views import rollouts as view
+
+    with home_access.open_existing_home(home) as store:
+        around = view.load_context(home, store.rollouts)
+        if id is None:
+            known, odd = store.rollouts.readable_rollouts(), store.rollouts.read_errors()
+            none = f"no rollouts in {home}: `fedquilt rollout model RUN --home {home}` begins one"
+            held = {each.state.id: view.load_wait(each, store.rollouts, around) for each in known}
+            rows = [{**view.summarise_rollout(each), "waits": held[each.state.id]} for each in known]
+            rows += [{"rollout": each, "problem": why} for each, why in odd.items()]
+            told = [f"{each} waits for {said}" for each, said in held.items() if said]
+            home_access.print_rows(
+                format, rows, [*(view.format_rollouts(known, around.now) if known else [none]), *told, *odd.values()]
+            )
+            return
+        kept = store.rollouts.find_rollout(id)
+        facts = store.rollouts.read_events(kept.state.id)
+        shown = {**view.detail_rollout(kept), "waits": view.describe_rollout_wait(kept.state, facts, around)}
+        home_access.print_rows(format, shown, view.format_rollout(kept, facts, around))
+
+
+@rollout.command()
+@argument("what", f"A rollout's id, or {', '.join(KINDS)} for the latest of that kind.")
+@options.home_option
+def back(what: str, home: Path) -> None:
+    """Take a rollout back, or end one that is under way: boards return to what they ran before."""
+    from fedquilt.coordinator import control_requests
+
+    with home_access.open_existing_home(home) as store:
+        if what in KINDS:
+            found = next(
+                (one for one in reversed(store.rollouts.readable_rollouts()) if one.state.plan.kind == what), None
+            )
+            if found is None:
+                raise JobError(f"no rollout of kind {what!r} in {store.home}: there is nothing to take back")
+        else:
+            found = store.rollouts.find_rollout(what)
+        end = control_requests.abort_rollout if found.state.is_under_way else control_requests.roll_back_rollout
+        print(end(store, found.state.id))
