@@ -100,7 +100,7 @@ def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-@pytest.mark.parametrize("call", ["put", "unlink"])
+@pytest.mark.parametrize("call", ["write", "unlink"])
 def test_private_state_of_an_answer_that_is_half_noted_outlives_another_jobs_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, restarted: bool
 ) -> None:
