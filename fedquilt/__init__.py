@@ -9,6 +9,7 @@
 Public names are loaded on first use, because an agent on a device imports this package too.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,10 +82,12 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     """Load a public name (PEP 562)."""
     if name not in __all__:
-        # without an object, Python's own traceback does not add a second "Did you mean"; a notebook's adds none at all
-        from fedquilt.formats import toml
+        nearest = ""
+        if not any(os.path.exists(f"{__path__[0]}/{file}") for file in (name, f"{name}.py")):  # not yet imported
+            from fedquilt.formats import toml
 
-        nearest = toml.suggest_nearest(name, __all__)
+            nearest = toml.suggest_nearest(name, __all__)
+        # without an object, Python's own traceback does not add a second "Did you mean"; a notebook's adds none at all
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{nearest}", name=name, obj=None)
     import importlib
 
