@@ -73,7 +73,7 @@ def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path)
 @option("--accept", type=options.PATH, metavar="FILE", help="Install the certificate that was carried back.")
 def board(settings: Path, url: str | None, wait: bool, request: Path | None, accept: Path | None) -> int:
     """Request a certificate for this device, or renew it when due."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.boards import enrol as tool
 
     options.require_exclusive(request=request, accept=accept)
-    return commands.enrol_device(settings, url=url, waits=wait, request=request, accept=accept)
+    return tool.enrol_device(settings, url=url, waits=wait, request=request, accept=accept)

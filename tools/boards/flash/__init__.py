@@ -15,8 +15,10 @@ from pathlib import Path
 
 from fedquilt.console import progress
 from fedquilt.core import JobError
-from fedquilt.tools.boards.flash import bundle, coordinator, image, install, targets, upgrade_bundle, wheels
+from fedquilt.tools.boards import targets
+from fedquilt.tools.boards.flash import bundle, coordinator, image, install, upgrade_bundle, wheels
 from fedquilt.tools.boards.flash.coordinator import CoordinatorFiles
+from fedquilt.tools.boards.flash.own_wheels import OwnWheel
 from fedquilt.tools.boards.flash.ssh_host import TOP, SshHost
 
 Say = Callable[[str], None]
@@ -134,8 +136,9 @@ def _collect_files(
     own = [extra for extra in board.extras if extra != "onnx" or "gpu" not in what.extras]  # they exclude each other
     extras = sorted({*what.extras, *own})
     cache = what.wheels or _default_wheel_cache()
+    name: OwnWheel = "fedquilt" if what.role == "coordinator" else "fedquilt-board"
     house, lock = wheels.collect_wheels(
-        target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh
+        target, extras, cache, what.index, name=name, constraint=what.constraint, refresh=what.refresh
     )
     files = bundle.collect_files(
         board, target, house, lock, system_packages=what.system_packages, own_python=what.own_python

@@ -146,42 +146,6 @@ def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: f
     return 0
 
 
-def enrol_device(settings: Path, *, url: str | None, waits: bool, request: Path | None, accept: Path | None) -> int:
-    """Enrol this device online, or write a signing request, or accept a certificate."""
-    import datetime
-    import time
-
-    from fedquilt.edge_agent import enrolment as edge_agent_enrolment
-    from fedquilt.edge_agent import settings as agent
-
-    told = agent.load_settings(settings)
-    if url is not None:
-        told = msgspec.structs.replace(told, enrol=msgspec.structs.replace(told.enrol, url=url))
-    if request is not None:
-        key = edge_agent_enrolment.load_or_create_key(edge_agent_enrolment.paths_from_settings(told))
-        enrolment.write_file_with_mode(
-            request, edge_agent_enrolment.create_signing_request(key, told.device).encode(), 0o644
-        )
-        print(f"{request}: for {told.device}; its key's fingerprint is {enrolment.key_fingerprint(key.public_key())}")
-        print(f"carry it to the authority: fedquilt enrol sign {request.name} --device {told.device}")
-        return 0
-    if accept is not None:
-        with disk.disk_errors(f"read {accept}"):
-            pem = accept.read_bytes()
-        print(f"{told.device} is enrolled, until {edge_agent_enrolment.install_certificate(told, pem):%Y-%m-%d}")
-        return 0
-
-    def current_time() -> datetime.datetime:
-        return datetime.datetime.now(datetime.timezone.utc)
-
-    print(
-        edge_agent_enrolment.enrol_with_retries(told, current_time, time.sleep)
-        if waits
-        else edge_agent_enrolment.enrol(told, current_time())
-    )
-    return 0
-
-
 def configure_broker(
     folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, port: int, installed: str | None
 ) -> int:
