@@ -14,7 +14,6 @@ from itertools import takewhile
 from typing import Any, Final, TypeVar
 
 import click
-from click.utils import make_default_short_help
 
 from fedquilt import __version__
 
@@ -222,7 +221,7 @@ class RootCommand(CommandGroup):
         word = name.replace("-", "_")
         with open(f"{os.path.dirname(__file__)}/{word}.py", encoding="utf-8") as file:
             docstring = file.read().partition(f"\ndef {word}(")[2].split('"""')[1]
-        return make_default_short_help(docstring, 400)
+        return click.Command(name, help=docstring).get_short_help_str(400)
 
 
 def verb(**attributes: Any) -> Callable[[Callable[..., Any]], Command]:

@@ -1,6 +1,6 @@
-"""Wheels of fedquilt itself, built from the running files: `fedquilt` with everything, `fedquilt-board` for boards.
+"""Wheels of the running files: `fedquilt`, and `fedquilt-board` for devices.
 
-Both have the package `fedquilt`, so an environment gets one of them. The same files give the same bytes.
+Both contain the package `fedquilt`, so an environment gets one of them. The same files give the same bytes.
 """
 
 from __future__ import annotations
