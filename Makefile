@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 ARGS ?=
 
-.PHONY: demo test check docs tree nightly emulate clean
+.PHONY: demo test check docs tree wheels nightly emulate clean
 
 demo: .venv-demo/ready
 	.venv-demo/bin/fedquilt demo $(ARGS)
@@ -34,6 +34,11 @@ tree:
 	rm -rf build/tree && mkdir -p build/tree
 	git ls-files -z | grep -zv '^fedquilt/\(coordinator\|edge_agent\|models\|profiles\|tools\)$$' | xargs -0 cp --parents -t build/tree
 	cd build/tree && mv coordinator edge_agent models profiles tools fedquilt/
+
+# fedquilt and fedquilt-board in build/wheels
+wheels: .venv/ready
+	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheels .
+	.venv/bin/python -c 'import pathlib, fedquilt.tools.boards.flash.own_wheels as own; own.build_own_wheel(pathlib.Path("build/wheels"))'
 
 # what takes too long for `make test`: ARGS="--list" says what there is; the board rehearsal wants root
 nightly: .venv/ready

@@ -6,13 +6,14 @@ import contextlib
 import logging
 import os
 import signal
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 
-from fedquilt import open_metrics, profiles, systemd, wire
+from fedquilt import profiles, systemd, wire
 from fedquilt.blobs.transfer.backend import TransferBackend
-from fedquilt.edge_agent import devices, metrics_exporter
+from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases import models
 from fedquilt.edge_agent.releases.check import start
@@ -85,10 +86,19 @@ def run_agent(settings: AgentSettings) -> None:
         agent, lambda: link.problem or (online if link.connected else f"asks for {broker}")
     )
     try:
-        with open_metrics.serve_metrics(settings.metrics.listen, lambda: metrics_exporter.collect_metrics(agent)):
+        with _serve_metrics(agent):
             links.run_endpoint(watched, link, lambda: bool(stopped))
     finally:
         systemd.send_notification("STOPPING=1")
         agent.shut_down()
         lock.release()
         os.umask(before)
+
+
+def _serve_metrics(agent: Agent) -> AbstractContextManager[object]:
+    if agent.settings.metrics.listen is None:
+        return contextlib.nullcontext()
+    from fedquilt import open_metrics
+    from fedquilt.edge_agent import metrics_exporter
+
+    return open_metrics.serve_metrics(agent.settings.metrics.listen, lambda: metrics_exporter.collect_metrics(agent))

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import open_metrics, profiles
+from fedquilt import profiles
 from fedquilt.core import JobError, Name
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.power.governor import GovernorPolicy, Policy
@@ -174,6 +174,8 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
     if settings.data:
         DataSpec.parse(settings.data)
     if settings.metrics.listen is not None:
+        from fedquilt import open_metrics
+
         with toml.prefix_errors("[metrics] listen"):
             open_metrics.parse_address(settings.metrics.listen)
     with toml.prefix_errors("labels"):

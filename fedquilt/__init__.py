@@ -9,13 +9,18 @@
 Public names are loaded on first use, because an agent on a device imports this package too.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedquilt import models as models
-    from fedquilt.api import Cohort as Cohort
-    from fedquilt.api import Comparison, Data, Fleet, Job, Run, Table, compare, method, simulate
     from fedquilt.api import trackers as trackers
+    from fedquilt.api.comparison import Comparison, compare
+    from fedquilt.api.job import Cohort, Data, Fleet, Job
+    from fedquilt.api.method_factory import method
+    from fedquilt.api.run import Run
+    from fedquilt.api.simulation import simulate
+    from fedquilt.api.table import Table
     from fedquilt.core import (
         ClockError,
         DataError,
@@ -62,29 +67,33 @@ __all__ = [
 ]
 
 
+# names that are modules, and modules with other names; the rest is in `fedquilt.core`
+_MODULES = {"fedavg": "methods.fedavg", "models": "models", "trackers": "api.trackers"}
+_HOMES = {
+    **dict.fromkeys(("Cohort", "Data", "Fleet", "Job"), "api.job"),
+    **dict.fromkeys(("Comparison", "compare"), "api.comparison"),
+    "Run": "api.run",
+    "Table": "api.table",
+    "method": "api.method_factory",
+    "simulate": "api.simulation",
+}
+
+
 def __getattr__(name: str) -> object:
     """Load a public name (PEP 562)."""
     if name not in __all__:
+        nearest = ""
+        if not any(os.path.exists(f"{__path__[0]}/{file}") for file in (name, f"{name}.py")):  # not yet imported
+            from fedquilt.formats import toml
+
+            nearest = toml.suggest_nearest(name, __all__)
         # without an object, Python's own traceback does not add a second "Did you mean"; a notebook's adds none at all
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_suggest_name(name)}", name=name, obj=None)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{nearest}", name=name, obj=None)
     import importlib
 
-    if name == "models":
-        return importlib.import_module(f"{__name__}.models")
-    if name == "trackers":
-        return importlib.import_module(f"{__name__}.api.trackers")
-    if name == "fedavg":
-        return importlib.import_module(f"{__name__}.methods.fedavg")
-    home = "core" if name == "Hooks" or name.endswith("Error") else "api"
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-
-
-def _suggest_name(name: str) -> str:
-    import difflib
-
-    known = {each.lower(): each for each in __all__}
-    found = difflib.get_close_matches(name.lower(), known, 1)
-    return f"; did you mean {known[found[0]]!r}?" if found else ""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'core')}"), name)
 
 
 def __dir__() -> list[str]:

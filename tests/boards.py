@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedquilt.formats import toml
-from fedquilt.tools.boards.flash import targets
-from fedquilt.tools.boards.flash.targets import BundleTarget
+from fedquilt.tools.boards import targets
+from fedquilt.tools.boards.targets import BundleTarget
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 INTERPRETER = str(Path(sys.executable).with_name(f"python{PYTHON}"))

@@ -6,6 +6,7 @@ import platform
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 
 import boards
@@ -15,17 +16,17 @@ import fedquilt
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.edge_agent.upgrade import launcher as upgrade_launcher
 from fedquilt.edge_agent.upgrade.archive import UpgradeManifest
-from fedquilt.tools.boards.flash import bundle, upgrade_bundle, wheels
+from fedquilt.tools.boards.flash import bundle, own_wheels, upgrade_bundle, wheels
 
 NEW = "9.9.9"
 LAUNCHER = Path(upgrade_launcher.__file__)
 
 
 def wheel(folder: Path, version: str = NEW, changes: Mapping[str, Callable[[str], str]] = {}) -> Path:
-    """The wheel of fedquilt as it is here, with another version number, and files changed by name."""
+    """The wheel for boards as it is here, with another version number, and files changed by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = wheels.build_own_wheel(folder)
-    made = folder / f"fedquilt-{version}-py3-none-any.whl"
+    own = own_wheels.build_own_wheel(folder)
+    made = folder / f"fedquilt_board-{version}-py3-none-any.whl"
     with zipfile.ZipFile(own) as source, zipfile.ZipFile(made, "w") as target:
         for name in source.namelist():
             text = source.read(name)
@@ -37,9 +38,7 @@ def wheel(folder: Path, version: str = NEW, changes: Mapping[str, Callable[[str]
                 changed = changes[name](text.decode())
                 assert changed != text.decode(), f"{name} has nothing to change"
                 text = changed.encode()
-            target.writestr(
-                name.replace(f"fedquilt-{fedquilt.__version__}.dist-info", f"fedquilt-{version}.dist-info"), text
-            )
+            target.writestr(name.replace(f"-{fedquilt.__version__}.dist-info", f"-{version}.dist-info"), text)
     own.unlink()
     return made
 
@@ -63,7 +62,7 @@ def pack(
         "python": PYTHON,
         "wheels": {path.name: wheels.file_sha256(path) for path in house},
         "unpacked_bytes": sum(map(bundle.unpacked_bytes, house)),
-        "present": {"msgspec": wheels.metadata.version("msgspec")},  # the others are found in the same folder
+        "present": {"msgspec": metadata.version("msgspec")},  # the others are found in the same folder
     }
     upgrade_bundle.pack_bundle(UpgradeManifest(**{**told, **changes}), house, out, sign)  # type: ignore[arg-type]
     return out

@@ -43,7 +43,6 @@ from fedquilt.edge_agent.task.protocol import ProgressReport, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.formats import personal_models
 from fedquilt.host.disk import REAL, Disk, disk_errors
-from fedquilt.onnx import graph_check
 from fedquilt.wire import DesiredRelease
 
 MODEL, SHARED, RELEASE = "model.onnx", "shared.safetensors", "release.json"
@@ -63,6 +62,12 @@ LABELS_MOST_S: Final = 900.0  # after the exchange, likewise
 
 _NAME: Final = re.compile(r"[0-9a-f]{16}(\.part)?\Z")
 _NO_LINKS: Final = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EACCES, errno.EOPNOTSUPP)
+
+
+def _check_graph(path: Path) -> object:
+    from fedquilt.onnx import graph_check  # here, as an idle agent has no model to check
+
+    return graph_check.check_file(path)
 
 
 class ReleaseManifest(DeviceReport, frozen=True):
@@ -95,7 +100,7 @@ class ModelReleases(ReleaseKind):
         disk: Disk = REAL,
         *,
         kept: Callable[[str], PrivateState] = lambda job: PrivateState(),
-        examine: Callable[[Path], object] = graph_check.check_file,
+        examine: Callable[[Path], object] = _check_graph,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = models_folder(settings)

@@ -6,7 +6,7 @@ A verb `x-y` is the command `x_y` in the file `x_y.py` of this folder. `SECTIONS
 from __future__ import annotations
 
 import importlib
-import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,6 @@ from typing import Any, Final, TypeVar
 import click
 
 from fedquilt import __version__
-from fedquilt.formats import toml
 
 SECTIONS: Final = {
     "Begin": ("demo", "init"),
@@ -158,6 +157,8 @@ class CommandGroup(_BaseCommand, click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
+            from fedquilt.formats import toml
+
             ctx.fail(f"there is no verb {args[0]!r}{toml.suggest_nearest(args[0], known)}")
         return super().resolve_command(ctx, args)
 
@@ -183,10 +184,10 @@ class CommandGroup(_BaseCommand, click.Group):
 
 
 class RootCommand(CommandGroup):
-    """The `fedquilt` command, which imports a verb's file on use."""
+    """The `fedquilt` command, which imports a verb's file on use and has the verbs whose files are installed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for names in SECTIONS.values() for name in names]
+        return [name for names in self.sections(ctx).values() for name in names]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in self.list_commands(ctx):
@@ -196,7 +197,19 @@ class RootCommand(CommandGroup):
         return found
 
     def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
-        return SECTIONS
+        files = os.listdir(os.path.dirname(__file__))
+        there = {
+            heading: [name for name in names if f"{name.replace('-', '_')}.py" in files]
+            for heading, names in SECTIONS.items()
+        }
+        return {heading: names for heading, names in there.items() if names}
+
+    def _short_help(self, ctx: click.Context, name: str) -> str:
+        # from the text of the verb's file: imports of all verbs would take twice the time of everything else
+        word = name.replace("-", "_")
+        with open(f"{os.path.dirname(__file__)}/{word}.py", encoding="utf-8") as file:
+            docstring = file.read().partition(f"\ndef {word}(")[2].split('"""')[1]
+        return click.Command(name, help=docstring).get_short_help_str(400)
 
 
 def verb(**attributes: Any) -> Callable[[Callable[..., Any]], Command]:
@@ -229,6 +242,8 @@ def verbosity() -> int:
 def explain_usage_error(error: click.UsageError) -> str:
     said, context = error.format_message(), error.ctx
     if isinstance(error, click.NoSuchOption) and context is not None:
+        from fedquilt.formats import toml
+
         known = [name for one in context.command.get_params(context) for name in one.opts]
         said = f"no such option: {error.option_name}{toml.suggest_nearest(error.option_name, known)}"
     said = said[:1].lower() + said[1:].rstrip(".")
@@ -241,13 +256,15 @@ def _verbose_option(**attributes: Any) -> Option:
 
 def _raise_verbosity(context: click.Context, parameter: click.Parameter, count: int) -> None:
     if count:
+        import logging
+
         root = context.find_root()
         root.obj = (root.obj or 0) + count
         logging.getLogger().setLevel(_log_level(root.obj))
 
 
-def _log_level(verbose: int) -> int:
-    return logging.DEBUG if verbose > 1 else logging.INFO if verbose else logging.WARNING
+def _log_level(verbose: int) -> str:
+    return "DEBUG" if verbose > 1 else "INFO" if verbose else "WARNING"
 
 
 @click.group(cls=RootCommand, epilog=EPILOG, params=[_verbose_option()])
@@ -255,5 +272,7 @@ def _log_level(verbose: int) -> int:
 @click.pass_context
 def root_command(context: click.Context, verbose: int) -> None:
     """Run federated learning on edge devices."""
+    import logging  # here, as `fedquilt --help` does not log
+
     context.obj = verbose
     logging.basicConfig(level=_log_level(verbose), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -13,8 +13,7 @@ from typing import Final
 
 import click
 
-from fedquilt import extras
-from fedquilt.core import FedquiltError, JobError, MemoryBudgetError, StoreError
+import fedquilt
 from fedquilt.host import threads
 
 COMPLETE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for completions sets it
@@ -61,12 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(error.exit_code) from None
     except click.Abort:  # the end of the input, or Ctrl-C, at a question
         return 130
-    except FedquiltError as error:
+    except fedquilt.FedquiltError as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
+        from fedquilt import extras
+
         print(f"fedquilt: {extras.missing_message(error.name or '')}", file=sys.stderr)
-        return JobError.exit_code
+        return fedquilt.JobError.exit_code
     except BrokenPipeError:  # the reader has ended: drop the buffer silently
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -74,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f": {error.filename}" if error.filename else ""
         mend = "; check its folder, its owner and the disk" if error.filename else ""
         print(f"fedquilt: {error.strerror}{where}{mend}", file=sys.stderr)
-        return StoreError.exit_code
+        return fedquilt.StoreError.exit_code
     except MemoryError as error:
         print(f"fedquilt: this machine's memory is not enough{f': {error}' if str(error) else ''}", file=sys.stderr)
-        return MemoryBudgetError.exit_code
+        return fedquilt.MemoryBudgetError.exit_code
     except TerminatedError as ended:  # in good order by now; whoever sent the signal sees that it was followed
         sys.stdout.flush()
         os.kill(os.getpid(), ended.number)

@@ -135,9 +135,9 @@ def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path)
 @option("--wait", is_flag=True, help="Try until the endpoint answers.")
 def enrol(settings: Path, wait: bool) -> int:
     """Request a certificate for this device at [enrol] url, or renew it when due."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.boards import enrol as tool
 
-    return commands.enrol_device(settings, waits=wait)
+    return tool.enrol_device(settings, waits=wait)
 
 
 @identity.command()
@@ -145,9 +145,9 @@ def enrol(settings: Path, wait: bool) -> int:
 @argument("csr", "File for the certificate request, to be carried to the authority.", type=options.PATH)
 def request(settings: Path, csr: Path) -> int:
     """Write a certificate request of this device."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.boards import enrol as tool
 
-    return commands.request_certificate(settings, csr)
+    return tool.request_certificate(settings, csr)
 
 
 @identity.command()
@@ -155,6 +155,6 @@ def request(settings: Path, csr: Path) -> int:
 @argument("certificate", "The file that was carried back.", type=options.PATH)
 def accept(settings: Path, certificate: Path) -> int:
     """Install the certificate that the authority has signed for this device."""
-    from fedquilt.tools.operations.identity import commands
+    from fedquilt.tools.boards import enrol as tool
 
-    return commands.accept_certificate(settings, certificate)
+    return tool.accept_certificate(settings, certificate)

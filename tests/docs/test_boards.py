@@ -7,7 +7,8 @@ from pathlib import Path
 
 from fedquilt.edge_agent import settings
 from fedquilt.formats import toml
-from fedquilt.tools.boards.flash import coordinator, targets
+from fedquilt.tools.boards import targets
+from fedquilt.tools.boards.flash import coordinator
 
 PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 

@@ -10,7 +10,7 @@ import pytest
 
 import documents
 from command_lines import parsed
-from fedquilt.tools.boards.flash import targets
+from fedquilt.tools.boards import targets
 
 DOCS = documents.ROOT / "docs"
 COMMANDS = [

@@ -15,7 +15,6 @@ import msgspec
 from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.blobs.chunks import ref_from_bytes
-from fedquilt.coordinator.updates.tasks import make_task
 from fedquilt.core import BlobRef, ModelError, Task, TaskSpec, Tensors, derive_seed
 from fedquilt.edge_agent.task import memory_budget, outputs, protocol, sandbox
 from fedquilt.edge_agent.task.process import ChildProcess
@@ -91,10 +90,11 @@ class TaskProcess:
             (out / f"{ref.sha256}.in").write_bytes(payload)
             return ref
 
-        task = make_task(
-            order,
-            blob=blob,
+        task = Task(
             actions=("work",),
+            params=dict(order.params),
+            bundles={name: blob(value) for name, value in order.bundles.items()},
+            work=order.work,
             job="alone",
             round=number,
             attempt=0,

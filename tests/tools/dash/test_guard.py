@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.tools.operations.dash import access_control
-from fedquilt.tools.operations.dash.access_control import AccessPolicy
+from fedquilt.tools.operations import access_control
+from fedquilt.tools.operations.access_control import AccessPolicy
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from boards import ELF, INTERPRETER, JETSON, plant, required, wheel
 
 from fedquilt.tools.boards.flash import bundle
 from fedquilt.tools.boards.flash.install import RootFileSystem
-from fedquilt.tools.boards.flash.targets import BundleTarget
+from fedquilt.tools.boards.targets import BundleTarget
 
 SSH = """#!/bin/sh
 # a host that is here: options and the host's name first, then one command

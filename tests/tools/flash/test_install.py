@@ -13,7 +13,7 @@ import pytest
 from boards import AARCH64, ARM, HERE, JETSON, X86_64, elf, plant, snapshot, wheel
 from ordinary import User
 
-from fedquilt.tools.boards.flash import bundle, wheels
+from fedquilt.tools.boards.flash import bundle, own_wheels
 from fedquilt.tools.boards.flash import install as installer
 from fedquilt.tools.boards.flash.install import InstallRefusedError, RootFileSystem, install_bundle, uninstall
 
@@ -346,7 +346,7 @@ def runs(current: Path, etc: Path, settings: bytes, home: Path, packages: str, r
 def test_an_ordinary_user_runs_what_was_installed(user: User, tmp_path: Path) -> None:
     """Installed by a root whose umask shuts everything: the agent's user starts it, and may not read the key."""
     files = {"agent.toml": b'device = "d"\nhome = "/var/lib/fedquilt"\n', "device.key": b"k"}
-    house = (wheels.build_own_wheel(tmp_path),)
+    house = (own_wheels.build_own_wheel(tmp_path),)
     folder = tmp_path / "bundle"
     bundle.write_folder(
         bundle.collect_files(bundle.BoardFiles("orin-1", files, 1_000_000_000, False), HERE, house, ""), folder

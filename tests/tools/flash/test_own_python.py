@@ -13,7 +13,8 @@ from boards import ELF, PYTHON, TARGET, plant, wheel
 
 from fedquilt import cli
 from fedquilt.core import JobError
-from fedquilt.tools.boards.flash import bundle, install, portable_python, targets
+from fedquilt.tools.boards import targets
+from fedquilt.tools.boards.flash import bundle, install, portable_python
 
 pytestmark = pytest.mark.skipif(not TARGET, reason="no target is a machine like this one")
 

@@ -55,7 +55,7 @@ def test_a_bundle_is_fedquilt_alone_signed_where_the_authority_is(
         platform.machine(),
         PYTHON,
     )
-    assert list(manifest.wheels) == [f"fedquilt-{fedquilt.__version__}-py3-none-any.whl"]
+    assert list(manifest.wheels) == [f"fedquilt_board-{fedquilt.__version__}-py3-none-any.whl"]
     assert manifest.present["msgspec"] == "99.0"
     assert "cryptography" in manifest.present
     assert flash() == 0

@@ -6,7 +6,6 @@ import hashlib
 import shutil
 import subprocess
 import sys
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from boards import required, wheel
 
 import fedquilt
 from fedquilt.core import JobError, StoreError
-from fedquilt.tools.boards.flash import targets, wheels
+from fedquilt.tools.boards import targets
+from fedquilt.tools.boards.flash import wheels
 from fedquilt.tools.boards.flash.wheels import Wheel
 
 JP6, JP7 = targets.find_target("jetpack6"), targets.find_target("jetpack7")
@@ -75,40 +75,6 @@ def test_what_is_no_wheel_is_named(tmp_path: Path) -> None:
         Wheel.from_file(tmp_path / "half-1.0-py3-none-any.whl")
 
 
-# -- our own --------------------------------------------------------------------------------------
-
-
-def test_our_own_wheel_is_whole_and_always_the_same(tmp_path: Path) -> None:
-    """It imports from where it is unpacked, with the units that flash needs and nothing compiled."""
-    (tmp_path / "again").mkdir()
-    path = wheels.build_own_wheel(tmp_path)
-    assert wheels.build_own_wheel(tmp_path / "again").read_bytes() == path.read_bytes()
-    read = Wheel.from_file(path)
-    assert (read.name, read.version) == ("fedquilt", fedquilt.__version__)
-    assert any(line.startswith("msgspec") for line in read.requires)
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        archive.extractall(tmp_path / "site")
-        record = archive.read(f"fedquilt-{fedquilt.__version__}.dist-info/RECORD").decode()
-    assert {line.split(",")[0] for line in record.splitlines()} == set(names)
-    assert {name.split("/")[0] for name in names} == {"fedquilt", f"fedquilt-{fedquilt.__version__}.dist-info"}
-    assert not [name for name in names if name.endswith(".pyc") or "__pycache__" in name]
-    for wanted in (
-        "fedquilt/edge_agent/agent.py",
-        "fedquilt/tools/boards/flash/units/fedquilt-agent.service",
-        "fedquilt/py.typed",
-    ):
-        assert wanted in names
-    ran = subprocess.run(
-        [sys.executable, "-c", "import fedquilt.edge_agent.agent as a, fedquilt.cli; print(a.__file__)"],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path / "site")},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.stdout.startswith(str(tmp_path / "site")), ran.stderr
-
-
 # -- the house ------------------------------------------------------------------------------------
 
 
@@ -138,7 +104,7 @@ def names(house: list[Path]) -> list[str]:
 def test_a_house_holds_what_the_target_can_load(index: Path, tmp_path: Path) -> None:
     """numpy for JetPack 6's Python, machine and glibc; tomli as its Python is 3.10; no torch."""
     house, lock = wheels.collect_wheels(JP6, ["onnx"])
-    assert house[0].name == f"fedquilt-{fedquilt.__version__}-py3-none-any.whl"
+    assert house[0].name == f"fedquilt_board-{fedquilt.__version__}-py3-none-any.whl"
     assert "numpy-99.0-cp310-cp310-manylinux_2_28_aarch64.whl" in [path.name for path in house]
     assert {"tomli", "onnxruntime", "paho_mqtt"} <= set(names(house))
     assert not {"torch", "amqtt"} & set(names(house))
@@ -239,8 +205,7 @@ def test_an_unknown_extra_is_refused_before_anything_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the known ones are named."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(JobError, match=r"no extra 'onx': fedquilt has .*onnx"):
+    with pytest.raises(JobError, match=r"no extra 'onx': fedquilt-board has .*onnx"):
         wheels.collect_wheels(JP6, ["onx"])
     assert not (tmp_path / "cache").exists()
 

@@ -23,7 +23,6 @@ from fedquilt.tools.boards.doctor import certificate, findings, folders, machine
 from fedquilt.tools.boards.doctor.checks import (
     agent,
     authentication,
-    coordinator,
     machine,
     operator_machine,
     packages,
@@ -101,8 +100,10 @@ def select_groups(
             made["machine"] = lambda: _check_agent(wanted, path, settings, clock_s, around)
             made["broker"] = lambda: _check_device_connection(settings, clock_s, timer)
     if wanted.home is not None:
+        from fedquilt.tools.boards.doctor.checks.coordinator import check_coordinator  # here: boards do not have it
+
         home = wanted.home
-        made["coordinator"] = lambda: coordinator.check_coordinator(home, around.free)
+        made["coordinator"] = lambda: check_coordinator(home, around.free)
     if wanted.broker is not None:
         table = wanted.broker
         made["broker"] = lambda: _check_coordinator_connection(table, wanted, clock_s, timer)

@@ -15,8 +15,10 @@ from pathlib import Path
 
 from fedquilt.console import progress
 from fedquilt.core import JobError
-from fedquilt.tools.boards.flash import bundle, coordinator, image, install, targets, upgrade_bundle, wheels
+from fedquilt.tools.boards import targets
+from fedquilt.tools.boards.flash import bundle, coordinator, image, install, upgrade_bundle, wheels
 from fedquilt.tools.boards.flash.coordinator import CoordinatorFiles
+from fedquilt.tools.boards.flash.own_wheels import OwnWheel
 from fedquilt.tools.boards.flash.ssh_host import TOP, SshHost
 
 Say = Callable[[str], None]
@@ -121,7 +123,8 @@ def _collect_files(
 ) -> dict[str, bytes | Path]:
     own = [extra for extra in board.extras if extra != "onnx" or "gpu" not in what.extras]  # they exclude each other
     extras = sorted({*what.extras, *own})
-    house, lock = wheels.collect_wheels(target, extras)
+    name: OwnWheel = "fedquilt" if what.role == "coordinator" else "fedquilt-board"
+    house, lock = wheels.collect_wheels(target, extras, name)
     files = bundle.collect_files(board, target, house, lock, own_python=what.own_python)
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
     say(f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all")

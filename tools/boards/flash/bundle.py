@@ -28,7 +28,7 @@ from fedquilt.host import virtual_environment
 from fedquilt.host.disk import disk_errors
 from fedquilt.tools.boards.flash import coordinator, install, wheels
 from fedquilt.tools.boards.flash.coordinator import CoordinatorFiles
-from fedquilt.tools.boards.flash.targets import BundleTarget
+from fedquilt.tools.boards.targets import BundleTarget
 from fedquilt.transport.mqtt.broker import Broker
 
 HERE: Final = Path(__file__).parent

@@ -30,7 +30,8 @@ from fedquilt.formats import labels as words
 from fedquilt.formats import toml
 from fedquilt.security import enrolment
 from fedquilt.tools.boards import flash as tool
-from fedquilt.tools.boards.flash import image, targets
+from fedquilt.tools.boards import targets
+from fedquilt.tools.boards.flash import image
 from fedquilt.tools.operations.identity.register import (
     TOKEN_S,
     CertificateRegister,

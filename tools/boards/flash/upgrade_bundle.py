@@ -12,7 +12,7 @@ import fedquilt
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.edge_agent.upgrade.archive import UpgradeManifest
 from fedquilt.tools.boards.flash import bundle, wheels
-from fedquilt.tools.boards.flash.targets import BundleTarget
+from fedquilt.tools.boards.targets import BundleTarget
 
 Say = Callable[[str], None]
 

@@ -6,37 +6,32 @@ Python. Therefore the required packages are determined here from the metadata of
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import io
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.parser import HeaderParser
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-import fedquilt
 from fedquilt.core import UNDECODABLE, JobError, StoreError
-from fedquilt.formats import toml
 from fedquilt.host.disk import disk_errors
-from fedquilt.tools.boards.flash.targets import BundleTarget
+from fedquilt.tools.boards.flash import own_wheels
+from fedquilt.tools.boards.flash.own_wheels import OwnWheel
+from fedquilt.tools.boards.targets import NUMPY_2, BundleTarget
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 ROUNDS_MOST: Final = 6  # of finding that something more is needed
 FOR_A_GPU: Final = ("onnxruntime-gpu", "torch", "torchvision")  # an index besides PyPI has its own builds of these
-NUMPY_2: Final = b"numpy._core._multiarray_umath"  # is imported by what was compiled with the headers of NumPy 2
-STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file in our own wheel: the same files, the same bytes
 
 
 class CachedWheels(msgspec.Struct, frozen=True):
@@ -66,73 +61,12 @@ class Wheel:
         return cls(canonicalize_name(said["Name"]), said["Version"], tuple(said.get_all("Requires-Dist") or ()), path)
 
 
-# -- our own --------------------------------------------------------------------------------------
-
-
-def build_own_wheel(folder: Path) -> Path:
-    """Build fedquilt's own wheel from the running files. Same files give same bytes.
-
-    Raises:
-        StoreError: If the folder cannot be written.
-    """
-    package = Path(fedquilt.__file__).parent
-    info = f"fedquilt-{fedquilt.__version__}.dist-info"
-    files = dict(_package_files(package))
-    files[f"{info}/METADATA"] = "".join(f"{key}: {value}\n" for key, value in _read_metadata(package.parent)).encode()
-    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: fedquilt\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nfedquilt = fedquilt.cli:main\n"
-    record = "".join(f"{name},sha256={_urlsafe_sha256(data)},{len(data)}\n" for name, data in files.items())
-    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        for name, data in files.items():
-            entry = zipfile.ZipInfo(name, STAMP)
-            entry.external_attr = 0o644 << 16
-            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
-    path = folder / f"fedquilt-{fedquilt.__version__}-py3-none-any.whl"
-    with disk_errors(f"write {path}"):
-        path.write_bytes(made.getvalue())
-    return path
-
-
-def _read_metadata(clone: Path) -> list[tuple[str, str]]:
-    # pyproject.toml comes first, because the metadata of an editable installation may be outdated
-    said = [("Metadata-Version", "2.1"), ("Name", "fedquilt"), ("Version", fedquilt.__version__)]
-    if not (clone / "pyproject.toml").is_file():
-        known = metadata.metadata("fedquilt")
-        return said + [
-            (key, value) for key in ("Requires-Dist", "Provides-Extra") for value in known.get_all(key) or ()
-        ]
-    from packaging.requirements import Requirement
-
-    project = toml.read_toml(clone / "pyproject.toml")["project"]
-    said += [("Requires-Dist", line) for line in project["dependencies"]]
-    for extra, lines in project["optional-dependencies"].items():
-        said.append(("Provides-Extra", extra))
-        for one in map(Requirement, lines):
-            marker = f"({one.marker}) and " if one.marker else ""
-            one.marker = None
-            said.append(("Requires-Dist", f'{one}; {marker}extra == "{extra}"'))
-    return said
-
-
-def _package_files(package: Path) -> Iterable[tuple[str, bytes]]:
-    for folder, folders, names in os.walk(package, followlinks=True):
-        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith(".") and not name.endswith((".pyc", "~", ".orig", ".rej")):
-                path = Path(folder, name)
-                yield f"fedquilt/{path.relative_to(package).as_posix()}", path.read_bytes()
-
-
-def _urlsafe_sha256(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-
 # -- everything it needs --------------------------------------------------------------------------
 
 
-def collect_wheels(target: BundleTarget, extras: Sequence[str]) -> tuple[list[Path], str]:
+def collect_wheels(
+    target: BundleTarget, extras: Sequence[str], name: OwnWheel = "fedquilt-board"
+) -> tuple[list[Path], str]:
     """Return the wheels for a target, fedquilt's own first, and their lock file.
 
     Wheels are downloaded once into the user's cache, so that all boards of a fleet get the same versions. pip's own
@@ -142,6 +76,7 @@ def collect_wheels(target: BundleTarget, extras: Sequence[str]) -> tuple[list[Pa
     Args:
         target: Kind of board.
         extras: Extras of fedquilt.
+        name: Own wheel, with everything or for boards.
 
     Raises:
         JobError: If an extra is unknown, wheels are missing, or the constraints file is unreadable.
@@ -151,16 +86,16 @@ def collect_wheels(target: BundleTarget, extras: Sequence[str]) -> tuple[list[Pa
     constraint = Path(named) if (named := os.environ.get("PIP_CONSTRAINT")) else None
     allowed, index = _read_constraints(constraint), os.environ.get("PIP_EXTRA_INDEX_URL") or target.index or None
     extras = ["gpu" if extra == "onnx" and target.index else extra for extra in extras]
-    known = {value for key, value in _read_metadata(Path(fedquilt.__file__).parents[1]) if key == "Provides-Extra"}
+    known = {value for key, value in own_wheels.read_metadata(name) if key == "Provides-Extra"}
     for extra in extras:
         if extra not in known:
-            raise JobError(f"no extra {extra!r}: fedquilt has {', '.join(sorted(known))}")
+            raise JobError(f"no extra {extra!r}: {name} has {', '.join(sorted(known))}")
     narrowed = [f"constrained.{hashlib.sha256(allowed).hexdigest()[:8]}"] if allowed else []
-    what = "-".join([target.name, f"py{target.python}", *sorted(extras), *narrowed])
+    what = "-".join([name, target.name, f"py{target.python}", *sorted(extras), *narrowed])
     with disk_errors(f"use {cache}", "free some space or name another folder with XDG_CACHE_HOME"):
         folder = cache / what
         folder.mkdir(parents=True, exist_ok=True)
-        mine = build_own_wheel(folder)
+        mine = own_wheels.build_own_wheel(folder, name)
         question = (Wheel.from_file(mine).requires, target, sorted(extras), index, allowed)
         asked = hashlib.sha256(repr(question).encode()).hexdigest()
         found = _load_cached_wheels(folder, asked)
@@ -215,7 +150,8 @@ def _save_cached_wheels(folder: Path, wheels: Sequence[Path], asked: str) -> Non
 def _resolve_wheels(
     mine: Path, target: BundleTarget, extras: Sequence[str], folder: Path, index: str | None, constraint: Path | None
 ) -> list[Path]:
-    root = f"fedquilt[{','.join(extras)}]" if extras else "fedquilt"
+    own = Wheel.from_file(mine).name
+    root = f"{own}[{','.join(extras)}]" if extras else own
     with tempfile.TemporaryDirectory(dir=folder) as built:
         more = [] if index is None else _pin_gpu_builds(root, mine, target, Path(built), index, constraint)
         return _download_closure(root, mine, target, folder, index, constraint, more)
@@ -227,7 +163,8 @@ def _pin_gpu_builds(
     # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
     from packaging.requirements import Requirement
 
-    _, missing = dependency_closure(root, {"fedquilt": Wheel.from_file(mine)}, target)
+    own = Wheel.from_file(mine)
+    _, missing = dependency_closure(root, {own.name: own}, target)
     alone = ["--no-deps", "--index-url", index]
     for wanted in missing:
         if Requirement(wanted).name in FOR_A_GPU:  # packages that this index lacks are resolved like all others
@@ -261,7 +198,7 @@ def _download_closure(
             got = {wheel.name: wheel for wheel in map(Wheel.from_file, sorted(Path(scratch).glob("*.whl")))}
             needed, missing = dependency_closure(root, got, target)
             if not missing:
-                kept = [got[name].path for name in sorted(needed - {"fedquilt"})]
+                kept = [got[name].path for name in sorted(needed - {Wheel.from_file(mine).name})]
                 return [Path(shutil.copy(path, folder / path.name)) for path in kept]
             more += missing
     raise JobError(f"wheels for {target.name} cannot be resolved: {', '.join(more)} asks for more each time")

@@ -50,8 +50,8 @@ def main(
     raise_descriptor_limit()
     uvicorn: Any = extras.load_optional("uvicorn")
     extras.load_optional("starlette")
+    from fedquilt.tools.operations.access_control import AccessPolicy
     from fedquilt.tools.operations.dash import uvicorn_protocol
-    from fedquilt.tools.operations.dash.access_control import AccessPolicy
     from fedquilt.tools.operations.dash.app import Dashboard
     from fedquilt.tools.operations.dash.home_watcher import HomeWatcher
 

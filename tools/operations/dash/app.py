@@ -23,8 +23,9 @@ from fedquilt import __version__
 from fedquilt.coordinator import control_requests
 from fedquilt.coordinator.storage import store
 from fedquilt.core import FedquiltError, JobError, StoreError
-from fedquilt.tools.operations.dash import access_control, pages, rollouts
-from fedquilt.tools.operations.dash.access_control import AccessPolicy
+from fedquilt.tools.operations import access_control
+from fedquilt.tools.operations.access_control import AccessPolicy
+from fedquilt.tools.operations.dash import pages, rollouts
 from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, MissingRunError
 from fedquilt.tools.operations.dash.reports import ReportBuilder
 

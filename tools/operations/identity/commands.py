@@ -146,47 +146,6 @@ def sign_request(folder: Path, csr: Path, device: str, out: Path | None, days: f
     return 0
 
 
-def enrol_device(settings: Path, *, waits: bool) -> int:
-    """Request a certificate for this device, or renew it."""
-    import datetime
-    import time
-
-    from fedquilt.edge_agent import enrolment as client
-    from fedquilt.edge_agent import settings as agent
-
-    def current_time() -> datetime.datetime:
-        return datetime.datetime.now(datetime.timezone.utc)
-
-    told = agent.load_settings(settings)
-    print(client.enrol_with_retries(told, current_time, time.sleep) if waits else client.enrol(told, current_time()))
-    return 0
-
-
-def request_certificate(settings: Path, csr: Path) -> int:
-    """Write a signing request of this device, with its key."""
-    from fedquilt.edge_agent import enrolment as client
-    from fedquilt.edge_agent import settings as agent
-
-    told = agent.load_settings(settings)
-    key = client.load_or_create_key(client.paths_from_settings(told))
-    enrolment.write_file_with_mode(csr, client.create_signing_request(key, told.device).encode(), 0o644)
-    print(f"{csr}: for {told.device}; its key's fingerprint is {enrolment.key_fingerprint(key.public_key())}")
-    print(f"carry it to the authority: fedquilt identity sign {csr.name} --device {told.device}")
-    return 0
-
-
-def accept_certificate(settings: Path, certificate: Path) -> int:
-    """Install a signed certificate on this device."""
-    from fedquilt.edge_agent import enrolment as client
-    from fedquilt.edge_agent import settings as agent
-
-    told = agent.load_settings(settings)
-    with disk.disk_errors(f"read {certificate}"):
-        pem = certificate.read_bytes()
-    print(f"{told.device} is enrolled, until {client.install_certificate(told, pem):%Y-%m-%d}")
-    return 0
-
-
 def configure_broker(
     folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, listen: str, installed: str | None
 ) -> int:

@@ -21,7 +21,7 @@ import msgspec
 from fedquilt.core import UNDECODABLE, DataError, FedquiltError
 from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
-from fedquilt.tools.operations.dash import access_control
+from fedquilt.tools.operations import access_control
 from fedquilt.tools.operations.runner.service import BODY_MOST, ModelService, UnknownClassificationError
 
 log = logging.getLogger("fedquilt.runner")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from fedquilt.edge_agent.clocks.client import HelperStatus
+from fedquilt.tools.boards import targets
 from fedquilt.tools.boards.doctor import conditions, machine_facts
 from fedquilt.tools.boards.doctor.findings import Finding, drop_missing, error, ok, warning
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
-from fedquilt.tools.boards.flash import targets
 
 WRITTEN_S: Final = 1735689600.0  # 2025-01-01: no clock that is right is before this program was written
 HOT_C: Final = 85.0  # boards slow down from about here on

@@ -13,8 +13,7 @@ from typing import Final
 
 from fedquilt.tools.boards.doctor.findings import Finding, drop_missing, error, ok, warning
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
-from fedquilt.tools.boards.flash.targets import NVIDIA_JP6
-from fedquilt.tools.boards.flash.wheels import NUMPY_2
+from fedquilt.tools.boards.targets import NUMPY_2, NVIDIA_JP6
 
 CUDA: Final = {4: 10, 5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
 FLASH: Final = "on the operator's machine: fedquilt board flash agent.toml --ssh USER@BOARD --target TARGET"
