@@ -21,7 +21,6 @@ EXTRAS: Final = {
     "cryptography": "identity",
     "packaging": "flash",
     "PIL": "images",
-    "cv2": "camera",
     "pyarrow": "parquet",
     "pandas": "frames",
     "polars": "frames",

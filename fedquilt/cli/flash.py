@@ -17,7 +17,7 @@ MANY = "Many boards"
 @option(
     "--target",
     metavar="TARGET",
-    help="System of the board: jetpack4 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
+    help="System of the board: jetpack5 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
 )
 @option(
     "--role",
@@ -78,12 +78,6 @@ MANY = "Many boards"
 @option("--python", metavar="3.N", help="Python version of the board (default: the target's).")
 @option("--interpreter", metavar="PATH", help="Path of Python on the board (default: /usr/bin/python3.N).")
 @option(
-    "--own-python",
-    type=options.PATH,
-    metavar="FILE",
-    help="Python that comes along, for jetpack4 and jetpack5; fedquilt.tools.boards.flash.portable_python makes one.",
-)
-@option(
     "--system-packages",
     is_flag=True,
     help="Let the agent use the board's own Python packages too, such as NVIDIA's torch.",
@@ -139,7 +133,6 @@ def flash(
     extras: tuple[str, ...],
     python: str | None,
     interpreter: str | None,
-    own_python: Path | None,
     system_packages: bool,
     wheels: Path | None,
     index: str | None,
@@ -185,7 +178,6 @@ def flash(
         index=index,
         constraint=constraint,
         refresh=refresh,
-        own_python=own_python,
         role=role,
     )
     if upgrade is not None:

@@ -51,7 +51,7 @@ def test_a_python_that_is_too_old_is_found_with_what_to_do(board: Any) -> None:
     found = board.only()
     assert (found.number, found.severity) == ("FQ101", "error")
     assert "Python 3.8" in found.sentence
-    assert "--target jetpack5 --own-python FILE" in (found.mend or "")
+    assert "--target jetpack5 --python 3.11 --interpreter" in (found.mend or "")
 
 
 def test_a_python_that_nvidias_wheels_are_not_for_is_found(board: Any) -> None:

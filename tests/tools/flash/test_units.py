@@ -151,7 +151,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
     agent = BoardFiles("d", {"device.key": b"", "token": b""}, 10**9, enrols=True)
     runner = told(site, f'{URL}[models]\nserve = "127.0.0.1:8080"\n')
     made = bundle.render_units({"agent": agent, "runner": runner}.get(role) or serving(site, "[enrol]\n[dash]\n"))
-    programs = ("opt/fedquilt/current/bin/python", "usr/bin/systemd-sysusers", "usr/bin/systemctl", "usr/bin/touch")
+    programs = ("opt/fedquilt/current/bin/python", "bin/systemd-sysusers", "bin/systemctl", "usr/bin/touch")
     for name in programs:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -189,3 +189,20 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
                 text=True,
             )
             assert rated.returncode == 0, rated.stdout[-200:] + rated.stderr
+
+
+def test_an_older_systemd_gets_secrets_as_copies_of_the_users_own() -> None:
+    """LoadCredential= came with systemd 247; JetPack 5 has 245."""
+    secret = BoardFiles("b", {"agent.toml": b"", "device.key": b"k", "password": b"p"}, 10**9)
+    new, old = (bundle.render_units(secret, systemd)["fedquilt-agent.service"].decode() for systemd in (249, 245))
+    assert "LoadCredential=device.key" in new
+    assert "/run/fedquilt-agent" not in new
+    assert "LoadCredential" not in old
+    assert "CREDENTIALS_DIRECTORY" not in old
+    assert "--credentials /run/fedquilt-agent\n" in old
+    assert "RuntimeDirectoryMode=0700" in old
+    for name in ("device.key", "password"):
+        copy = (
+            f"ExecStartPre=+/usr/bin/install -o fedquilt -g fedquilt -m 0400 /etc/fedquilt/{name} /run/fedquilt-agent/"
+        )
+        assert copy in old

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import ordinary
 import pytest
 from ordinary import User
@@ -23,8 +22,6 @@ pytest.importorskip("onnxruntime")
 import classifiers
 
 from fedquilt.cli import main
-from fedquilt.core import JobError
-from fedquilt.tools.operations import runner
 
 FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
 
@@ -68,33 +65,8 @@ def test_it_serves_follows_and_ends_in_good_order(user: User, models: Path, tmp_
     assert (models / "served.json").stat().st_uid == user.uid
 
 
-HEARS_CTRL_C = """
-import signal, sys
-from fedquilt.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_folder_becomes_lines_of_json(user: User, models: Path, tmp_path: Path) -> None:
-    """Files that lie in the folder at the start, and one that appears later."""
-    log, place = tmp_path / "log", user.own("in")
-    np.save(place / "a.npy", classifiers.image(250))
-    user.owns(place / "a.npy")
-    words = ("serve-model", str(models), "--folder", str(place), "--threads", "1")
-    process = user.start(sys.executable, "-c", HEARS_CTRL_C, *words, log=log)
-    until(lambda: "a.npy" in log.read_text(), "the first answer")
-    np.save(tmp_path / "b.npy", classifiers.image(5))
-    (tmp_path / "b.npy").rename(place / "b.npy")
-    until(lambda: "b.npy" in log.read_text(), "the second answer", told=log.read_text)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(each["file"], each["name"]) for each in lines] == [("a.npy", "day"), ("b.npy", "night")]
-
-
 def test_what_cannot_be_served_says_why(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A folder without a model, addresses that others reach or have, no camera software, labels that are none."""
+    """A folder without a model, addresses that others reach or have, labels that are none."""
 
     def refused(*words: str) -> tuple[int, str]:
         return main(["serve-model", *words]), capsys.readouterr().err
@@ -115,52 +87,3 @@ def test_what_cannot_be_served_says_why(models: Path, tmp_path: Path, capsys: py
     assert (code, "there are 3 labels" in said) == (4, True)
     code, said = refused(str(models), "--labels", str(tmp_path / "absent"))
     assert (code, "cannot read the labels in" in said) == (3, True)
-
-
-def test_a_camera_needs_opencv(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the missing package and the extra that brings it."""
-    monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(JobError, match=r"needs cv2, which is not installed: pip install 'fedquilt\[camera\]'"):
-        runner.main(models, camera="/dev/video0")
-
-
-class Video:
-    """What OpenCV has of a camera with two pictures."""
-
-    COLOR_BGR2GRAY = COLOR_BGR2RGB = 0
-    pictures: tuple[np.ndarray, ...] = (classifiers.image(250, 8), classifiers.image(10, 8))
-
-    def __init__(self, opened: bool = True) -> None:
-        self.opened, self.left = opened, list(self.pictures)
-
-    def VideoCapture(self, device: str) -> Video:
-        return self
-
-    def isOpened(self) -> bool:
-        return self.opened
-
-    def grab(self) -> bool:
-        return bool(self.left)
-
-    def retrieve(self) -> tuple[bool, np.ndarray]:
-        return True, self.left.pop(0)
-
-    def cvtColor(self, frame: np.ndarray, kind: int) -> np.ndarray:
-        return frame
-
-    def release(self) -> None:
-        self.opened = False
-
-
-def test_a_cameras_pictures_become_lines_of_json(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are answered until the camera gives none any more; a camera that is not there is named."""
-    lines: list[str] = []
-    video = Video()
-    monkeypatch.setitem(sys.modules, "cv2", video)
-    with pytest.raises(runner.DataError, match="the camera /dev/video0 gives no pictures any more"):
-        runner.main(models, camera="/dev/video0", every_s=1e-9, threads=1, say=lines.append)
-    assert [json.loads(line)["name"] for line in lines] == ["day", "night"]
-    assert not video.opened
-    monkeypatch.setitem(sys.modules, "cv2", Video(opened=False))
-    with pytest.raises(runner.DataError, match=r"cannot open the camera /dev/video9: .*group video"):
-        runner.main(models, camera="/dev/video9")
