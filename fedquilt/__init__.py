@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fedquilt import models as models
     from fedquilt.api import Cohort as Cohort
     from fedquilt.api import Comparison, Data, Fleet, Job, Run, Table, compare, method, simulate
-    from fedquilt.api import trackers as trackers
     from fedquilt.core import (
         ClockError,
         DataError,
@@ -58,7 +57,6 @@ __all__ = [
     "method",
     "models",
     "simulate",
-    "trackers",
 ]
 
 
@@ -71,8 +69,6 @@ def __getattr__(name: str) -> object:
 
     if name == "models":
         return importlib.import_module(f"{__name__}.models")
-    if name == "trackers":
-        return importlib.import_module(f"{__name__}.api.trackers")
     if name == "fedavg":
         return importlib.import_module(f"{__name__}.methods.fedavg")
     home = "core" if name == "Hooks" or name.endswith("Error") else "api"
