@@ -132,13 +132,13 @@ def test_a_folder_or_address_that_no_unit_can_have_is_refused(site: Path, table:
 
 
 def test_a_coordinator_s_places_of_blobs_are_options_of_its_service(site: Path) -> None:
-    made = serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\nurl = "https://hub.site:8443"\ns3 = "https://s.site/b"\n')
+    made = serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\nurl = "https://hub.site:8443"\n')
     told = " ".join(made.serve)
-    assert "--blobs-http 0.0.0.0:8443 --blobs-url https://hub.site:8443 --blobs-s3 https://s.site/b" in told
+    assert "--blobs-http 0.0.0.0:8443 --blobs-url https://hub.site:8443" in told
     with pytest.raises(JobError, match="--blobs-url"):
         serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\n')
-    with pytest.raises(JobError, match=r"\[blobs\] s3"):
-        serving(site, '[blobs]\ns3 = "https://s.site/b $(id)"\n')
+    with pytest.raises(JobError, match=r"\[blobs\] http"):
+        serving(site, '[blobs]\nhttp = "0.0.0.0:8443 $(id)"\n')
 
 
 @pytest.mark.parametrize("role", ["agent", "runner", "coordinator"])
