@@ -109,10 +109,6 @@ MANY = "Many boards"
     group=MANY,
 )
 @option("--watch", is_flag=True, help="Show first boots and enrolments until every board is there.", group=MANY)
-@option(
-    "--cert", type=options.PATH, metavar="FILE", help="Coordinator's certificate, to see who is online.", group=MANY
-)
-@option("--key", type=options.PATH, metavar="FILE", help="Key of --cert.", group=MANY)
 @option("--uninstall", is_flag=True, help="Remove the agent from --rootfs or --ssh.")
 @option("--purge", is_flag=True, help="With --uninstall: remove settings, identity and state as well.")
 def flash(
@@ -141,8 +137,6 @@ def flash(
     boards: Path | None,
     authority: Path,
     watch: bool,
-    cert: Path | None,
-    key: Path | None,
     uninstall: bool,
     purge: bool,
 ) -> None:
@@ -191,4 +185,4 @@ def flash(
     from fedquilt.tools.boards.flash import fleet
 
     plan = fleet.FlashPlan(what, image, out or Path("fedquilt-boards"), authority, ssh_option, dry_run=dry_run)
-    fleet.flash_table(boards, target, plan, watch=watch, cert=cert, key=key)
+    fleet.flash_table(boards, target, plan, watch=watch)
