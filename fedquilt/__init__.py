@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedquilt import models as models
-    from fedquilt.api import trackers as trackers
     from fedquilt.api.comparison import Comparison, compare
     from fedquilt.api.job import Cohort, Data, Fleet, Job
     from fedquilt.api.method_factory import method
@@ -63,12 +62,11 @@ __all__ = [
     "method",
     "models",
     "simulate",
-    "trackers",
 ]
 
 
 # names that are modules, and modules with other names; the rest is in `fedquilt.core`
-_MODULES = {"fedavg": "methods.fedavg", "models": "models", "trackers": "api.trackers"}
+_MODULES = {"fedavg": "methods.fedavg", "models": "models"}
 _HOMES = {
     **dict.fromkeys(("Cohort", "Data", "Fleet", "Job"), "api.job"),
     **dict.fromkeys(("Comparison", "compare"), "api.comparison"),

@@ -1,4 +1,4 @@
-"""Plug-ins: external methods, networks, data sets, meters and engines.
+"""Plug-ins: external methods, networks, data sets, meters, engines and blob backends.
 
 A plug-in is named by an entry point or as `module:name`. A package declares entry points in its `pyproject.toml`:
 `mine = "mine:METHOD"` below `[project.entry-points."fedquilt.methods"]`. Entry points are read at each lookup, and a
@@ -28,13 +28,14 @@ from typing import Any, Final, Literal, TypeAlias
 from fedquilt.core import JobError, shorten_error
 from fedquilt.formats import toml
 
-Kind: TypeAlias = Literal["method", "network", "data", "meter", "engine"]
+Kind: TypeAlias = Literal["method", "network", "data", "meter", "engine", "blobs"]
 GROUPS: Final[dict[Kind, str]] = {
     "method": "fedquilt.methods",
     "network": "fedquilt.networks",
     "data": "fedquilt.data",
     "meter": "fedquilt.meters",
     "engine": "fedquilt.engines",
+    "blobs": "fedquilt.blobs",
 }
 CALLED: Final[dict[Kind, str]] = {
     "method": "method",
@@ -42,6 +43,7 @@ CALLED: Final[dict[Kind, str]] = {
     "data": "data set",
     "meter": "meter",
     "engine": "engine",
+    "blobs": "blob backend",
 }
 OWNERS: Final = ("data", "meter")  # kinds that no message names, only agent.toml
 TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name

@@ -51,7 +51,7 @@ BENCHES: Final = (
     "sites",
     "cores",
 )
-STORE: Final = ("tests/coordinator/test_object_store.py", "tests/end_to_end/test_large_by_store.py")
+STORE: Final = ("tests/examples/test_s3_blobs.py", "tests/end_to_end/test_large_by_store.py")
 CONTAINERS: Final = "tests/examples/test_containers.py"
 RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on

@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.client
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
+import fedquilt_s3
 import pytest
-
-from fedquilt.coordinator.delivery.blobs.object_store import Bucket
+import sites
+from fedquilt_s3 import Bucket
 
 KEYS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "verysecret"}
 
@@ -41,3 +43,9 @@ def asked(url: str, method: str) -> tuple[int, bytes]:
         found = answer.status, answer.read()
     connection.close()
     return found
+
+
+def install(site: Path) -> Path:
+    """Put the package of examples/s3_blobs into `site`, which is returned."""
+    points = {"fedquilt.blobs": {"s3": "fedquilt_s3:open_bucket"}}
+    return sites.install(site, "fedquilt-s3", {"fedquilt_s3.py": Path(fedquilt_s3.__file__).read_text()}, points)

@@ -19,6 +19,7 @@ from typing import Final
 
 from fedquilt.cli import main
 from fedquilt.tools.boards.doctor.checks import coordinator
+from fedquilt.tools.boards.doctor.findings import to_finding
 
 PAUSE_S: Final = 2.0  # at most; a coordinator that was killed is often back before the next command
 LOOKED: Final = "an onlooker is content:"
@@ -39,7 +40,8 @@ def look(home: Path, run: str, number: int) -> str:
     )
     words, said = every[number % len(every)], io.StringIO()
     if words[0] == "doctor":  # its look at a home; the rest is about this machine
-        found = [each for each in coordinator.check_coordinator(home) if each.severity == "error" and each.code != DISK]
+        told = [to_finding(number, verdict) for number, verdict in coordinator.check_coordinator(home)]
+        found = [each for each in told if each.severity == "error" and each.number != DISK]
         return f"{FAILED} {found}" if found else ""
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:

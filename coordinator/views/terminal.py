@@ -339,14 +339,7 @@ def run_coordinator(
             server.shut_down()
 
 
-def print_log(
-    store: Store,
-    id: str,
-    *,
-    follow: bool = False,
-    json: bool = False,
-    watch: Callable[[bool], None] = lambda last: None,
-) -> None:
+def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False) -> None:
     """Print a run's events with their wall-clock times. With `follow`, print until the run has ended.
 
     Args:
@@ -354,8 +347,6 @@ def print_log(
         id: The id of the run.
         follow: Whether to wait for later events.
         json: Whether to print each event as a line of JSON.
-        watch: The function called after all present events are printed. The argument is whether the call is the last
-            one.
 
     Raises:
         JobError: If the run is deleted meanwhile.
@@ -381,7 +372,6 @@ def print_log(
         if not (served or gone or away or ended) and follow:
             print(f"no coordinator serves {store.home}: another one is waited for {AWAY_S:g} s", file=sys.stderr)
         away = not served
-        watch(ended or not follow or gone)
         if not ended and follow and gone:
             raise InactiveRunError(
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from fedquilt.api import progress_display
 from fedquilt.api.job import Job
 from fedquilt.api.simulation import bundle_folder_name
 from fedquilt.api.table import Table
-from fedquilt.api.trackers import flatten_table
 from fedquilt.core import JobError
 from fedquilt.tools.experiments import comparison as runs
 from fedquilt.tools.experiments import tables
@@ -41,7 +40,7 @@ class Comparison:
     @property
     def labels(self) -> list[str]:
         """Label of each job: the method, with the settings that differ if methods are repeated."""
-        written = [flatten_table(job.to_table()) for job in self.jobs]
+        written = [_flatten_table(job.to_table()) for job in self.jobs]
         methods = [job.method for job in self.jobs]
         if len(set(methods)) == len(methods):
             return methods
@@ -213,3 +212,10 @@ def _mark_columns(mark: EvaluationPoint) -> dict[str, Any]:
         "up_bytes": mark.up_bytes,
         "joules": mark.energy_j,
     }
+
+
+def _flatten_table(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flatten_table(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}
+    return found

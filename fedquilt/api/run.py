@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from fedquilt import extras, metrics
 from fedquilt.api.job import Job
@@ -18,6 +19,9 @@ from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
     import numpy as np
+
+ENDED: Final = ("done", "failed", "stopped")
+POLL_S: Final = 0.5
 
 
 class Run:
@@ -74,6 +78,18 @@ class Run:
         with self._open_store() as store:
             row, summary = store.find_job(self.id), self._summarise(store)
             return Table(columns.make_round_columns(summary, row.job, scores.read_scores(self.home, row)))
+
+    def follow(self) -> Iterator[dict[str, Any]]:
+        """Yield each finished round once, as a row of `rounds`, until the run has ended.
+
+        A round that is evaluated during the next round is finished with that evaluation.
+        """
+        reader, ended = RoundReader(self.home, self.id), False
+        while not ended:
+            ended = self.status in ENDED  # read first, so that no last round is missed
+            yield from reader.read_new_rows(ended=ended)
+            if not ended:
+                time.sleep(POLL_S)
 
     def devices(self) -> Table:
         """Return one row per device: tasks, their cost, and accuracy on the held-out share.
@@ -187,3 +203,26 @@ class Run:
 
     def _summarise(self, store: Store) -> RunSummary:
         return summarise_events(store.find_job(self.id).job, store.read_events(self.id))
+
+
+class RoundReader:
+    """Reader of a run's finished rounds, which returns each round once."""
+
+    def __init__(self, home: Path, id: str) -> None:
+        self._home, self._id = home, id
+        self._seen, self._returned = 0, 0  # events, and rounds
+        self._summary: RunSummary | None = None
+
+    def read_new_rows(self, *, ended: bool) -> list[dict[str, Any]]:
+        """Return the rows finished since the last call. With `ended`, all remaining rows are finished."""
+        with Store(self._home, durable=False) as store:
+            row = store.find_job(self._id)
+            summary = self._summary or RunSummary.from_job(row.job)
+            for number, at_s, fact in store.read_events(self._id, after=self._seen):
+                self._seen, summary = number, summary.after(fact, at_s)
+            self._summary = summary
+            rows = columns.make_scored_rows(summary, row.job, scores.read_scores(self._home, row))
+        checked_later = row.job.check.every and not row.job.check.beside
+        new = (rows if ended or not checked_later else rows[:-1])[self._returned :]
+        self._returned += len(new)
+        return new

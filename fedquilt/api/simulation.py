@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from fedquilt import extras, metrics
-from fedquilt.api import experiment_tracking, progress_display
+from fedquilt.api import progress_display
 from fedquilt.api.job import Job
-from fedquilt.api.run import Run
+from fedquilt.api.run import RoundReader, Run
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
-    from fedquilt.api.trackers import Tracker
     from fedquilt.tools.simulation.simulated_job import Simulation
+
+log = logging.getLogger(__name__)
 
 PREPARED: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")
 
@@ -36,7 +38,7 @@ def simulate(
     mixed: bool = False,
     home: str | Path | None = None,
     evaluate: bool = True,
-    trackers: Sequence[Tracker] = (),
+    on_round: Callable[[Mapping[str, Any]], None] | None = None,
     progress: bool | None = None,
 ) -> Run:
     """Run a job to its end on its simulated fleet.
@@ -57,8 +59,8 @@ def simulate(
             folder.
         evaluate: Whether to evaluate the global model after each round if the job has no [check], on held-out shares
             and the test set, without cost for the devices.
-        trackers: Trackers that receive the job, each finished round and the end. The first error of a tracker is
-            logged, and the run continues.
+        on_round: Function that receives each finished round as a row of `Run.rounds`, for a tracker of experiments.
+            Its errors are logged, and the run continues.
         progress: True to show progress lines, False to show none, or None to show them on terminals and in notebooks.
 
     Returns:
@@ -76,7 +78,6 @@ def simulate(
 
     if not isinstance(job, Job):
         raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
-    told = experiment_tracking.TrackerGroup(experiment_tracking.require_trackers(trackers))
     wanted = settings_with_seed(job, seed)
     made = watched_run.add_evaluation(wanted) if evaluate else wanted
     if not made.data:
@@ -86,21 +87,18 @@ def simulate(
         bundle = place / "bundles" / bundle_folder_name(made)
         prepare.prepare_and_check(made, bundle)
         with contextlib.closing(progress_display.make_display(progress)) as shown:
-            watch = _RunReporter(made, place, told, shown.show)
-            try:
-                id = watched_run.run_job(
-                    made,
-                    bundle,
-                    place,
-                    workers=workers,
-                    engine=engine,
-                    mixed=mixed,
-                    begun=watch.start_trackers,
-                    watch=watch,
-                )
-                watch.report_rounds(ended=True)
-            finally:
-                watch.end_trackers()
+            watch = _RunReporter(made, place, on_round, shown.show)
+            id = watched_run.run_job(
+                made,
+                bundle,
+                place,
+                workers=workers,
+                engine=engine,
+                mixed=mixed,
+                begun=watch.begin,
+                watch=watch,
+            )
+            watch.report_rounds(ended=True)
         run = Run(place, id)
         if home is None:
             weakref.finalize(run, stack.pop_all().close)  # a temporary home lasts as long as its run
@@ -119,31 +117,34 @@ def bundle_folder_name(job: settings.JobSettings) -> str:
 
 
 class _RunReporter:
-    """Shows a run's progress and reports its rounds to trackers."""
+    """Shows a run's progress and passes its finished rounds to a callback."""
 
     def __init__(
-        self, job: settings.JobSettings, home: Path, told: experiment_tracking.TrackerGroup, show: Callable[[str], None]
+        self,
+        job: settings.JobSettings,
+        home: Path,
+        on_round: Callable[[Mapping[str, Any]], None] | None,
+        show: Callable[[str], None],
     ) -> None:
-        self._job, self._home, self._told, self._show = job, home, told, show
-        self._follower: experiment_tracking.LogFollower | None = None
-        self._run = ""
+        self._job, self._home, self._on_round, self._show = job, home, on_round, show
+        self._reader: RoundReader | None = None
         self._metric, self._reached = columns.find_main_metric(job), ""
 
-    def start_trackers(self, run: str) -> None:
-        self._run, self._follower = run, experiment_tracking.LogFollower(self._home, run)
-        self._told.start(Job.from_settings(self._job), run)
+    def begin(self, run: str) -> None:
+        self._reader = RoundReader(self._home, run)
 
     def __call__(self, simulation: Simulation) -> None:
         self.report_rounds(ended=False)
         self._show(f"{simulation.run}: round {simulation.completed_rounds} of {self._job.rounds}{self._reached}")
 
-    def end_trackers(self) -> None:
-        self._told.end(Run(self._home, self._run))
-
     def report_rounds(self, *, ended: bool) -> None:
-        for row in self._follower.read_new_rows(ended=ended) if self._follower is not None else ():
+        for row in self._reader.read_new_rows(ended=ended) if self._reader is not None else ():
             if row[self._metric.name] is not None:
                 self._reached = (
                     f", {self._metric.title} {metrics.format_value(self._metric, row[self._metric.name], 1)}"
                 )
-            self._told.round(row)
+            try:
+                if self._on_round is not None:
+                    self._on_round(row)
+            except Exception:
+                log.warning("on_round failed at round %s, and the run continues", row["round"], exc_info=True)

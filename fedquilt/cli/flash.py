@@ -72,10 +72,6 @@ def dry_run_option(function: F) -> F:
 )
 @options.authority_option
 @option("--watch", is_flag=True, help="Show first boots and enrolments until every board is there.", group=MANY)
-@option(
-    "--cert", type=options.PATH, metavar="FILE", help="Coordinator's certificate, to see who is online.", group=MANY
-)
-@option("--key", type=options.PATH, metavar="FILE", help="Key of --cert.", group=MANY)
 def flash(
     settings: Path,
     target: str | None,
@@ -92,8 +88,6 @@ def flash(
     boards: Path | None,
     ca: Path,
     watch: bool,
-    cert: Path | None,
-    key: Path | None,
 ) -> None:
     """Install an agent in a mounted root, on a disk image, over SSH, or as an archive."""
     from fedquilt.console import progress
@@ -123,7 +117,7 @@ def flash(
     from fedquilt.tools.boards.flash import fleet
 
     plan = fleet.FlashPlan(what, image, out or Path("fedquilt-boards"), ca, dry_run=dry_run)
-    fleet.flash_table(boards, target, plan, watch=watch, cert=cert, key=key)
+    fleet.flash_table(boards, target, plan, watch=watch)
 
 
 @verb()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from fedquilt import plugins
 from fedquilt.cli.commands import F, argument, option
 from fedquilt.console import units
 from fedquilt.formats import toml
@@ -176,7 +176,7 @@ def target_option(function: F) -> F:
     return option(
         "--target",
         metavar="TARGET",
-        help="System of the board: jetpack4 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
+        help="System of the board: jetpack5 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
     )(function)
 
 
@@ -319,34 +319,37 @@ def worker_options(function: Callable[..., Any]) -> Callable[..., Any]:
 class BlobOptions:
     http: str | None
     url: str | None
-    s3: str | None
+    backend: str | None
 
     @property
     def given_options(self) -> list[str]:
-        named = {"--blobs-http": self.http, "--blobs-url": self.url, "--blobs-s3": self.s3}
+        named = {"--blobs-http": self.http, "--blobs-url": self.url, "--blobs-backend": self.backend}
         return [name for name, value in named.items() if value is not None]
 
     def to_locations(self, ca: Path | None) -> BlobLocationSettings:
         """Return the blob locations for a coordinator.
 
         Args:
-            ca: Certificate authority of the object store, or None.
+            ca: Certificate authority of the backend, or None.
 
         Raises:
-            JobError: If an address is malformed or unreachable for devices, or a bucket's key is missing.
+            JobError: If an address is malformed or unreachable for devices, or the backend is unknown or unusable.
         """
         from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
-        from fedquilt.coordinator.delivery.blobs.object_store import Bucket
 
-        return BlobLocationSettings(
-            self.http, self.url, None if self.s3 is None else Bucket.from_url(self.s3, os.environ), ca
-        )
+        opener = None
+        if self.backend is not None:
+            name, _, address = self.backend.partition("=")
+            opener = plugins.load_plugin("blobs", name)(address)
+        return BlobLocationSettings(self.http, self.url, opener, ca)
 
 
 def blob_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(**given: Any) -> Any:
-        return function(blobs=BlobOptions(*(given.pop(f"blobs_{name}") for name in ("http", "url", "s3"))), **given)
+        return function(
+            blobs=BlobOptions(*(given.pop(f"blobs_{name}") for name in ("http", "url", "backend"))), **given
+        )
 
     for add in reversed(
         (
@@ -359,11 +362,10 @@ def blob_options(function: Callable[..., Any]) -> Callable[..., Any]:
             ),
             option("--blobs-url", metavar="URL", help="Address by which boards reach --blobs-http.", group="Blobs"),
             option(
-                "--blobs-s3",
-                metavar="URL",
-                help="Use a bucket of an S3-compatible store for models and updates: "
-                "https://HOST/BUCKET/PREFIX?region=REGION. Its keys: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
-                "the environment.",
+                "--blobs-backend",
+                metavar="NAME=ADDRESS",
+                help="Use the store of an installed package for models and updates too, such as s3=https://HOST/BUCKET "
+                "of examples/s3_blobs.",
                 group="Blobs",
             ),
         )

@@ -31,9 +31,11 @@ from fedquilt.edge_agent.task import memory_budget
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.testing.boards import write_fake_board
-from fedquilt.tools.boards.doctor import folders, machine_facts
-from fedquilt.tools.boards.doctor.checks import agent as checks
-from fedquilt.tools.boards.doctor.checks import identity, machine
+from fedquilt.tools.boards import doctor
+from fedquilt.tools.boards.doctor import machine_facts
+from fedquilt.tools.boards.doctor.checks.agent import Facts
+from fedquilt.tools.boards.doctor.findings import Finding, run_checks
+from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 from fedquilt.transport.mqtt.broker import Broker
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}
@@ -115,14 +117,18 @@ def test_a_tasks_process_is_killed_above_its_budget(user: User, examples: Path):
     assert code == "memory", reason
 
 
+def examine(settings: AgentSettings, number: str) -> Finding:
+    facts = Facts(MachineFacts(1.8e9), settings=settings, path=Path("agent.toml"))
+    (found,) = [one for one in run_checks(doctor.TABLE, facts) if one.number == number]
+    return found
+
+
 def is_told(home: Path, examples: Path, form: str) -> str:
     path = examples if form != "folder" else examples.parent
     with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
         load_examples(DataSpec.parse({"path": str(path), "format": form}))
     settings = AgentSettings(device="d", home=str(home), data={"path": str(examples)})
-    finding = checks.check_examples(settings, Path("agent.toml"))
-    assert finding is not None
-    assert "cannot be read by this user" in finding.sentence
+    assert "cannot be read by this user" in examine(settings, "FQ309").sentence
     return str(raised.value)
 
 
@@ -163,7 +169,7 @@ def names_secrets(settings: AgentSettings, etc: Path, run: Path) -> str | None:
         enrolment.load_or_create_key(
             enrolment.CredentialPaths(*(etc / name for name in ("ca.crt", "device.crt", "device.key", "token")))
         )
-    return identity.check_credentials(settings, Path("agent.toml")).mend
+    return examine(settings, "FQ304").mend
 
 
 def test_secrets_that_are_roots_are_named(user: User):
@@ -180,8 +186,8 @@ def test_secrets_that_are_roots_are_named(user: User):
 
 
 def finds_the_folder(home: Path) -> Any:
-    found = checks.check_free_space(home, AgentSettings(device="d", home=str(home)), folders.free_bytes)
-    return [checks.check_home(home).number, checks.check_home(home).severity, found.number]
+    settings = AgentSettings(device="d", home=str(home))
+    return ["FQ302", examine(settings, "FQ302").severity, examine(settings, "FQ303").number]
 
 
 def test_an_agents_folder_that_may_not_be_seen_is_found(user: User):
@@ -229,7 +235,7 @@ def test_the_clock_commands_are_an_ordinary_users(user: User):
 
 def found(root: Path) -> Any:
     seen = machine_facts.read_machine(root, 1.8e9, 0.0)
-    return [[one.severity, one.sentence] for one in machine.check_machine(seen) if one.number == "FQ172"]
+    return [[one.severity, one.sentence] for one in run_checks(doctor.TABLE, Facts(seen)) if one.number == "FQ172"]
 
 
 def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):

@@ -98,9 +98,10 @@ def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit
         (tmp_path / f"{name}.toml").write_text(toml.format_toml(told))
         commands[name] = ("agent", str(tmp_path / f"{name}.toml"))
         processes.start(name, log, *commands[name])
-    where = ("--blobs-s3", f"http://127.0.0.1:{relay.port}/bucket/models")
+    where = ("--blobs-backend", f"s3=http://127.0.0.1:{relay.port}/bucket/models")
+    own = {**object_stores.KEYS, "PYTHONPATH": str(object_stores.install(tmp_path / "site"))}  # no board has the keys
     commands["run"] = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url, *where)
-    processes.start("run", log, *commands["run"], **object_stores.KEYS)  # no board has the keys
+    processes.start("run", log, *commands["run"], **own)
 
     def step(wanted: str, round: int) -> list[str]:
         """Boards that wait, or send, in a round, as `devices` shows them."""
@@ -110,7 +111,7 @@ def test_boards_and_a_coordinator_that_die_in_mid_turn_cost_no_update_and_no_bit
 
     def die(name: str) -> None:
         processes.kill(name)
-        processes.start(name, log, *commands[name], **(object_stores.KEYS if name == "run" else {}))
+        processes.start(name, log, *commands[name], **(own if name == "run" else {}))
 
     def others_wait(round: int) -> bool:
         return len(step("sending", round)) == 2 and len(step("waiting", round)) == BOARDS - 2

@@ -23,8 +23,7 @@ from waiting import LIMIT_S, until
 import command_lines
 from fedquilt import __version__
 from fedquilt.formats import toml
-from fedquilt.tools.boards.flash import portable_python
-from fedquilt.tools.emulate import guest, rehearsal_checks, rollouts
+from fedquilt.tools.emulate import guest, programs, rehearsal_checks, rollouts
 from fedquilt.tools.emulate.container import find_container_process
 from fedquilt.tools.lab import demo
 
@@ -151,7 +150,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
     if not archive:
         made = guest.create_root(
             folder / "base",
-            portable_python.debian_mirror(guest.SUITE),
+            programs.debian_mirror(guest.SUITE),
             folder / "log",
             rehearsal_checks.debian_architecture(),
             PACKAGES,

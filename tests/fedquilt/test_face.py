@@ -15,7 +15,7 @@ from fedquilt.core import FedquiltError
 
 NAMES = {
     *("Job", "Data", "Cohort", "Fleet", "models", "simulate", "compare", "Run", "Comparison", "Table"),
-    *("Hooks", "method", "fedavg", "trackers", "__version__"),
+    *("Hooks", "method", "fedavg", "__version__"),
     *("FedquiltError", "JobError", "DataError", "ModelError", "LinkError", "StoreError"),
     *("MemoryBudgetError", "ClockError", "UpdateError", "WireError"),
 }
@@ -93,7 +93,7 @@ def test_describing_a_job_needs_neither_torch_nor_onnxruntime() -> None:
     code = (
         "import sys, fedquilt as fq\n"
         "fq.Job(method='fedavg', model=fq.models.mlp(64, [32], 10), data=fq.Data('d.npz'), fleet=fq.Fleet(3))\n"
-        "fq.simulate, fq.compare, fq.Run, fq.trackers, fq.fedavg\n"
+        "fq.simulate, fq.compare, fq.Run, fq.fedavg\n"
         "print(*sys.modules)"
     )
     loaded = {name.split(".")[0] for name in python(code).split()}

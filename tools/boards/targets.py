@@ -17,8 +17,7 @@ class BundleTarget:
         python: Version such as "3.10", or "" if it depends on the board's system.
         glibc: Minor version of the oldest supported glibc 2.
         index: Package index of wheels for this board that are not on PyPI, or "".
-        systemd: Version of systemd. Credentials require 247, and groups of system calls require 239.
-        brings: Whether the bundle must contain a Python (`own_python`).
+        systemd: Version of systemd. Credentials require 247.
     """
 
     name: str
@@ -28,7 +27,6 @@ class BundleTarget:
     interpreter: str = ""  # its path on the board
     index: str = ""
     systemd: int = 249
-    brings: bool = False
 
     @property
     def local_platform(self) -> str:
@@ -63,12 +61,8 @@ class BundleTarget:
 NUMPY_2: Final = b"numpy._core._multiarray_umath"  # is imported by what was compiled with the headers of NumPy 2
 NVIDIA_JP6: Final = "https://pypi.jetson-ai-lab.io/jp6/cu126"  # wheels with the GPU for JetPack 6; PyPI has none
 # Python and glibc of Ubuntu 22.04 and 24.04, on which JetPack 6 and 7 are built, and of Debian 12 and 13
-BROUGHT: Final = "/opt/fedquilt/current/python/bin/python"
 KNOWN: Final = {
-    "jetpack4": BundleTarget(
-        "jetpack4", "aarch64", "3.11", 36, systemd=237, brings=True
-    ),  # the glibc is the brought Python's
-    "jetpack5": BundleTarget("jetpack5", "aarch64", "3.11", 36, systemd=245, brings=True),
+    "jetpack5": BundleTarget("jetpack5", "aarch64", "", 31, systemd=245),
     "jetpack6": BundleTarget("jetpack6", "aarch64", "3.10", 35),
     "jetpack6-gpu": BundleTarget("jetpack6-gpu", "aarch64", "3.10", 35, index=NVIDIA_JP6),
     "jetpack7": BundleTarget("jetpack7", "aarch64", "3.12", 39),
@@ -77,8 +71,8 @@ KNOWN: Final = {
     "amd64": BundleTarget("amd64", "x86_64", "", 27),
 }
 OWN_PYTHON: Final = (
-    "flash one that comes along: `fedquilt board flash ... --target jetpack5 --own-python FILE` (jetpack4 on a Nano or "
-    "TX2); `python -m fedquilt.tools.boards.flash.portable_python FILE` makes it. Stitching then runs on the CPU"
+    "install one there and name it, as in `fedquilt board flash ... --target jetpack5 --python "
+    "/opt/python3.11/bin/python3.11`"
 )
 
 
@@ -105,6 +99,4 @@ def find_target(name: str, python: str | None = None) -> BundleTarget:
     found = re.fullmatch(r"3\.(\d+)", python)
     if found is None or int(found[1]) < 10:
         raise JobError(f"--python {python}: fedquilt needs 3.10 or newer; {OWN_PYTHON}")
-    if target.brings and interpreter is None:
-        return replace(target, python=python, interpreter=f"{BROUGHT}{python}")
-    return replace(target, python=python, interpreter=interpreter or f"/usr/bin/python{python}", brings=False)
+    return replace(target, python=python, interpreter=interpreter or f"/usr/bin/python{python}")

@@ -25,8 +25,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError, LinkError
 from fedquilt.formats import toml
 from fedquilt.host.disk import disk_errors
-from fedquilt.tools.boards.flash import portable_python
-from fedquilt.tools.emulate import binfmt, guest, host, native_comparison, units
+from fedquilt.tools.emulate import binfmt, guest, host, native_comparison, programs, units
 from fedquilt.tools.emulate.guest import Guest
 from fedquilt.tools.emulate.host import HostMachine
 from fedquilt.tools.emulate.rollouts import RolloutDriver, job_table
@@ -115,7 +114,7 @@ def _ensure_root(root: Path, mirror: str | None, folder: Path, steps: EmulationS
     if root.exists():
         with steps(f"take the root file system that is in {root}"):
             return Guest(root)
-    mirror = mirror or portable_python.debian_mirror(guest.SUITE)
+    mirror = mirror or programs.debian_mirror(guest.SUITE)
     with steps(f"debootstrap: Debian {guest.SUITE} for arm64 from {mirror}") as notes:
         made = guest.create_root(root, mirror, folder / "debootstrap.log")
         size = sum(path.lstat().st_size for path in root.rglob("*") if path.is_file() and not path.is_symlink())
@@ -261,7 +260,7 @@ def _read_versions(board: Guest, emulator: Path) -> dict[str, str]:
     code = "import numpy, onnxruntime, platform as p; print(p.machine(), p.python_version(), numpy.__version__, "
     machine, *found = board.run(python, "-c", f"{code} onnxruntime.__version__)").split()
     return {
-        "qemu": portable_python.run([str(emulator), "--version"]).split("\n")[0].split("version ")[-1],
+        "qemu": programs.run([str(emulator), "--version"]).split("\n")[0].split("version ")[-1],
         "machine": f"{machine} ({guest.CPU})",
         **dict(zip(("python", "numpy", "onnxruntime"), found, strict=True)),
     }

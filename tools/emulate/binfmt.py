@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.core import JobError
-from fedquilt.tools.boards.flash import portable_python
+from fedquilt.tools.emulate import programs
 
 PLACE: Final = "/proc/sys/fs/binfmt_misc"
 NAME: Final = "fedquilt-aarch64"
@@ -64,7 +64,7 @@ def serves(entry: dict[str, str]) -> bool:
 @contextlib.contextmanager
 def register_emulator(emulator: Path, table: InTable = in_table) -> Iterator[str]:
     try:
-        there = entries(portable_python.run(table(LIST)))
+        there = entries(programs.run(table(LIST)))
     except JobError as error:
         raise JobError(f"{error}: is binfmt_misc in this kernel (modprobe binfmt_misc), and is this root?") from None
     other = next((name for name, entry in there.items() if name != NAME and serves(entry)), None)

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from fedquilt.core import JobError, LinkError
 from fedquilt.formats import toml
-from fedquilt.tools.boards.flash import portable_python
-from fedquilt.tools.emulate import enclosure
+from fedquilt.tools.emulate import enclosure, programs
 from fedquilt.tools.emulate.checks import CheckLog
 from fedquilt.tools.emulate.container import Container, wait_until
 from fedquilt.tools.emulate.journal import last_message
@@ -90,7 +89,7 @@ class CoordinatorHost:
         return f"{', '.join(f'{unit} as {user}' for unit, user in users.items())}; {time.monotonic() - began_s:.0f} s"
 
     def _flash(self, target: Sequence[str]) -> None:
-        portable_python.run(["cp", "--archive", "--reflink=auto", str(self._base), str(self.root)])
+        programs.run(["cp", "--archive", "--reflink=auto", str(self._base), str(self.root)])
         table = {
             "broker": {"url": self.site.url, **FILES},
             "enrol": {"hosts": [HOST], "port": self._enrolment},

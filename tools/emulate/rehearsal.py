@@ -20,8 +20,7 @@ import msgspec
 
 from fedquilt.core import JobError
 from fedquilt.host.disk import disk_errors
-from fedquilt.tools.boards.flash import portable_python
-from fedquilt.tools.emulate import enclosure, host, layouts
+from fedquilt.tools.emulate import enclosure, host, layouts, programs
 from fedquilt.tools.emulate.checks import CheckLog
 from fedquilt.tools.emulate.layouts import Layout
 from fedquilt.tools.emulate.rehearsal_checks import FIRST, MADE, Rehearsal, base_folder
@@ -67,7 +66,7 @@ def main(out: Path, mirror: str | None, boards: Sequence[Layout], format: str) -
     checks = CheckLog(quiet=format == "json")
     with contextlib.ExitStack() as stack:
         stack.enter_context(host.interrupt_on_signals())
-        portable_python.run(["sh", "-c", "mkdir -p /run/systemd/nspawn && mount -t tmpfs tmpfs /run/systemd/nspawn"])
+        programs.run(["sh", "-c", "mkdir -p /run/systemd/nspawn && mount -t tmpfs tmpfs /run/systemd/nspawn"])
         rehearsal = Rehearsal(folder, checks, stack)
         stack.callback(rehearsal.clean_up)
         rehearsal.prepare_fleet(out, mirror)

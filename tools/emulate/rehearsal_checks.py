@@ -18,8 +18,7 @@ from fedquilt.coordinator.rounds.events import JobEnded, TaskDeclined, UpdateAcc
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import FedquiltError, JobError, LinkError
 from fedquilt.formats import toml
-from fedquilt.tools.boards.flash import portable_python
-from fedquilt.tools.emulate import enclosure, guest, layouts
+from fedquilt.tools.emulate import enclosure, guest, layouts, programs
 from fedquilt.tools.emulate.checks import CheckLog, CheckUnavailableError
 from fedquilt.tools.emulate.container import Container, wait_until
 from fedquilt.tools.emulate.hub import CoordinatorHost
@@ -87,13 +86,13 @@ class Rehearsal:
         self.listener = self.site.create_listener(DEVICE)
         self._stack.callback(self.listener.close)
         self.checks.print_line("flash a copy of the base system")
-        portable_python.run(["cp", "--archive", "--reflink=auto", str(self._debian), str(self.root)])
+        programs.run(["cp", "--archive", "--reflink=auto", str(self._debian), str(self.root)])
         self._flash()
 
     def _ensure_base(self, out: Path, mirror: str | None) -> Path:
         base = base_folder(out)
         if not base.exists():
-            mirror = mirror or portable_python.debian_mirror(guest.SUITE)
+            mirror = mirror or programs.debian_mirror(guest.SUITE)
             self.checks.print_line(f"debootstrap: Debian {guest.SUITE} for {debian_architecture()} from {mirror}")
             guest.create_root(base, mirror, self.folder / "debootstrap.log", debian_architecture(), PACKAGES)
         return base

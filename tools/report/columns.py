@@ -1,4 +1,4 @@
-"""Columns of a run, with one row per round or device, for data frames and trackers."""
+"""Columns of a run, with one row per round or device, for data frames and callbacks."""
 
 from __future__ import annotations
 

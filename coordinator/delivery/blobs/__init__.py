@@ -1,1 +1,1 @@
-"""Locations of blobs besides MQTT: the coordinator's own server, and an object store."""
+"""Locations of blobs besides MQTT: the coordinator's own server, and backends of outside packages."""

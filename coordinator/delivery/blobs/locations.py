@@ -1,4 +1,4 @@
-"""Locations of blobs besides the broker: the coordinator's HTTP server and an object store."""
+"""Locations of blobs besides the broker: the coordinator's HTTP server, and backends of outside packages."""
 
 from __future__ import annotations
 
@@ -6,20 +6,55 @@ import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from fedquilt import open_metrics
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.backend import HTTP, Key, TransferBackend, TransferResult
 from fedquilt.blobs.transfer.download import BlobWriter
-from fedquilt.coordinator.delivery.blobs.object_store import Bucket, ObjectStoreBlobs
 from fedquilt.coordinator.delivery.blobs.server import BlobServer
 from fedquilt.core import BlobLocation, BlobRef, JobError, Profile
 from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 from fedquilt.host.http_url import split_http_url
 from fedquilt.security.handshake import LinkIdentity
 
-JOBS_MOST: Final = 8  # transfers with an object store at once
+JOBS_MOST: Final = 8  # transfers with a backend at once
+
+
+class BlobBackend(Protocol):
+    """Store of blobs outside fedquilt, such as a bucket. No call blocks.
+
+    A package registers one by an entry point in the group `fedquilt.blobs`: a function that takes the address in
+    `--blobs-backend NAME=ADDRESS` and returns an `OpenBackend`.
+    """
+
+    def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the locations from which a device can fetch a blob now."""
+        ...
+
+    def upload_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the locations to which a device can upload a blob now."""
+        ...
+
+    def uploaded_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the locations from which the coordinator fetches what a device has uploaded."""
+        ...
+
+    def delete_upload(self, key: Key) -> None:
+        """Delete a device's upload, which is fetched or cancelled."""
+        ...
+
+    def take_ready_blobs(self) -> list[Key]:
+        """Return the blobs with new download locations since the last call, once per waiting device."""
+        ...
+
+    def handle_result(self, ended: TransferResult) -> bool:
+        """Process the result of a transfer. Return whether the backend started the transfer."""
+        ...
+
+
+OpenBackend = Callable[[str, BlobStore, TransferBackend], BlobBackend]
+"""Function that opens a backend, from the fleet's name, the blob store and the runner of the backend's transfers."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +64,8 @@ class BlobLocationSettings:
     Args:
         listen: The address of the coordinator's own server, HOST:PORT, or None for no server.
         url: The URL of this server as devices reach it, or None for the host of `listen`.
-        bucket: The bucket of an object store, or None for no store.
-        ca: The authority of the store's certificate, in addition to those of the system.
+        open_backend: The function that opens the backend of an outside package, or None for no backend.
+        ca: The authority of the backend's certificate, in addition to those of the system.
         limits: The limits on connections to the own server.
 
     Raises:
@@ -39,7 +74,7 @@ class BlobLocationSettings:
 
     listen: str | None = None
     url: str | None = None
-    bucket: Bucket | None = None
+    open_backend: OpenBackend | None = None
     ca: Path | None = None
     limits: ConnectionLimits = ConnectionLimits()
 
@@ -71,7 +106,7 @@ class BlobLocationSettings:
 
 
 class BlobLocationProvider(TransferBackend):
-    """Transfers through the coordinator's own server and an object store.
+    """Transfers through the coordinator's own server and the backend of an outside package.
 
     Args:
         where: The locations to offer.
@@ -93,10 +128,7 @@ class BlobLocationProvider(TransferBackend):
         fleet: str = "fleet",
     ) -> None:
         super().__init__(identity, where.ca, most=JOBS_MOST)
-        self._stored = None
-        if where.bucket is not None:
-            self._stored = ObjectStoreBlobs(where.bucket, fleet, depot, self)
-            self._stored.request_clock()
+        self._backend = None if where.open_backend is None else where.open_backend(fleet, depot, self)
         self._first_own: dict[Key, int] = {}  # uploads -> index of the first place that is the own server
         self._able: set[str] = set()  # devices whose profile lists the carrier "http"
         self._server: BlobServer | None = None
@@ -123,33 +155,33 @@ class BlobLocationProvider(TransferBackend):
         if device not in self._able:
             return ()
         return (
-            *(self._stored.download_locations(device, ref) if self._stored else ()),
+            *(self._backend.download_locations(device, ref) if self._backend else ()),
             *self._own_locations(device, ref, None),
         )
 
     def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
         if device not in self._able:
             return ()
-        stored = self._stored.upload_locations(device, intake.ref) if self._stored else ()
+        stored = self._backend.upload_locations(device, intake.ref) if self._backend else ()
         self._first_own[device, intake.ref.sha256] = len(stored)
         return (*stored, *self._own_locations(device, intake.ref, intake))
 
     def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[BlobLocation, ...]:
-        if self._stored is None or source >= self._first_own.get((device, ref.sha256), 0):
+        if self._backend is None or source >= self._first_own.get((device, ref.sha256), 0):
             return ()
-        return self._stored.uploaded_locations(device, ref)
+        return self._backend.uploaded_locations(device, ref)
 
     def take_ready_blobs(self) -> list[Key]:
-        return [] if self._stored is None else self._stored.take_ready_blobs()
+        return [] if self._backend is None else self._backend.take_ready_blobs()
 
     def take_results(self) -> list[TransferResult]:
         found = super().take_results()
-        return found if self._stored is None else [each for each in found if not self._stored.handle_result(each)]
+        return found if self._backend is None else [each for each in found if not self._backend.handle_result(each)]
 
     def close_locations(self, key: Key) -> None:
         self._first_own.pop(key, None)
-        if self._stored is not None:
-            self._stored.delete_upload(key)
+        if self._backend is not None:
+            self._backend.delete_upload(key)
         if self._server is not None:
             self._server.revoke_token(*key, put=True)
 

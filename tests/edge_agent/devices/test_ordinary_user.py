@@ -19,8 +19,10 @@ from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
 from fedquilt.edge_agent.devices.jetson import JetsonDevice
 from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
+from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.checks import machine
+from fedquilt.tools.boards.doctor.checks.agent import Facts
+from fedquilt.tools.boards.doctor.findings import run_checks
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 every_board = pytest.mark.parametrize(("board", "jetpack"), EVERY)
@@ -193,7 +195,7 @@ def looked_at(root: Path) -> Any:
     controls.discover_controls(root).read_state(None)
     controls.hottest_zone_c(root)
     seen = machine_facts.read_machine(root, 1.8e9, 0.0)
-    return [one.number for one in machine.check_machine(seen) if one.severity == "error"]
+    return [one.number for one in run_checks(doctor.TABLE, Facts(seen)) if one.severity == "error"]
 
 
 def richly(root: Path, board: str, jetpack: int) -> None:
@@ -259,7 +261,8 @@ def test_all_files_may_be_shut_but_that_of_the_memory(user: User, board: str, je
 
 def asks_for_the_mode(root: Path) -> Any:
     device = board_of(root)
-    told = {one.number: one.sentence for one in machine.check_machine(machine_facts.read_machine(root, 1.8e9, 0.0))}
+    seen = Facts(machine_facts.read_machine(root, 1.8e9, 0.0))
+    told = {one.number: one.sentence for one in run_checks(doctor.TABLE, seen)}
     assert isinstance(device, JetsonDevice)
     return [device.mode, len(device.points) > 1, told["FQ160"]]
 

@@ -13,6 +13,7 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.api import progress_display
+from fedquilt.api import run as runs
 from fedquilt.cli import main
 from fedquilt.coordinator.rounds.events import CohortSelected, RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
@@ -81,33 +82,76 @@ def test_a_temporary_home_lasts_as_long_as_its_run(job: fq.Job) -> None:
     assert not home.exists()
 
 
-class Breaks:
-    """A tracker that ends the run in its second round."""
-
-    def start(self, job: fq.Job, run: str) -> None:
-        self.run = run
-
-    def round(self, row: Mapping[str, Any]) -> None:
-        if row["round"] == 2:
-            raise KeyboardInterrupt
-
-    def end(self, run: fq.Run) -> None:
-        assert run.status == "interrupted"
+def break_off(row: Mapping[str, Any]) -> None:
+    """End the run in its second round."""
+    if row["round"] == 2:
+        raise KeyboardInterrupt
 
 
 def test_an_interrupted_run_goes_on_in_its_home(job: fq.Job, home: Path, tmp_path: Path) -> None:
     """The same run, and in the end the same states as without an interruption, private ones too."""
     job = job.replace(method="scaffold")
-    breaks = Breaks()
     with pytest.raises(KeyboardInterrupt):
-        fq.simulate(job, home=home, trackers=[breaks])
-    assert fq.Run.open(home, "job").status == "interrupted"
+        fq.simulate(job, home=home, on_round=break_off)
+    first = fq.Run.open(home, "job")
+    assert first.status == "interrupted"
     run = fq.simulate(job, home=home)
-    assert run.id == breaks.run
+    assert run == first
     assert run.status == "done"
     whole = fq.simulate(job, home=tmp_path / "whole")
     assert outcome(run)[2] == outcome(whole)[2]
     assert run.rounds()["accuracy"] == whole.rounds()["accuracy"]
+
+
+@pytest.mark.parametrize("check", [{}, {"every": 1}])
+def test_a_callback_receives_every_round_once(job: fq.Job, check: dict[str, Any]) -> None:
+    """The very rows of `Run.rounds`, also where a round's accuracy comes with the next one's checks."""
+    rows: list[Mapping[str, Any]] = []
+    run = fq.simulate(job.replace(check=check), on_round=rows.append)
+    assert rows == [*run.rounds()]
+    assert rows == list(run.follow())
+    assert None not in run.rounds()["accuracy"]
+
+
+def test_a_callback_that_fails_is_logged_and_the_run_goes_on(job: fq.Job, caplog: pytest.LogCaptureFixture) -> None:
+    """With the error and its place."""
+
+    def fail(row: Mapping[str, Any]) -> None:
+        raise ConnectionError("no answer")
+
+    assert fq.simulate(job.replace(rounds=1), on_round=fail).status == "done"
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.getMessage() == "on_round failed at round 1, and the run continues"
+    assert isinstance(warning.exc_info and warning.exc_info[1], ConnectionError)
+
+
+def test_the_rounds_of_a_run_under_way_are_followed_to_its_end(
+    job: fq.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round by round, as events come into the log of a coordinator that serves the home."""
+    whole = fq.simulate(job.replace(rounds=2), home=tmp_path / "whole")
+    with Store(whole.home) as store:
+        row, facts = store.find_job(whole.id), [fact for _, _, fact in store.read_events(whole.id)]
+    seen: list[int] = []  # rounds that were received when the coordinator went on
+    rows: list[Mapping[str, Any]] = []
+    with Store(tmp_path / "runs") as served:
+        assert served.acquire_lock()
+        run = served.add_job(row.job, row.bundle)
+        served.set_status(run, "running")
+
+        def go_on(seconds: float) -> None:
+            seen.append(len(rows))
+            for fact in facts[:4]:
+                served.append_event(run, fact)
+            del facts[:4]
+            if not facts:
+                served.set_status(run, "done")
+
+        monkeypatch.setattr(runs.time, "sleep", go_on)
+        for each in fq.Run(tmp_path / "runs", run).follow():
+            rows.append(each)
+    assert {0, 1} <= set(seen), "the first round comes before the second one's events"
+    assert rows == [*whole.rounds()]
 
 
 def test_the_command_does_not_resume_what_python_began(
@@ -115,7 +159,7 @@ def test_the_command_does_not_resume_what_python_began(
 ) -> None:
     """It says who does."""
     with pytest.raises(KeyboardInterrupt):
-        fq.simulate(job, home=home, trackers=[Breaks()])
+        fq.simulate(job, home=home, on_round=break_off)
     assert main(["resume", "job", "--home", str(home)]) == 2
     assert "`fedquilt.simulate` with this job and home goes on with it" in capsys.readouterr().err
 

@@ -32,19 +32,17 @@ def run(tmp_path: Path) -> str:
     [
         (("--blobs-http", "0.0.0.0:8443"), "by --blobs-url"),
         (("--blobs-http", "nowhere"), "nowhere"),
-        (("--blobs-s3", "https://store.site/bucket?region=x"), "AWS_ACCESS_KEY_ID"),
+        (("--blobs-backend", "s3=https://store.site/bucket"), "blob backend 's3' is unknown"),
     ],
 )
 def test_a_wrong_place_of_blobs_is_refused_by_name(
     tmp_path: Path,
     run: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     given: tuple[str, ...],
     said: str,
 ) -> None:
     """No broker is asked for."""
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     assert main(["resume", run, "--home", str(tmp_path), *given]) == 2
     assert said in capsys.readouterr().err
 

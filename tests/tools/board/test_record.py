@@ -100,7 +100,7 @@ def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
     assert board.model.time_law("byte").cycles == pytest.approx(dict(TRAFFIC.cycles), rel=1e-3)
     assert (board.model.power_model().base_w, board.model.power_model().exponent) == (pytest.approx(3.0, rel=1e-3), 2.0)
     assert len(board.operating_points()) == 12  # 4 x 3, those measured among them
-    assert result.time_errors.worst < 1e-6
+    assert result.errors["time"].worst < 1e-6
     assert "at points left out of the fit" in board.sources["fit"].text
     assert "A fake board in a test." in board.sources["measured"].text
 
@@ -132,9 +132,7 @@ def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
     off = profile_recording.build_profile(measurement.measure_points(board.rig(), POINTS, 120.0), FACTS, LISTS)
     assert "time: the model holds badly elsewhere" in profile_recording.describe_accuracy(off)[0]
     assert "by --points" in profile_recording.describe_accuracy(off)[0]
-    few = dataclasses.replace(
-        result, time_errors=fit.RelativeErrors((0.0,), (None,)), traffic_errors=None, power_errors=None
-    )
+    few = dataclasses.replace(result, errors={"time": fit.RelativeErrors((0.0,), (None,))})
     assert profile_recording.describe_accuracy(few) == [
         "time: not cross-validated, as too few points were measured: give it more --minutes"
     ]
@@ -208,7 +206,7 @@ def test_without_a_clock_helper_the_one_point_is_as_the_board_is():
     found = measurement.measure_points(FakeBoard().rig(clocks=False), [], 20.0)
     result = profile_recording.build_profile(found, FACTS, {})
     (point,) = profiles.parse_board_profile(toml_writer.format_board(result.board), "recorded").operating_points()
-    assert (point.name, point.cpu_hz, result.board.model, result.time_errors) == ("as-is", None, None, None)
+    assert (point.name, point.cpu_hz, result.board.model, result.errors) == ("as-is", None, None, {})
     assert point.flops_per_s == pytest.approx(
         1 / TIME.compute_seconds({a: v[0] for a, v in LISTS.items()}, TOP), rel=1e-3
     )
@@ -219,7 +217,7 @@ def test_without_a_meter_power_is_left_out_and_that_is_said():
     """None, never 0; the model has times alone."""
     found = measurement.measure_points(FakeBoard(meter=False).rig(), POINTS, 120.0)
     result = profile_recording.build_profile(found, FACTS, LISTS)
-    assert (found.idle_w, result.board.idle_w, result.power_errors) == (None, None, None)
+    assert (found.idle_w, result.board.idle_w, result.errors.get("power")) == (None, None, None)
     assert all(point.busy_w is None and point.flops_per_s for point in result.board.operating_points())
     assert "power could not be measured" in result.board.sources["measured"].text
     assert "no power meter: power is left out of the profile" in profile_recording.format_result(result)

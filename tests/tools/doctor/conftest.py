@@ -11,7 +11,7 @@ import pytest
 from fedquilt.formats import toml
 from fedquilt.testing import boards
 from fedquilt.tools.boards import doctor
-from fedquilt.tools.boards.doctor import ExaminationEnvironment, ExaminationTarget
+from fedquilt.tools.boards.doctor import ExaminationTarget
 from fedquilt.tools.boards.doctor.findings import Finding
 
 NOW_S = 1_795_000_000.0  # November 2026
@@ -54,8 +54,7 @@ class Board:
     def examine(self, *names: str) -> list[Finding]:
         """Findings of the groups named (all), without those that are ok."""
         wanted = ExaminationTarget(settings=self.shipped(), root=self.root)
-        around = ExaminationEnvironment(clock_s=lambda: self.clock_s, free=lambda folder: self.free)
-        found = doctor.select_groups(wanted, around)
+        found = doctor.select_groups(wanted, clock_s=self.clock_s, free=lambda folder: self.free)
         chosen = {name: group for name, group in found.items() if not names or name in names}
         return [one for one in doctor.run_groups(chosen) if one.severity != "ok"]
 

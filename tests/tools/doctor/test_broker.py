@@ -9,7 +9,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.security import authenticated_link
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import ExaminationTarget
-from fedquilt.tools.boards.doctor.checks import authentication, permissions
 from fedquilt.tools.boards.doctor.checks import broker as checks_broker
-from fedquilt.tools.boards.doctor.checks.broker import ExaminationDeadline
-from fedquilt.tools.boards.doctor.findings import Finding
+from fedquilt.tools.boards.doctor.checks import permissions
+from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
+from fedquilt.tools.boards.doctor.findings import Finding, Numbered, to_finding
 from fedquilt.tools.operations.identity import broker_config
 from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
 from fedquilt.tools.operations.identity.certificate_parts import key_to_pem
@@ -114,6 +114,10 @@ def bad(found: list[Finding]) -> list[tuple[str, str]]:
     return [(one.number, one.severity) for one in found if one.severity != "ok"]
 
 
+def told_by(steps: Iterable[Numbered]) -> list[Finding]:
+    return [to_finding(number, verdict) for number, verdict in steps]
+
+
 def last(found: list[Finding]) -> Finding:
     return [one for one in found if one.severity != "ok"][-1]
 
@@ -183,7 +187,8 @@ def test_a_brokers_certificate_that_ends_soon_is_found(authority: Any) -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         broker = Broker.from_url(f"mqtts://127.0.0.1:{server.getsockname()[1]}", ca=authority.ca)
-        found = checks_broker.check_connection(broker, time.time(), ExaminationDeadline(time.monotonic() + 20))
+        timer = ExaminationDeadline(time.monotonic() + 20)
+        found = told_by(checks_broker.check_connection(broker, time.time(), timer))
         thread.join()
     assert bad(found) == [("FQ407", "warning")]
 
@@ -282,7 +287,7 @@ def test_an_open_broker_on_a_network_is_found() -> None:
     """The same seen from another machine is a warning; with users or certificates it is an error."""
     seen = permissions.PermissionResult(arrived=True, other_arrived=True)
     told = [
-        permissions.judge_device(seen, Broker(host, 1883, user=user), "a")
+        told_by(permissions.judge_device(seen, Broker(host, 1883, user=user), "a"))
         for host, user in (("10.0.0.9", None), ("b", "u"))
     ]
     assert [bad(one) for one in told] == [[("FQ412", "warning")], [("FQ412", "error")]]
@@ -379,9 +384,9 @@ def test_a_device_whose_certificate_is_of_another_authority_is_refused_by_the_co
 
 def test_a_fleet_without_certificates_on_a_network_is_told_that_it_is_unsigned() -> None:
     """On this machine alone that is all right."""
-    told = [authentication.load_identity(Broker(host, 1883)) for host in ("10.0.0.9", "127.0.0.1")]
-    assert [each.severity for each in told if isinstance(each, Finding)] == ["warning", "ok"]
-    assert all("unsigned" in each.sentence for each in told if isinstance(each, Finding))
+    told = told_by(("FQ414", checks_broker.load_identity(Broker(host, 1883))[1]) for host in ("10.0.0.9", "127.0.0.1"))
+    assert [each.severity for each in told] == ["warning", "ok"]
+    assert all("unsigned" in each.sentence for each in told)
 
 
 def test_a_group_that_hangs_or_breaks_is_a_finding_and_keeps_nobody_waiting() -> None:

@@ -16,6 +16,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef
 from fedquilt.formats import job_bundle
 from fedquilt.tools.boards.doctor.checks import coordinator
+from fedquilt.tools.boards.doctor.findings import Finding, to_finding
 
 ROOM = 10**11
 
@@ -40,7 +41,14 @@ def add(store: Store, folder: Path, **table: Any) -> str:
 
 
 def bad(home: Path, free: Callable[[Path], int] = free) -> list[tuple[str, str]]:
-    return [(one.number, one.severity) for one in coordinator.check_coordinator(home, free) if one.severity != "ok"]
+    return [(one.number, one.severity) for one in found(home, free) if one.severity != "ok"]
+
+
+def found(home: Path, free: Callable[[Path], int] = free) -> list[Finding]:
+    return sorted(
+        (to_finding(number, verdict) for number, verdict in coordinator.check_coordinator(home, free)),
+        key=lambda one: one.number,
+    )
 
 
 def test_a_healthy_folder_has_no_finding(home: Path) -> None:
@@ -97,10 +105,10 @@ def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:
     """Queued, and no coordinator."""
     with Store(home) as store:
         id = add(store, tmp_path)
-    (found,) = [one for one in coordinator.check_coordinator(home, free) if one.severity != "ok"]
-    assert (found.number, found.severity) == ("FQ507", "warning")
-    assert id in found.sentence
-    assert found.mend == f"fedquilt serve --home {home}"
+    (waits,) = [one for one in found(home) if one.severity != "ok"]
+    assert (waits.number, waits.severity) == ("FQ507", "warning")
+    assert id in waits.sentence
+    assert waits.mend == f"fedquilt serve --home {home}"
 
 
 def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_path: Path) -> None:
@@ -112,9 +120,9 @@ def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_p
         assert store.acquire_lock()
         assert bad(home) == [("FQ509", "warning")]
         store.append_event(id, EligibilityRecorded(0, ("a", "b"), {"offline": ("c",)}))
-        found = [one for one in coordinator.check_coordinator(home, free) if one.number in ("FQ508", "FQ509")]
-        assert other in found[1].sentence or other in found[0].sentence
-        (stuck,) = [one for one in found if one.number == "FQ509"]
+        told = [one for one in found(home) if one.number in ("FQ508", "FQ509")]
+        assert other in told[1].sentence or other in told[0].sentence
+        (stuck,) = [one for one in told if one.number == "FQ509"]
         assert "waits for 3 devices" in stuck.sentence
         assert "c: offline" in stuck.sentence
         store.append_event(id, CohortSelected(0, 0, ("a", "b", "d")))

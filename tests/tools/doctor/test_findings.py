@@ -11,7 +11,7 @@ from fedquilt.tools.boards.doctor import findings
 
 LONG = "the examples at /home/jetson/pumps/readings-of-the-year.csv cannot be read by this user ([data] of agent.toml)"
 MEND = "sudo chown --recursive fedquilt:fedquilt /home/jetson/pumps && sudo systemctl restart fedquilt-agent.service"
-FOUND = [findings.ok("FQ101", "well"), findings.error("FQ309", LONG, MEND)]
+FOUND = [findings.Finding("FQ101", "ok", "well"), findings.Finding("FQ309", "error", LONG, MEND)]
 
 
 class Terminal(io.StringIO):

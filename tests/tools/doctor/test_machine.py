@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ import pytest
 
 from fedquilt.edge_agent.clocks.client import HelperResponse, HelperStatus
 from fedquilt.testing import boards
+from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import machine_facts
-from fedquilt.tools.boards.doctor.checks import machine, operator_machine, packages
+from fedquilt.tools.boards.doctor.checks import machine
+from fedquilt.tools.boards.doctor.checks.agent import Facts
+from fedquilt.tools.boards.doctor.checks.packages import InstalledPackages
+from fedquilt.tools.boards.doctor.findings import Finding, run_checks
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
+
+
+def check(seen: MachineFacts, versions: Mapping[str, str] = {}) -> list[Finding]:
+    return list(run_checks(doctor.TABLE, Facts(seen, InstalledPackages(versions))))
 
 
 def test_a_healthy_board_has_no_finding(board: Any) -> None:
@@ -28,9 +37,7 @@ def test_other_healthy_boards_have_none_either(tmp_path: Path, name: str, jetpac
     """With cgroup v1, and no wheels with the GPU for any Python that fedquilt runs on."""
     boards.write_fake_board(tmp_path, name, jetpack)
     seen = dataclasses.replace(machine_facts.read_machine(tmp_path, 1.8e9, 0.0), python=(3, 10))
-    found = machine.check_machine(seen) + packages.check_packages(
-        seen, packages.InstalledPackages({"onnxruntime": "1.23.2"})
-    )
+    found = check(seen, {"onnxruntime": "1.23.2"})
     assert [one for one in found if one.severity != "ok"] == []
     assert seen.jetpack == jetpack
 
@@ -51,7 +58,7 @@ def test_a_python_that_is_too_old_is_found_with_what_to_do(board: Any) -> None:
     found = board.only()
     assert (found.number, found.severity) == ("FQ101", "error")
     assert "Python 3.8" in found.sentence
-    assert "--target jetpack5 --own-python FILE" in (found.mend or "")
+    assert "--target jetpack5 --python /opt" in (found.mend or "")
 
 
 def test_a_python_that_nvidias_wheels_are_not_for_is_found(board: Any) -> None:
@@ -64,9 +71,7 @@ def test_a_python_that_nvidias_wheels_are_not_for_is_found(board: Any) -> None:
 
 def test_a_32_bit_python_is_found() -> None:
     """No wheels of onnxruntime or torch are made for it."""
-    found = [
-        one for one in machine.check_machine(MachineFacts(1.8e9, bits=32, memory_bytes=10**9)) if one.severity != "ok"
-    ]
+    found = [one for one in check(MachineFacts(1.8e9, bits=32, memory_bytes=10**9)) if one.severity != "ok"]
     assert [one.number for one in found] == ["FQ102"]
 
 
@@ -97,31 +102,6 @@ def test_a_torch_for_a_cuda_that_the_jetpack_has_not_is_found(board: Any) -> Non
     assert found.number == "FQ204"
     assert "CUDA 13.0" in found.sentence
     assert "CUDA 12" in found.sentence
-
-
-@pytest.mark.parametrize(
-    ("pinned", "needs"), [("2.9.0", b"\0libtorch.so\0libtorch_cuda.so\0"), ("2.8.0", b"\0libtorch.so\0")]
-)
-def test_torchvisions_operators_of_another_torch_are_told_and_no_finding(board: Any, pinned: str, needs: bytes) -> None:
-    """Compiled for CUDA beside a torch that has none, or for another release of torch: the import is mended."""
-    board.package("torch", "2.9.0", **{"version.py": "cuda = '12.6'", "lib__libtorch.so": ""})
-    board.package("torchvision", "0.24.0", f"torch (=={pinned})", "numpy")
-    (board.root / "usr/lib/python3/dist-packages/torchvision").mkdir()
-    (board.root / "usr/lib/python3/dist-packages/torchvision/_C.so").write_bytes(needs)
-    assert board.examine("machine") == []
-    seen = machine_facts.read_machine(board.root, board.clock_s, 0.0)
-    told = packages.check_torchvision(packages.read_packages(seen.paths))
-    assert told is not None
-    assert (told.number, told.severity) == ("FQ205", "ok")
-    assert "does not fit torch 2.9.0" in told.sentence
-    assert ("libtorch_cuda.so" in told.sentence) == (pinned == "2.9.0")
-
-
-def test_a_torch_and_torchvision_that_fit_are_no_finding(board: Any) -> None:
-    """NVIDIA's own suffix is none of the version."""
-    board.package("torch", "2.9.0+nv25", **{"version.py": "cuda = '12.6'", "lib__libtorch_cuda.so": ""})
-    board.package("torchvision", "0.24.0", "torch==2.9.0", **{"_C.so": "libtorch_cuda.so"})
-    assert board.examine("machine") == []
 
 
 def test_a_swap_that_is_full_is_found(board: Any) -> None:
@@ -197,8 +177,8 @@ def test_a_supply_that_is_too_weak_is_found(tmp_path: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(f"{text}\n")
     seen = machine_facts.read_machine(tmp_path, 1.8e9, 0.0)
-    assert "FQ153" in [one.number for one in machine.check_machine(seen)]
-    assert "FQ120" in [one.number for one in machine.check_machine(seen) if one.severity == "error"]  # no /proc there
+    assert "FQ153" in [one.number for one in check(seen)]
+    assert "FQ120" in [one.number for one in check(seen) if one.severity == "error"]  # no /proc there
 
 
 def test_a_power_mode_that_the_catalogue_has_not_is_found(board: Any) -> None:
@@ -237,26 +217,26 @@ def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
             thread.start()
             seen = MachineFacts(1.8e9, memory_bytes=10**9, helper=machine_facts._read_helper_status(place))
             thread.join()
-        return [one.number for one in machine.check_machine(seen) if one.severity != "ok"]
+        return [one.number for one in check(seen) if one.severity != "ok"]
 
     assert told(HelperStatus(clocks=())) == []
     assert told(HelperStatus(clocks=(), owes=("the GPU's limit",))) == ["FQ171"]
     dead = MachineFacts(
         1.8e9, memory_bytes=10**9, helper=machine_facts._read_helper_status(place)
     )  # its socket is left, nobody listens
-    assert [one.number for one in machine.check_machine(dead) if one.severity != "ok"] == ["FQ170"]
-    assert "systemctl restart" in (machine.check_clock_helper(dead).mend or "")  # type: ignore[union-attr]
+    assert [one.number for one in check(dead) if one.severity != "ok"] == ["FQ170"]
+    assert "systemctl restart" in str([one.mend for one in check(dead) if one.number == "FQ170"])
     refused = MachineFacts(1.8e9, memory_bytes=10**9, helper=machine_facts.HelperFault("not permitted", "no"))
-    assert "usermod" in (machine.check_clock_helper(refused).mend or "")  # type: ignore[union-attr]
+    assert "usermod" in str([one.mend for one in check(refused) if one.number == "FQ170"])
 
 
-def test_what_flash_and_the_authority_need_is_looked_for() -> None:
+@pytest.mark.parametrize("there", [True, False])
+def test_what_flash_and_the_authority_need_is_looked_for(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three packages and one program."""
-    none = operator_machine.check_operator_machine(lambda name: False, lambda name: False)
-    assert [(one.number, one.severity) for one in none] == [(f"FQ60{n}", "warning") for n in (1, 2, 3, 4)]
-    assert {one.severity for one in operator_machine.check_operator_machine(lambda name: True, lambda name: True)} == {
-        "ok"
-    }
+    monkeypatch.setattr(machine, "find_spec", lambda name: there or None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: there or None)
+    told = [(one.number, one.severity) for one in run_checks(machine.OPERATOR, None)]
+    assert told == [(f"FQ60{n}", "ok" if there else "warning") for n in (1, 2, 3, 4)]
 
 
 def test_sizes_are_read_as_systemd_writes_them() -> None:

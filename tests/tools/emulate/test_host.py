@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.tools.boards.flash import portable_python
-from fedquilt.tools.emulate import host
+from fedquilt.tools.emulate import host, programs
 from fedquilt.tools.emulate.host import HostMachine
 
 ALL = dict.fromkeys(host.PROGRAMS, "/usr/bin/x")
@@ -52,7 +51,7 @@ def test_this_machine_is_seen_as_it_is(tmp_path: Path) -> None:
     assert all(Path(path).is_file() for path in seen.programs.values())
 
 
-def listing(*lines: str) -> portable_python.Run:
+def listing(*lines: str) -> programs.Run:
     def listed(words: Sequence[str]) -> str:
         assert words[:2] == ["apt-get", "indextargets"]
         return "".join(f"{line}\n" for line in lines)
@@ -65,7 +64,7 @@ MAIN = "http://near.example/debian/|bookworm|main|Debian|Debian"
 
 def test_the_mirror_is_the_one_that_apt_has_for_the_suite() -> None:
     """Not the one of security updates, nor somebody else's."""
-    found = portable_python.debian_mirror(
+    found = programs.debian_mirror(
         "bookworm",
         listing(
             "http://x.example/|bookworm|main|Somebody|Somebody",
@@ -81,27 +80,26 @@ def test_the_mirror_is_the_one_that_apt_has_for_the_suite() -> None:
 def test_another_releases_archive_has_the_suite_too() -> None:
     """A machine with Debian 13 emulates Debian 12."""
     assert (
-        portable_python.debian_mirror("bookworm", listing(MAIN.replace("bookworm", "trixie")))
-        == "http://near.example/debian"
+        programs.debian_mirror("bookworm", listing(MAIN.replace("bookworm", "trixie"))) == "http://near.example/debian"
     )
 
 
 def test_where_apt_knows_no_debian_one_has_to_be_named() -> None:
     """Ubuntu, lists that were never fetched, or no apt at all."""
     with pytest.raises(JobError, match=r"no archive of Debian's here: name one with --mirror URL"):
-        portable_python.debian_mirror("bookworm", listing("http://u.example/ubuntu/|noble|main|Ubuntu|Ubuntu", "junk"))
+        programs.debian_mirror("bookworm", listing("http://u.example/ubuntu/|noble|main|Ubuntu|Ubuntu", "junk"))
 
     def no_apt(words: Sequence[str]) -> str:
         raise JobError("apt-get cannot be run: No such file or directory")
 
     with pytest.raises(JobError, match=r"\(apt-get cannot be run.*\): name one with --mirror"):
-        portable_python.debian_mirror("bookworm", no_apt)
+        programs.debian_mirror("bookworm", no_apt)
 
 
 def test_a_program_that_fails_is_told_by_its_last_words() -> None:
     """Or that it is not there."""
-    assert portable_python.run([sys.executable, "-c", "print(input())"], "given\n") == "given\n"
+    assert programs.run([sys.executable, "-c", "print(input())"], "given\n") == "given\n"
     with pytest.raises(JobError, match=r"ended with 3: the end$"):
-        portable_python.run([sys.executable, "-c", "import sys; print('a\\nthe end', file=sys.stderr); sys.exit(3)"])
+        programs.run([sys.executable, "-c", "import sys; print('a\\nthe end', file=sys.stderr); sys.exit(3)"])
     with pytest.raises(JobError, match=r"^/no/such cannot be run: No such file"):
-        portable_python.run(["/no/such"])
+        programs.run(["/no/such"])

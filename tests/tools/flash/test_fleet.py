@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from boards import INTERPRETER, TARGET
 
-from fedquilt import cli, wire
+from fedquilt import cli
 from fedquilt.core import JobError
 from fedquilt.formats import toml
 from fedquilt.tools.boards.flash import fleet
 from fedquilt.tools.boards.flash.fleet import BoardRow, EnrolmentState, FlashState
 from fedquilt.tools.operations.identity.register import CertificateRegister, EnrolmentToken, IssuedCertificate
-from fedquilt.transport.link import Message
 
 pytestmark = pytest.mark.skipif(not TARGET, reason="no target is a machine like this one")
 
@@ -196,74 +195,38 @@ def test_enrolment_is_what_the_register_says() -> None:
     """A certificate from before the token is another card's."""
     token = EnrolmentToken("a", 100.0, 1000.0, None, None, None)
     used = token._replace(used_s=200.0)
-    waits = "waits for its first boot, until 1970-01-01 00:16 UTC"
-    assert str(fleet.describe_enrolment([], [token], 150.0)) == waits
-    assert str(fleet.describe_enrolment([issued(50.0)], [token], 150.0)) == waits
-    assert (
-        str(fleet.describe_enrolment([issued(50.0), issued(200.0)], [used], 250.0)) == "enrolled 1970-01-01 00:03 UTC"
-    )
-    assert str(fleet.describe_enrolment([], [token], 2000.0)) == "token expired"
-    assert str(fleet.describe_enrolment([issued(50.0, revoked_s=60.0)], [], 150.0)) == "-"
+    waits = EnrolmentState("waits for its first boot, until 1970-01-01 00:16 UTC", waits=True)
+    assert fleet.describe_enrolment([], [token], 150.0) == waits
+    assert fleet.describe_enrolment([issued(50.0)], [token], 150.0) == waits
+    enrolled = EnrolmentState("enrolled 1970-01-01 00:03 UTC")
+    assert fleet.describe_enrolment([issued(50.0), issued(200.0)], [used], 250.0) == enrolled
+    assert fleet.describe_enrolment([], [token], 2000.0) == EnrolmentState("token expired", expired=True)
+    assert fleet.describe_enrolment([issued(50.0, revoked_s=60.0)], [], 150.0) == EnrolmentState()
 
 
 def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
-    """First boot, enrolment, online; a board that was never written is not waited for."""
+    """First boot, then enrolment; a board that was never written is not waited for."""
     rows = [BoardRow("a", "jetpack6"), BoardRow("b", "jetpack6"), BoardRow("lost", "jetpack6")]
-    waits, enrolled = EnrolmentState("token unused", 1000.0), EnrolmentState("enrolled", 200.0)
-    seen = iter([(waits, False), (waits, False), (enrolled, False), (enrolled, True)])
+    waits, enrolled = EnrolmentState("waits", waits=True), EnrolmentState("enrolled")
+    seen = iter([waits, waits, enrolled])
     waited: list[float] = []
     said: list[str] = []
 
     def look() -> list[FlashState]:
-        enrolment, online = next(seen)
-        told = [FlashState(one, "x.img", enrolment, online, done=True) for one in rows[:2]]
-        return [*told, FlashState(rows[2], "not written", online=False)]
+        enrolment = next(seen)
+        return [*(FlashState(one, "x.img", enrolment, True) for one in rows[:2]), FlashState(rows[2], "not", waits)]
 
     ended = fleet.watch_boards(look, waited.append, said.append)
-    assert [one.presence for one in ended] == ["online", "online", "offline"]
-    assert len(waited) == 3
-    assert [line.split("  ")[1] for line in said if "  a: " in line] == [
-        "a: waits for its first boot, until 1970-01-01 00:16 UTC, offline",
-        "a: enrolled 1970-01-01 00:03 UTC, offline",
-        "a: enrolled 1970-01-01 00:03 UTC, online",
+    assert [one.enrolment for one in ended] == [enrolled, enrolled, waits]
+    assert len(waited) == 2
+    assert [line.split("  ")[1] for line in said if "  a: " in line] == ["a: waits", "a: enrolled"]
+    assert fleet.format_states(ended, 200)[-2:] == [
+        "not written: lost; the same command again goes on with them",
+        "not enrolled yet: lost",
     ]
-    assert fleet.format_states(ended, 200)[-1] == "still offline: lost"
 
 
-class Kept:
-    """A broker that keeps three messages."""
-
-    def __init__(self, *messages: Message) -> None:
-        self.filters: list[str] = []
-        self._messages = list(messages)
-
-    def subscribe(self, filters: Any) -> None:
-        self.filters += filters
-
-    def wait(self, timeout_s: float) -> None:
-        pass
-
-    def receive(self) -> list[Message]:
-        told, self._messages = self._messages, []
-        return told
-
-
-def test_presence_is_what_the_broker_keeps() -> None:
-    """The last word of each device counts; what is none is passed over."""
-
-    def told(device: str, online: bool) -> Message:
-        topic = wire.Topics("fleet").device_topic(device, "up", "presence")
-        return Message(topic, wire.encode(wire.Presence(online=online, boot="1")))
-
-    bad = Message(wire.Topics("fleet").device_topic("c", "up", "presence"), b"x")
-    link: Any = Kept(told("a", True), told("b", True), bad, told("b", False))
-    presences = fleet.OnlineDevices(link, "fleet")
-    presences.process_messages(1.0)
-    assert presences.online == {"a"}
-    assert link.filters == ["fq/1/fleet/dev/+/up/presence"]
-
-
-def test_states_join_table_register_and_presence(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_states_join_table_and_register(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What `--watch` and the table at the end show."""
     assert flash(site) == 0
     from fedquilt.tools.boards import flash as tool
@@ -275,7 +238,6 @@ def test_states_join_table_register_and_presence(site: Path, capfd: pytest.Captu
         register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
         register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="other", serial="2"))
     register.close()
-    one, two = fleet.read_states(rows, plan, {"orin-2": "no route"}, {"orin-1"})
-    assert (one.enrolment.step, one.online) == ("enrolled", True)
-    assert (two.enrolment.step, two.online) == ("token unused", False)
-    assert callable(fleet.flash_table)
+    one, two = fleet.read_states(rows, plan, {"orin-2": "no route"})
+    assert one.enrolment.text.startswith("enrolled ")
+    assert two.enrolment.waits

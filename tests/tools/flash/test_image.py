@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from boards import AARCH64, HERE, plant
 
 from fedquilt.core import JobError
-from fedquilt.tools.boards.flash import image, install, partitions
+from fedquilt.tools.boards.flash import image, install
 from fedquilt.tools.boards.flash.install import InstallRefusedError
 
 SECTOR = 512
@@ -41,14 +42,24 @@ def raspberry(root: bytes) -> bytes:
 def tegra(root: bytes, other: bytes) -> bytes:
     """As jetson-disk-image-creator.sh writes it: a GPT whose first partition is APP; behind it a larger one of ext4."""
     begin, names = 2 << 20, (("APP", root), ("UDA", other))
-    head = struct.pack("<8sIIIIQQQQ16sQIII", b"EFI PART", 0x10000, 92, 0, 0, 1, 0, 34, 0, bytes(16), 2, 128, 128, 0)
+    size = begin + len(root) + len(other) + (1 << 20)
     entries, at = b"", begin
     for name, data in names:
         last = (at + len(data)) // SECTOR - 1
-        entries += b"\x01" * 32 + struct.pack("<QQQ", at // SECTOR, last, 0) + name.encode("utf-16-le").ljust(72, b"\0")
+        entries += bytes([len(entries) + 1]) * 32 + struct.pack("<QQQ", at // SECTOR, last, 0)
+        entries += name.encode("utf-16-le").ljust(72, b"\0")
         at += len(data)
-    top = bytes(446) + struct.pack("<B3xB3xII", 0, 0xEE, 1, 1000) + bytes(48) + b"\x55\xaa" + head.ljust(SECTOR, b"\0")
-    return (top + entries).ljust(begin, b"\0") + root + other
+    entries = entries.ljust(128 * 128, b"\0")
+
+    def head(crc: int) -> bytes:
+        """The header, which has its own checksum and that of the entries (UEFI specification, 5.3.2)."""
+        first = struct.pack("<8sIIII", b"EFI PART", 0x10000, 92, crc, 0)
+        blocks = struct.pack("<QQQQ16s", 1, size // SECTOR - 1, 34, size // SECTOR - 34, b"\x01" * 16)
+        return first + blocks + struct.pack("<QIII", 2, 128, 128, zlib.crc32(entries))
+
+    protective = struct.pack("<B3xB3xII", 0, 0xEE, 1, size // SECTOR - 1)
+    top = bytes(446) + protective + bytes(48) + b"\x55\xaa" + head(zlib.crc32(head(0))).ljust(SECTOR, b"\0")
+    return ((top + entries).ljust(begin, b"\0") + root + other).ljust(size, b"\0")
 
 
 @pytest.fixture
@@ -76,7 +87,7 @@ def base(tmp_path: Path, tree: Path) -> Path:
 
 def inside(path: Path, tmp_path: Path) -> Path:
     """What is in the image's root file system now."""
-    part = partitions.find_root_partition(path)
+    part = image.find_root_partition(path)
     out = tmp_path / f"out-{path.stem}"
     out.mkdir()
     system = f"{path}?offset={part.offset}"
@@ -214,4 +225,4 @@ def test_a_table_with_partitions_but_no_root_names_them(tmp_path: Path) -> None:
     """NOOBS and cards with FAT alone."""
     (tmp_path / "a.img").write_bytes(raspberry(bytes(1 << 20)))
     with pytest.raises(InstallRefusedError, match=r"\(partition 1, partition 2\)"):
-        partitions.find_root_partition(tmp_path / "a.img")
+        image.find_root_partition(tmp_path / "a.img")

@@ -315,7 +315,7 @@ def test_the_script_installs_into_a_root_from_what_is_in_the_bundle_alone(tmp_pa
 
 
 def test_the_script_on_a_board_without_such_a_python_says_so(make: Make, tmp_path: Path) -> None:
-    """JetPack 4's python3 is 3.6, JetPack 5's 3.8."""
+    """JetPack 5's python3 is 3.8."""
     script = make(target=JETSON) / "install.sh"
     programs = tmp_path / "bin"
     programs.mkdir()

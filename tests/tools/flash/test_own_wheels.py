@@ -43,7 +43,6 @@ ELSEWHERE = {  # commands of operators, which say on a board that they need the 
     },
     "fedquilt.cli.options": {
         "fedquilt.coordinator.delivery.blobs.locations",
-        "fedquilt.coordinator.delivery.blobs.object_store",
         "fedquilt.coordinator.storage.store",
     },
     "fedquilt.tools.boards.doctor": {"fedquilt.tools.boards.doctor.checks.coordinator"},

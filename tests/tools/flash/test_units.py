@@ -116,13 +116,13 @@ def test_a_folder_or_address_that_no_unit_can_have_is_refused(site: Path, table:
 
 
 def test_a_coordinator_s_places_of_blobs_are_options_of_its_service(site: Path) -> None:
-    made = serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\nurl = "https://hub.site:8443"\ns3 = "https://s.site/b"\n')
+    made = serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\nurl = "https://hub.site:8443"\n')
     told = " ".join(made.serve)
-    assert "--blobs-http 0.0.0.0:8443 --blobs-url https://hub.site:8443 --blobs-s3 https://s.site/b" in told
+    assert "--blobs-http 0.0.0.0:8443 --blobs-url https://hub.site:8443" in told
     with pytest.raises(JobError, match="--blobs-url"):
         serving(site, '[blobs]\nhttp = "0.0.0.0:8443"\n')
-    with pytest.raises(JobError, match=r"\[blobs\] s3"):
-        serving(site, '[blobs]\ns3 = "https://s.site/b $(id)"\n')
+    with pytest.raises(JobError, match=r"\[blobs\] http"):
+        serving(site, '[blobs]\nhttp = "0.0.0.0:8443 $(id)"\n')
 
 
 @pytest.mark.parametrize("role", ["agent", "runner", "coordinator"])
@@ -135,7 +135,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
     agent = BoardFiles("d", {"device.key": b"", "token": b""}, 10**9, enrols=True)
     runner = told(site, f'{URL}[models]\nserve = "127.0.0.1:8080"\n')
     made = bundle.render_units({"agent": agent, "runner": runner}.get(role) or serving(site, "[enrol]\n[dash]\n"))
-    programs = ("opt/fedquilt/current/bin/python", "usr/bin/systemd-sysusers", "usr/bin/systemctl", "usr/bin/touch")
+    programs = ("opt/fedquilt/current/bin/python", "bin/systemd-sysusers", "bin/systemctl", "usr/bin/touch")
     for name in programs:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -173,3 +173,19 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, site: Path, 
                 text=True,
             )
             assert rated.returncode == 0, rated.stdout[-200:] + rated.stderr
+
+
+def test_an_older_systemd_gets_secrets_as_copies_of_the_users_own() -> None:
+    """LoadCredential= came with systemd 247; JetPack 5 has 245."""
+    secret = BoardFiles("b", {"agent.toml": b"", "device.key": b"k", "password": b"p"}, 10**9)
+    new, old = (bundle.render_units(secret, systemd)["fedquilt-agent.service"].decode() for systemd in (249, 245))
+    assert "LoadCredential=device.key" in new
+    assert "/run/fedquilt-agent" not in new
+    assert "LoadCredential" not in old
+    assert "Environment=CREDENTIALS_DIRECTORY=/run/fedquilt-agent\n" in old
+    assert "RuntimeDirectoryMode=0700" in old
+    for name in ("device.key", "password"):
+        copy = (
+            f"ExecStartPre=+/usr/bin/install -o fedquilt -g fedquilt -m 0400 /etc/fedquilt/{name} /run/fedquilt-agent/"
+        )
+        assert copy in old

@@ -301,8 +301,9 @@ def test_wheels_for_an_older_glibc_run_and_for_a_newer_do_not() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("jetpack8",), r"no target 'jetpack8': one of jetpack4, "),
+        (("jetpack8",), r"no target 'jetpack8': one of jetpack5, "),
         (("arm64",), r"--python 3\.11"),
+        (("jetpack5", "3.8"), r"install one there and name it, .* --python /opt"),
         (("arm64", "3.8"), r"needs 3\.10 or newer"),
         (("arm64", "2.7"), r"needs 3\.10 or newer"),
         (("arm64", "opt/python3.11"), r"give the whole path on the board"),

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import ordinary
 import pytest
 from ordinary import User
@@ -23,8 +22,6 @@ pytest.importorskip("onnxruntime")
 import classifiers
 
 from fedquilt.cli import main
-from fedquilt.core import JobError
-from fedquilt.tools.operations import runner
 
 FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
 
@@ -85,52 +82,3 @@ def test_what_cannot_be_served_says_why(models: Path, tmp_path: Path, capsys: py
         code, said = refused(str(models), "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert (code, "another program listens there; choose another port with --listen" in said) == (2, True)
     assert refused(str(models), "--listen", "nowhere")[0] == 2
-
-
-def test_a_camera_needs_opencv(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the missing package and the extra that brings it."""
-    monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(JobError, match=r"needs cv2, which is not installed: pip install 'fedquilt\[camera\]'"):
-        runner.main(models, camera="/dev/video0")
-
-
-class Video:
-    """What OpenCV has of a camera with two pictures."""
-
-    COLOR_BGR2GRAY = COLOR_BGR2RGB = 0
-    pictures: tuple[np.ndarray, ...] = (classifiers.image(250, 8), classifiers.image(10, 8))
-
-    def __init__(self, opened: bool = True) -> None:
-        self.opened, self.left = opened, list(self.pictures)
-
-    def VideoCapture(self, device: str) -> Video:
-        return self
-
-    def isOpened(self) -> bool:
-        return self.opened
-
-    def grab(self) -> bool:
-        return bool(self.left)
-
-    def retrieve(self) -> tuple[bool, np.ndarray]:
-        return True, self.left.pop(0)
-
-    def cvtColor(self, frame: np.ndarray, kind: int) -> np.ndarray:
-        return frame
-
-    def release(self) -> None:
-        self.opened = False
-
-
-def test_a_cameras_pictures_become_lines_of_json(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are answered until the camera gives none any more; a camera that is not there is named."""
-    lines: list[str] = []
-    video = Video()
-    monkeypatch.setitem(sys.modules, "cv2", video)
-    with pytest.raises(runner.DataError, match="the camera /dev/video0 gives no pictures any more"):
-        runner.main(models, camera="/dev/video0", every_s=1e-9, say=lines.append)
-    assert [json.loads(line)["name"] for line in lines] == ["day", "night"]
-    assert not video.opened
-    monkeypatch.setitem(sys.modules, "cv2", Video(opened=False))
-    with pytest.raises(runner.DataError, match=r"cannot open the camera /dev/video9: .*group video"):
-        runner.main(models, camera="/dev/video9")

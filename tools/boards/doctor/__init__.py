@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,25 +18,19 @@ import msgspec
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.security import authenticated_link
-from fedquilt.tools.boards.doctor import certificate, findings, folders, machine_facts
-from fedquilt.tools.boards.doctor.checks import (
-    agent,
-    authentication,
-    machine,
-    operator_machine,
-    packages,
-    permissions,
-)
-from fedquilt.tools.boards.doctor.checks import broker as checks_broker
-from fedquilt.tools.boards.doctor.checks.broker import ExaminationDeadline
-from fedquilt.tools.boards.doctor.findings import EXIT, Finding, error, ok
-from fedquilt.transport.mqtt.broker import Broker
+from fedquilt.tools.boards.doctor import findings, machine_facts
+from fedquilt.tools.boards.doctor.checks import agent, broker, machine, packages
+from fedquilt.tools.boards.doctor.checks.agent import Facts
+from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
+from fedquilt.tools.boards.doctor.findings import EXIT, Check, Finding, Numbered, error, to_finding
 
 LIMIT_S: Final = 9.0
 SPARE_S: Final = 0.5  # for what a group still does after its last wait
+VERBOSE: Final = "fedquilt -vv doctor ..."
+TABLE: Final[tuple[Check, ...]] = (*machine.MACHINE, *packages.PACKAGES, *agent.AGENT)
+"""All checks of a board's facts. The checks of connections and of a coordinator's folder are steps, not rows."""
 
-Group = Callable[[], list[Finding]]
+Group = Callable[[], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
@@ -48,15 +42,6 @@ class ExaminationTarget:
     broker: Mapping[str, Any] | None = None  # an agent.toml's [broker] table
     fleet: str = "fleet"
     root: Path = machine_facts.ROOT
-
-
-@dataclass(frozen=True)
-class ExaminationEnvironment:
-    """Sources of an examination outside the examined files, replaceable in tests."""
-
-    clock_s: Callable[[], float] = time.time
-    free: folders.Free = folders.free_bytes
-    operator: Group = field(default=operator_machine.check_operator_machine)
 
 
 def main(wanted: ExaminationTarget, format: str) -> int:
@@ -74,9 +59,19 @@ def main(wanted: ExaminationTarget, format: str) -> int:
 
 
 def select_groups(
-    wanted: ExaminationTarget, around: ExaminationEnvironment = ExaminationEnvironment(), limit_s: float = LIMIT_S
+    wanted: ExaminationTarget,
+    *,
+    clock_s: float | None = None,
+    free: machine_facts.Free = machine_facts.free_bytes,
+    limit_s: float = LIMIT_S,
 ) -> dict[str, Group]:
     """Return the groups of checks for a subject, by name.
+
+    Args:
+        wanted: The subject.
+        clock_s: Time in seconds since 1970, or None for this machine's clock.
+        free: Function that returns the free bytes of a folder's disk.
+        limit_s: Limit for the steps of a connection.
 
     Raises:
         JobError: If agent settings and a coordinator's options are combined.
@@ -84,32 +79,34 @@ def select_groups(
     if wanted.settings is not None and (wanted.home is not None or wanted.broker is not None):
         raise JobError("an agent.toml says which broker: leave --home and --broker out, which are a coordinator's")
     timer = ExaminationDeadline(time.monotonic() + limit_s - SPARE_S)
-    clock_s = around.clock_s()
+    now_s = time.time() if clock_s is None else clock_s
     made: dict[str, Group] = {}
-    if wanted.settings is None:
-        made["machine"] = lambda: _check_machine(wanted, clock_s)
-    else:
+    settings: AgentSettings | None = None
+    if wanted.settings is not None:
         try:
-            settings = agents.load_settings(wanted.settings)
+            loaded = agents.load_settings(wanted.settings)
         except JobError as problem:
-            said, mend = str(problem), f"correct {wanted.settings}"
-            made["settings"] = lambda: [error("FQ301", said, mend)]
-            made["machine"] = lambda: _check_machine(wanted, clock_s)
+            wrong = to_finding("FQ301", error(str(problem), f"correct {wanted.settings}"))
+            made["settings"] = lambda: [wrong]
         else:
-            path, settings = wanted.settings, agent.settings_under_root(settings, wanted.settings, wanted.root)
-            made["machine"] = lambda: _check_agent(wanted, path, settings, clock_s, around)
-            made["broker"] = lambda: _check_device_connection(settings, clock_s, timer)
+            settings = agent.settings_under_root(loaded, wanted.settings, wanted.root)
+            made["broker"] = _group(broker.check_device, settings, now_s, timer)
+    made["machine"] = lambda: findings.run_checks(
+        TABLE, Facts.read(wanted.root, now_s, settings, wanted.settings, free)
+    )
     if wanted.home is not None:
-        from fedquilt.tools.boards.doctor.checks.coordinator import check_coordinator  # here: boards do not have it
+        from fedquilt.tools.boards.doctor.checks import coordinator  # here: boards do not have it
 
-        home = wanted.home
-        made["coordinator"] = lambda: check_coordinator(home, around.free)
+        made["coordinator"] = _group(coordinator.check_coordinator, wanted.home, free)
     if wanted.broker is not None:
-        table = wanted.broker
-        made["broker"] = lambda: _check_coordinator_connection(table, wanted, clock_s, timer)
+        made["broker"] = _group(broker.check_coordinator, wanted.broker, wanted.home, wanted.fleet, now_s, timer)
     if not (wanted.settings or wanted.home or wanted.broker or wanted.root != machine_facts.ROOT):
-        made["operator"] = around.operator
+        made["operator"] = lambda: findings.run_checks(machine.OPERATOR, None)
     return made
+
+
+def _group(steps: Callable[..., Iterable[Numbered]], *given: Any) -> Group:
+    return lambda: [to_finding(number, verdict) for number, verdict in steps(*given)]
 
 
 def run_groups(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Finding]:
@@ -121,12 +118,12 @@ def run_groups(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Fi
 
     def run_group(name: str, group: Group) -> None:
         try:
-            told[name] = group()
+            told[name] = list(group())
         except FedquiltError as problem:
-            told[name] = [error("FQ002", f"{name}: {problem}", "fedquilt -vv doctor ...")]
+            told[name] = [to_finding("FQ002", error(f"{name}: {problem}", VERBOSE))]
         except Exception as problem:  # whatever a strange machine makes of a check
             said = f"{name} could not be examined ({type(problem).__name__}: {problem})"
-            told[name] = [error("FQ002", said, "fedquilt -vv doctor ..., and tell fedquilt's authors what it says")]
+            told[name] = [to_finding("FQ002", error(said, f"{VERBOSE}, and tell fedquilt's authors what it says"))]
 
     threads = {name: threading.Thread(target=run_group, args=(name, one), daemon=True) for name, one in groups.items()}
     until_s = time.monotonic() + limit_s
@@ -136,81 +133,5 @@ def run_groups(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Fi
     for name, thread in threads.items():
         thread.join(max(until_s - time.monotonic(), 0.0))
         said = f"{name} was not examined within {limit_s:g} s: something there does not answer"
-        found += told.get(name, [error("FQ001", said, "fedquilt -vv doctor ...")])
+        found += told.get(name, [to_finding("FQ001", error(said, VERBOSE))])
     return sorted(found, key=lambda one: one.number)
-
-
-# -- groups ---------------------------------------------------------------------------------------
-
-
-def _check_machine(wanted: ExaminationTarget, clock_s: float) -> list[Finding]:
-    seen = machine_facts.read_machine(wanted.root, clock_s, time.monotonic())
-    return [*machine.check_machine(seen), *packages.check_packages(seen, packages.read_packages(seen.paths))]
-
-
-def _check_agent(
-    wanted: ExaminationTarget, path: Path, settings: AgentSettings, clock_s: float, around: ExaminationEnvironment
-) -> list[Finding]:
-    seen = machine_facts.read_machine(wanted.root, clock_s, time.monotonic())
-    installed = packages.read_packages(seen.paths)
-    found = [*machine.check_machine(seen), *packages.check_packages(seen, installed)]
-    return [*found, *agent.check_agent(settings, path, seen, installed, around.free)]
-
-
-def _check_device_connection(settings: AgentSettings, clock_s: float, timer: ExaminationDeadline) -> list[Finding]:
-    try:
-        broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
-    except FedquiltError:
-        return []  # FQ304 tells
-    found = checks_broker.check_connection(broker, clock_s, timer)
-    if any(one.severity == "error" for one in found):
-        return found
-    if folders.is_locked(Path(settings.home)):
-        # a broker with certificates would take this client for the agent and disconnect the agent
-        said = f"{settings.device}'s agent runs here: its rights at {broker} are tried while it is stopped"
-        return [*found, ok("FQ411", said)]
-    with checks_broker.open_link(broker, f"{permissions.NOBODY}-{settings.device}", timer) as link:
-        if isinstance(link, Finding):
-            return [*found, link]
-        found += checks_broker.check_packet_limit(broker, link)
-        own = authentication.load_identity(broker)
-        if isinstance(own, Finding):
-            seen = permissions.try_device(link, settings.fleet, settings.device, timer)
-            return [*found, *permissions.judge_device(seen, broker, settings.device), own]
-        seen = permissions.try_device(
-            link, settings.fleet, settings.device, timer, lambda: ("hello", authenticated_link.handshake_probe(own))
-        )
-        found += permissions.judge_device(seen, broker, settings.device)
-        return [
-            *found,
-            authentication.check_handshake(link, own, settings.fleet, settings.device, seen.coordinator, timer),
-        ]
-
-
-def _check_coordinator_connection(
-    table: Mapping[str, Any], wanted: ExaminationTarget, clock_s: float, timer: ExaminationDeadline
-) -> list[Finding]:
-    try:
-        broker = Broker.from_url(**table)
-    except FedquiltError as problem:
-        return [error("FQ400", str(problem), "correct --broker and the files beside it")]
-    found = checks_broker.check_connection(broker, clock_s, timer)
-    if any(one.severity == "error" for one in found):
-        return found
-    held = None if broker.cert is None else certificate.load_certificate(broker.cert)
-    watches = held is not None and held.unit == authenticated_link.OBSERVER
-    if not watches and wanted.home is not None and folders.is_locked(wanted.home):
-        said = f"a coordinator serves {wanted.home}: its rights at {broker} are tried while it is stopped"
-        return [*found, ok("FQ413", said)]
-    with checks_broker.open_link(
-        broker, f"{permissions.NOBODY}-{'observer' if watches else 'coordinator'}", timer
-    ) as link:
-        if isinstance(link, Finding):
-            return [*found, link]
-        found += checks_broker.check_packet_limit(broker, link)
-        if watches:
-            seen, devices = permissions.try_observer(link, wanted.fleet, str(held and held.name), timer)
-            return [*found, *permissions.judge_observer(seen, devices, broker)]
-        own = authentication.load_identity(broker)
-        found.append(own if isinstance(own, Finding) else authentication.check_coordinator_certificate(own, clock_s))
-        return [*found, *permissions.judge_coordinator(permissions.try_coordinator(link, wanted.fleet, timer), broker)]

@@ -1,11 +1,11 @@
-"""Findings of an examination, with fixed numbers and commands that fix the problem."""
+"""Checks and findings of an examination, with fixed numbers and commands that fix the problem."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -14,15 +14,7 @@ from fedquilt.console import table
 Severity = Literal["ok", "warning", "error"]
 
 EXIT: Final[dict[Severity, int]] = {"ok": 0, "warning": 10, "error": 11}
-GROUPS: Final = {
-    "0": "doctor",
-    "1": "machine",
-    "2": "packages",
-    "3": "agent",
-    "4": "broker",
-    "5": "coordinator",
-    "6": "operator",
-}
+GROUPS: Final = ("doctor", "machine", "packages", "agent", "broker", "coordinator", "operator")  # by the first digit
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -33,38 +25,55 @@ class Finding(msgspec.Struct, frozen=True):
     sentence: str  # what, and where
     mend: str | None = None
 
-    @property
-    def group(self) -> str:
-        return GROUPS[self.number[2]]
+
+class Problem(NamedTuple):
+    """Problem that slows the machine or may cause a failure later, or an error that prevents operation."""
+
+    sentence: str
+    fix: str = ""  # "" for the fix of the check
+    severity: Severity = "warning"
 
 
-def ok(number: str, sentence: str) -> Finding:
-    """Return a finding without a problem."""
-    return Finding(number, "ok", sentence)
+def error(sentence: str, fix: str = "") -> Problem:
+    return Problem(sentence, fix, "error")
 
 
-def warning(number: str, sentence: str, mend: str) -> Finding:
-    """Return a finding on a problem that slows the machine or may cause a failure later."""
-    return Finding(number, "warning", sentence, mend)
+Verdict: TypeAlias = str | Problem | None
+"""Sentence of a check without a problem, the problem, or None if the check does not apply."""
 
 
-def error(number: str, sentence: str, mend: str) -> Finding:
-    """Return a finding on a problem that prevents operation."""
-    return Finding(number, "error", sentence, mend)
+Numbered: TypeAlias = tuple[str, str | Problem]
+"""Number and verdict of a check that is a step of a longer examination, as of a connection."""
 
 
-def drop_missing(found: Iterable[Finding | None]) -> list[Finding]:
-    return [one for one in found if one is not None]
+class Check(NamedTuple):
+    number: str
+    needs: tuple[str, ...]  # facts, by name: without one of them the check does not apply
+    find: Callable[..., Verdict]  # called with these facts
+    fix: str = ""
+
+
+def to_finding(number: str, verdict: str | Problem, fix: str = "") -> Finding:
+    if isinstance(verdict, str):
+        return Finding(number, "ok", verdict)
+    return Finding(number, verdict.severity, verdict.sentence, verdict.fix or fix)
+
+
+def run_checks(checks: Iterable[Check], facts: object) -> Iterator[Finding]:
+    """Yield the findings of all checks whose needs are attributes of `facts` other than None."""
+    for check in checks:
+        needed = [getattr(facts, name, None) for name in check.needs]
+        if all(each is not None for each in needed) and (verdict := check.find(*needed)) is not None:
+            yield to_finding(check.number, verdict, check.fix)
 
 
 def worst_severity(found: Iterable[Finding]) -> Severity:
-    severities = {one.severity for one in found}
-    return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
+    return max((one.severity for one in found), key=tuple(EXIT).index, default="ok")
 
 
 def to_report(found: Sequence[Finding]) -> dict[str, Any]:
     """Return the findings as the object for `--format json`, with the worst severity."""
-    rows = [{**msgspec.to_builtins(one), "group": one.group} for one in found]
+    rows = [{**msgspec.to_builtins(one), "group": GROUPS[int(one.number[2])]} for one in found]
     return {"severity": worst_severity(found), "findings": rows}
 
 
@@ -74,7 +83,7 @@ def format_findings(found: Sequence[Finding], wide: int | None = None) -> list[s
     Args:
         found: Findings of all checks.
         wide: Maximum columns of wrapped lines, or None for the width of the terminal. Fixes stay on one line for
-        copying.
+            copying.
     """
     wide = table.line_width() if wide is None and sys.stdout.isatty() else wide
     told = []
@@ -83,9 +92,7 @@ def format_findings(found: Sequence[Finding], wide: int | None = None) -> list[s
         blank = " " * len(head)
         wrapped = [one.sentence]
         if wide is not None:
-            wrapped = textwrap.wrap(one.sentence, wide - len(head), break_on_hyphens=False, break_long_words=False) or [
-                ""
-            ]
+            wrapped = textwrap.wrap(one.sentence, wide - len(head), break_on_hyphens=False, break_long_words=False)
         told += [f"{blank if at else head}{text}" for at, text in enumerate(wrapped)]
         if one.mend is not None:
             told.append(f"{blank} mend: {one.mend}")

@@ -1,12 +1,13 @@
-"""Facts of a machine, read once for the checks in `machine` and `agent`."""
+"""Facts of a machine, read once for all checks, without root rights."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -17,15 +18,18 @@ from fedquilt.edge_agent.clocks import controls, power_modes
 from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 from fedquilt.host import sysfs
-from fedquilt.tools.boards.doctor import conditions
-from fedquilt.tools.boards.doctor.conditions import Conditions
+from fedquilt.host.disk import REAL
 
 ROOT: Final = Path("/")
 HELPER: Final = "run/fedquilt/clocks.sock"
 FLASHED: Final = "opt/fedquilt/current"  # what `fedquilt board flash` puts the agent's packages in
 UNIT: Final = "etc/systemd/system/fedquilt-agent.service"
 JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # by the major number of Linux for Tegra
+THROTTLES: Final = re.compile(r"throttle|cpufreq|devfreq")  # types of cooling devices that slow a clock; fans do not
 SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # systemd's
+
+
+Free = Callable[[Path], int]  # folder -> bytes free on its disk
 
 
 class HelperFault(NamedTuple):
@@ -64,7 +68,11 @@ class MachineFacts:
     helper: HelperStatus | HelperFault | None = None  # None without a clock helper
     paths: tuple[Path, ...] = field(default=())  # where its Python packages are
     flashed: bool = False  # its packages came by `fedquilt board flash`: there is no pip that could change them
-    conditions: Conditions = Conditions()
+    gpu_listed: bool = False  # its GPU is among the kernel's devices with a clock (devfreq)
+    limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # clock -> lower and upper limit, equal: pinned
+    slowed: tuple[str, ...] = ()  # cooling devices at work
+    over_current: Mapping[str, int] = field(default_factory=dict)  # counter -> events since the board was started
+    swap_on_card: str | None = None  # device or file of a swap that lies on an SD card
 
 
 def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
@@ -105,11 +113,11 @@ def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
         helper=helper,
         paths=tuple(Path(path) for path in sys.path if path) if own else _find_package_folders(root),
         flashed=sys.prefix.startswith("/opt/fedquilt/") if own else sysfs.is_visible(root / FLASHED),
-        conditions=conditions.read_conditions(
-            root,
-            tegra=tegra,
-            held=isinstance(helper, HelperStatus) and helper.point is not None,
-        ),
+        gpu_listed=bool(found.controls_of_kind("gpu")),
+        limits=_read_clock_limits(found),
+        slowed=_throttling_devices(root / "sys/class/thermal"),
+        over_current=_count_over_current(root / "sys/class/hwmon"),
+        swap_on_card=_find_swap_on_card(root),
     )
 
 
@@ -191,3 +199,73 @@ def _read_helper_status(path: Path) -> HelperStatus | HelperFault | None:
         return HelperFault("no answer", str(problem))
     finally:
         clocks.close()
+
+
+def _read_clock_limits(found: controls.ClockControls) -> dict[str, tuple[int, int]]:
+    limits = {}
+    for lever in (*found.controls_of_kind("cpu"), *found.controls_of_kind("gpu")):
+        setting = lever.read_state()
+        if len(lever.listed) > 1 and setting.low is not None and setting.high is not None:
+            limits[lever.name] = (setting.low * lever.unit_hz, setting.high * lever.unit_hz)
+    return limits
+
+
+def _throttling_devices(thermal: Path) -> tuple[str, ...]:
+    told = []
+    for device in sysfs.list_matches(thermal, "cooling_device*"):
+        kind = sysfs.read_line(device / "type") or ""
+        if THROTTLES.search(kind) and (sysfs.read_int(device / "cur_state") or 0) > 0:
+            told.append(kind)
+    return tuple(told)
+
+
+def _count_over_current(hwmon: Path) -> dict[str, int]:
+    # JetPack 5 and newer have `oc1_event_cnt` to `oc3_event_cnt` (Jetson Linux Developer Guide)
+    found = {}
+    for file in sysfs.list_matches(hwmon, "hwmon*/oc*_event_cnt"):
+        events = sysfs.read_int(file)
+        if events is not None:
+            found[file.name.removesuffix("_event_cnt")] = events
+    return found
+
+
+def _find_swap_on_card(root: Path) -> str | None:
+    # an eMMC has the same device names as an SD card, but its type is MMC
+    for name, kind in _first_columns(root / "proc/swaps")[1:]:
+        device = name if kind == "partition" else _device_of_file(root, name)
+        disk = re.match(r"/dev/(mmcblk\d+)", device or "")
+        if disk is not None and sysfs.read_line(root / f"sys/block/{disk[1]}/device/type") == "SD":
+            return name
+    return None
+
+
+def _device_of_file(root: Path, file: str) -> str | None:
+    best, device = "", None
+    for source, place in _first_columns(root / "proc/mounts"):
+        if (file == place or file.startswith(place.rstrip("/") + "/")) and len(place) >= len(best):
+            best, device = place, source
+    return device
+
+
+def _first_columns(table: Path) -> list[tuple[str, str]]:
+    rows = (line.split(None, 2) for line in (sysfs.read_text(table) or "").splitlines())
+    return [(row[0], row[1]) for row in rows if len(row) > 1]
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def nearest_existing(folder: Path) -> Path:
+    return next(one for one in (folder, *folder.absolute().parents) if os.path.exists(one))
+
+
+def is_locked(home: Path) -> bool:
+    """Return whether a running process holds the folder's lock. An unreadable lock counts as free."""
+    try:
+        return REAL.is_locked(home / "lock")
+    except OSError:
+        return False

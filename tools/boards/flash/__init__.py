@@ -45,7 +45,6 @@ class FlashContent:
     token: Path | None = None
     extras: tuple[str, ...] = ("onnx",)
     python: str | None = None
-    own_python: Path | None = None
     role: str = "agent"  # or "coordinator"
 
 
@@ -68,8 +67,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
                 f"without --token {board.device} enrols only if it was enrolled before: "
                 f"`fedquilt identity token {board.device} --out FILE` makes one"
             )
-    brings = _require_fitting_python(what, target)
-    asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
+    asked = {"interpreter": target.interpreter, "machine": target.machine}
     try:
         with ExitStack() as stack:
             root = None if where.rootfs is None else _open_mounted_root(where, say)
@@ -82,7 +80,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
             if root is not None:
                 install.check_compatibility(root, asked)
             host = None if where.ssh is None else SshHost(where.ssh)
-            user_is_root = host is not None and host.check_board(target.machine, target.interpreter, brings)
+            user_is_root = host is not None and host.check_board(target.machine, target.interpreter)
             files = _collect_files(what, target, board, say)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-")))
             if root is not None:
@@ -104,20 +102,6 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
         raise JobError(str(error)) from None
 
 
-def _require_fitting_python(what: FlashContent, target: targets.BundleTarget) -> bool:
-    if what.own_python is None:
-        if target.brings:
-            raise JobError(f"--target {target.name} has no Python that fedquilt runs on: {targets.OWN_PYTHON}")
-        return False
-    if not target.brings:
-        raise JobError(f"--own-python is for jetpack4 and jetpack5 without a path to --python, not for {target.name}")
-    from fedquilt.tools.boards.flash import portable_python  # it is a program too
-
-    if (version := portable_python.read_python_version(what.own_python)) != target.python:
-        raise JobError(f"--own-python {what.own_python} holds Python {version}: say --python {version}")
-    return True
-
-
 def _collect_files(
     what: FlashContent, target: targets.BundleTarget, board: bundle.BoardFiles | CoordinatorFiles, say: Say
 ) -> dict[str, bytes | Path]:
@@ -125,7 +109,7 @@ def _collect_files(
     extras = sorted({*what.extras, *own})
     name: OwnWheel = "fedquilt" if what.role == "coordinator" else "fedquilt-board"
     house, lock = wheels.collect_wheels(target, extras, name)
-    files = bundle.collect_files(board, target, house, lock, own_python=what.own_python)
+    files = bundle.collect_files(board, target, house, lock)
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
     say(f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all")
     return files

@@ -1,7 +1,6 @@
 """Bundle for a board: a folder or tar archive that installs without a network.
 
 bundle.json  install.sh  install.py  environment.py  launch.py  sysusers.conf  requirements.txt
-python.tar, if the board's own Python is too old
 wheels/      etc/ -> /etc/fedquilt      units/ -> /etc/systemd/system
 """
 
@@ -40,7 +39,6 @@ OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 ODD: Final = r"[\s%$\"'\\;|&<>`()*?]"  # characters with a meaning to systemd or a shell
 HIDDEN: Final = ("/home/", "/root/", "/run/", "/tmp/", "/var/tmp/", "/dev/", "/proc/", "/sys/")  # noqa: S108
-PYTHON: Final = "python.tar"  # archive of a Python in the bundle
 SECRET: Final = frozenset({"etc/device.key", "etc/coordinator.key", "etc/password", "etc/token"})
 OF_RUNNER: Final = "fedquilt-serve-model"
 # units of one role alone; the others are for both
@@ -184,9 +182,9 @@ def render_units(board: BoardFiles | CoordinatorFiles, systemd: int = 249) -> di
     if isinstance(board, CoordinatorFiles):
         left = {"fedquilt-enrol-serve": board.enrol, "fedquilt-dash": board.dash}
         others = (*OF_AGENT, *(name for name, words in left.items() if words is None))
-        return _render_templates(others, coordinator.template_values(board, systemd), systemd)
+        return _render_templates(others, coordinator.template_values(board, systemd))
     others = (*OF_COORDINATOR, *["fedquilt-enrol"] * (not board.enrols), *[OF_RUNNER] * (board.serve is None))
-    return _render_templates(others, _template_values(board, systemd), systemd)
+    return _render_templates(others, _template_values(board, systemd))
 
 
 def _template_values(board: BoardFiles, systemd: int) -> dict[str, str]:
@@ -216,17 +214,12 @@ def _model_folder_lines(board: BoardFiles) -> dict[str, str]:
     }
 
 
-def _render_templates(others: Sequence[str], words: Mapping[str, str], systemd: int) -> dict[str, bytes]:
+def _render_templates(others: Sequence[str], words: Mapping[str, str]) -> dict[str, bytes]:
     made = {}
     for path in sorted((HERE / "units").iterdir()):
         if path.stem in others:
             continue
-        text = fill_template(path.read_text(encoding="utf-8"), words)
-        if systemd < 247:
-            text = re.sub(r"^(Exec\w+=[-+]*)(?=systemd-|systemctl )", r"\1/bin/", text, flags=re.MULTILINE)
-        if systemd < 239:  # an unknown group of calls would leave next to nothing allowed
-            text = "".join(line for line in text.splitlines(True) if not line.startswith("SystemCall"))
-        made[path.name] = text.encode()
+        made[path.name] = fill_template(path.read_text(encoding="utf-8"), words).encode()
     return made
 
 
@@ -258,15 +251,10 @@ def collect_files(
     target: BundleTarget,
     house: Sequence[Path],
     lock: str,
-    *,
-    own_python: Path | None = None,
 ) -> dict[str, bytes | Path]:
     """Collect the files of a bundle by name: their bytes, or the path of a file with the content."""
-    brought = {} if own_python is None else {PYTHON: own_python}
     digests = {path.name: wheels.file_sha256(path) for path in house}
-    digests |= {name: wheels.file_sha256(path) for name, path in brought.items()}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in house}
-    files |= brought
     files |= {f"etc/{name}": data for name, data in board.files.items()}
     files |= {f"units/{name}": data for name, data in render_units(board, target.systemd).items()}
     files["requirements.txt"] = lock.encode()
@@ -287,8 +275,7 @@ def collect_files(
         "python": target.python,
         "interpreter": target.interpreter,
         "wheels": [path.name for path in house],
-        "own_python": own_python is not None,
-        "unpacked_bytes": sum(map(unpacked_bytes, house)) + sum(one.stat().st_size for one in brought.values()),
+        "unpacked_bytes": sum(map(unpacked_bytes, house)),
         "secret": sorted(SECRET & set(files)),
         "files": {name: _file_digest(name, data, digests) for name, data in sorted(files.items())},
     }

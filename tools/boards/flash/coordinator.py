@@ -68,7 +68,6 @@ class DashTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BlobsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http: str | None = None
     url: str | None = None
-    s3: str | None = None
 
 
 class CoordinatorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,7 +108,7 @@ def read_coordinator_files(path: Path) -> CoordinatorFiles:
         given = {key: getattr(known.broker, key) for key in FILES if getattr(known.broker, key) is not None}
         here: dict[str, Any] = {key: str(path.parent / value) for key, value in given.items()}
         Broker.from_url(known.broker.url, **here)
-        blobs = {name: value for name in ("http", "url", "s3") if (value := getattr(known.blobs, name)) is not None}
+        blobs = {name: value for name in ("http", "url") if (value := getattr(known.blobs, name)) is not None}
         for key, address in (("[broker] url", known.broker.url), *((f"[blobs] {name}", blobs[name]) for name in blobs)):
             if odd := re.search(r"[\s%$\"'\\]", address):
                 raise JobError(f"{key}: {odd[0]!r} has no place in an address")

@@ -5,7 +5,7 @@ orin-01,jetpack6,2GB,hall-a,me@10.0.0.11
 pi-07,raspberry-pi-os,,hall-b window,
 
 A folder keeps what was made: `NAME.token`, `NAME.img` or `NAME.tar`, and `NAME.json` once a board is done. Its state
-afterwards is read where the operator has it: enrolment in the authority's register, presence at the broker.
+afterwards is read in the authority's register; `fedquilt devices` shows who is online.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import csv
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, NamedTuple
 
 import msgspec
 
-from fedquilt import wire
 from fedquilt.console import progress, table
-from fedquilt.core import FedquiltError, JobError, LinkError, StoreError, WireError
+from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.formats import labels as words
 from fedquilt.formats import toml
@@ -39,14 +38,11 @@ from fedquilt.tools.operations.identity.register import (
     IssuedCertificate,
     format_time,
 )
-from fedquilt.transport.link import Link
-from fedquilt.transport.mqtt.broker import Broker
-from fedquilt.transport.mqtt.link import MqttLink
 
 COLUMNS: Final = ("name", "target", "budget", "labels", "address")
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 POLL_S: Final = 2.0
-HEAD: Final = ("board", "labels", "target", "written to", "enrolment", "presence")
+HEAD: Final = ("board", "labels", "target", "written to", "enrolment")
 Say = Callable[[str], None]
 
 
@@ -83,38 +79,19 @@ class FlashRecord(msgspec.Struct, frozen=True):
     written_s: float  # since 1970
 
 
-@dataclass(frozen=True)
-class EnrolmentState:
+class EnrolmentState(NamedTuple):
     """Enrolment of one board, as the authority's register has it."""
 
-    step: Literal["none", "token unused", "token expired", "enrolled"] = "none"
-    at_s: float | None = None  # end of the token, or time of issue of the certificate
-
-    def __str__(self) -> str:
-        when = "" if self.at_s is None else format_time(self.at_s)
-        match self.step:
-            case "none":
-                return "-"
-            case "token unused":
-                return f"waits for its first boot, until {when}"
-            case "token expired":
-                return "token expired"
-            case "enrolled":
-                return f"enrolled {when}"
+    text: str = "-"
+    waits: bool = False  # for the first boot
+    expired: bool = False
 
 
-@dataclass(frozen=True)
-class FlashState:
+class FlashState(NamedTuple):
     row: BoardRow
     written: str  # where to, or why not
     enrolment: EnrolmentState = EnrolmentState()
-    online: bool | None = None
     done: bool = False
-
-    @property
-    def presence(self) -> str:
-        """The presence in a word or two."""
-        return "not looked" if self.online is None else "online" if self.online else "offline"
 
 
 # -- the table ------------------------------------------------------------------------------------
@@ -278,130 +255,73 @@ def find_record(row: BoardRow, plan: FlashPlan) -> FlashRecord | None:
 # -- how they are ---------------------------------------------------------------------------------
 
 
-def read_states(
-    rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, str], online: set[str] | None
-) -> list[FlashState]:
-    """Return the state of every board. `failed` maps names to errors. `online` is None if unchecked.
-
-    Args:
-        rows: the table.
-        plan: as it was flashed.
-        failed: why not, of those that failed.
-        online: devices that are online; None: nobody looked.
-    """
-    register = None
-    if (plan.authority / "register.db").is_file():
-        register = CertificateRegister(plan.authority / "register.db")
-    try:
-        tokens = register.list_tokens() if register is not None else []
+def read_states(rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, str]) -> list[FlashState]:
+    """Return the state of every board. `failed` maps names to errors."""
+    path = plan.authority / "register.db"
+    with closing(CertificateRegister(path)) if path.is_file() else nullcontext() as register:
+        tokens = [] if register is None else register.list_tokens()
         told = []
         for row in rows:
             note = find_record(row, plan)
-            issued = register.list_certificates(row.name) if register is not None else []
+            issued = [] if register is None else register.list_certificates(row.name)
             written = note.place if note else f"not written: {failed.get(row.name, 'not yet')}"
             mine = [one for one in tokens if one.pattern == row.name]
-            there = None if online is None else row.name in online
-            told.append(
-                FlashState(row, written, describe_enrolment(issued, mine, time.time()), there, note is not None)
-            )
+            told.append(FlashState(row, written, describe_enrolment(issued, mine, time.time()), note is not None))
         return told
-    finally:
-        if register is not None:
-            register.close()
 
 
 def describe_enrolment(
     issued: Sequence[IssuedCertificate], tokens: Sequence[EnrolmentToken], now_s: float
 ) -> EnrolmentState:
-    """Return the enrolment state of one board as a short text, or "-" if unknown."""
     valid = [one for one in issued if one.revoked_s is None and one.ends_s > now_s]
     token = tokens[-1] if tokens else None
     if token is not None and token.used_s is None and not any(one.issued_s >= token.made_s for one in valid):
-        return EnrolmentState("token unused" if token.ends_s > now_s else "token expired", token.ends_s)
-    return EnrolmentState("enrolled", valid[-1].issued_s) if valid else EnrolmentState()
+        if token.ends_s <= now_s:
+            return EnrolmentState("token expired", expired=True)
+        return EnrolmentState(f"waits for its first boot, until {format_time(token.ends_s)}", waits=True)
+    return EnrolmentState(f"enrolled {format_time(valid[-1].issued_s)}") if valid else EnrolmentState()
 
 
 def format_states(states: Sequence[FlashState], wide: int | None = None) -> list[str]:
-    rows = [(s.row.name, " ".join(s.row.labels), s.row.target, s.written, str(s.enrolment), s.presence) for s in states]
+    rows = [(s.row.name, " ".join(s.row.labels), s.row.target, s.written, s.enrolment.text) for s in states]
     told = table.format_table([HEAD, *rows], "<", wide)
     if missing := [one.row.name for one in states if not one.done]:
         told.append(f"not written: {', '.join(missing)}; the same command again goes on with them")
-    if waiting := [one.row.name for one in states if one.enrolment.step in ("token unused", "token expired")]:
+    if waiting := [one.row.name for one in states if one.enrolment.waits or one.enrolment.expired]:
         told.append(f"not enrolled yet: {', '.join(waiting)}")
-    if off := [one.row.name for one in states if one.online is False]:
-        told.append(f"still offline: {', '.join(off)}")
     return told
-
-
-class OnlineDevices:
-    """Devices that are online, from the presence messages retained by a broker.
-
-    Args:
-        link: Link to the broker, with the right to read the devices' topics.
-        fleet: Name of the fleet.
-    """
-
-    def __init__(self, link: Link, fleet: str) -> None:
-        self._link, self.online = link, set[str]()
-        link.subscribe([wire.Topics(fleet).device_topic("+", "up", "presence")])
-
-    def process_messages(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` for messages, and update `online` from them."""
-        self._link.wait(timeout_s)
-        for message in self._link.receive():
-            try:
-                said = wire.decode(message.payload, wire.Presence)
-            except WireError:
-                continue
-            change = self.online.add if said.online else self.online.discard
-            change(wire.device_from_topic(message.topic))
 
 
 def watch_boards(
     look: Callable[[], Sequence[FlashState]], wait: Callable[[float], None], say: Say
 ) -> Sequence[FlashState]:
-    """Print each change of state until every flashed board is ready (`is_ready`). Return the states.
+    """Print each change of state until no flashed board waits for its first boot. Return the states.
 
     Args:
         look: Function that returns the current states.
-        wait: Function that waits for an event, up to the given seconds.
+        wait: Function that waits for some seconds.
         say: Function that prints a line.
     """
-    before: dict[str, tuple[EnrolmentState, bool | None]] = {}
+    before: dict[str, EnrolmentState] = {}
     while True:
         now = look()
         for one in now:
-            if before.get(one.row.name) != (one.enrolment, one.online):
-                before[one.row.name] = (one.enrolment, one.online)
-                said = str(one.enrolment) if one.online is None else f"{one.enrolment}, {one.presence}"
-                say(f"{time.strftime('%H:%M:%S')}  {one.row.name}: {said}")
-        if all(is_ready(one) for one in now if one.done):
+            if before.get(one.row.name) != one.enrolment:
+                before[one.row.name] = one.enrolment
+                say(f"{time.strftime('%H:%M:%S')}  {one.row.name}: {one.enrolment.text}")
+        if not any(one.enrolment.waits for one in now if one.done):
             return now
         wait(POLL_S)
 
 
-def is_ready(state: FlashState) -> bool:
-    """Return whether a board is online, or enrolled if presence was not checked."""
-    return state.enrolment.step != "token unused" if state.online is None else state.online
-
-
-CONNECT_S = 10.0
-LOOK_S = 1.0  # in which a broker hands over what it keeps
-CLIENT = "fedquilt-flash"
-
-
-def flash_table(
-    table: Path, target: str | None, plan: FlashPlan, *, watch: bool, cert: Path | None, key: Path | None
-) -> None:
+def flash_table(table: Path, target: str | None, plan: FlashPlan, *, watch: bool) -> None:
     """Flash the boards of a table that are not done yet, and print the states of all.
 
     Args:
         table: CSV file of boards.
         target: Target of rows without one.
         plan: Settings, packages and output folder.
-        watch: Whether to wait until all boards are enrolled or online.
-        cert: The coordinator's certificate, or None to skip the check of presence.
-        key: Private key of the certificate.
+        watch: Whether to wait until all boards are enrolled.
 
     Raises:
         JobError: If a board was not flashed, or the table is unusable.
@@ -410,41 +330,11 @@ def flash_table(
     failed = flash_boards(rows, plan)
     if plan.dry_run:
         return
-    with _watch_online_devices(plan, cert, key) as presences:
-        wait: Callable[[float], None] = time.sleep if presences is None else presences.process_messages
-        if presences is not None:
-            presences.process_messages(LOOK_S)
-
-        def current_states() -> list[FlashState]:
-            return read_states(rows, plan, failed, None if presences is None else presences.online)
-
-        try:
-            now = watch_boards(current_states, wait, print) if watch else current_states()
-        except KeyboardInterrupt:
-            now = current_states()
-    print("\n".join(format_states(now)))
+    now: Sequence[FlashState] = []
+    with suppress(KeyboardInterrupt):
+        now = watch_boards(lambda: read_states(rows, plan, failed), time.sleep, print) if watch else []
+    print("\n".join(format_states(now or read_states(rows, plan, failed))))
     if failed:
         raise JobError(
             f"{len(failed)} of {len(rows)} boards were not flashed: the same command again goes on with them"
         )
-
-
-@contextmanager
-def _watch_online_devices(plan: FlashPlan, cert: Path | None, key: Path | None) -> Iterator[OnlineDevices | None]:
-    # without a connection, boards enrol all the same and their states are still printed
-    if cert is None:
-        yield None
-        return
-    known = agents.load_settings(plan.what.settings)
-    broker = Broker.from_url(known.broker.url, ca=known.broker.ca, cert=cert, key=key, session_expiry_s=0)
-    link = MqttLink(broker, CLIENT)
-    try:
-        presences = None
-        try:
-            link.wait_until_connected(CONNECT_S)
-            presences = OnlineDevices(link, known.fleet)
-        except LinkError as error:  # boards enrol without the broker, so their flash states are still printed
-            print(f"who is online is not looked at: {error}", flush=True)
-        yield presences
-    finally:
-        link.close()

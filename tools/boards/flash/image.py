@@ -1,8 +1,8 @@
 """Installation of a bundle into the root file system of a disk image.
 
-Neither root rights nor a mount are needed: debugfs (e2fsprogs) reads and writes the file system in the image, and
-e2fsck checks it. The bundle is installed into an empty folder with the files that `install` reads, and the result is
-copied into the image. The given image is not changed.
+Neither root rights nor a mount are needed: partx (util-linux) finds the partition, debugfs (e2fsprogs) reads and writes
+the file system in it, and e2fsck checks the file system. The bundle is installed into an empty folder with the files
+that `install` reads, and the result is copied into the image. The given image is not changed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, NamedTuple
 
 from fedquilt.core import JobError
 from fedquilt.host.disk import disk_errors
-from fedquilt.tools.boards.flash import install, partitions
+from fedquilt.tools.boards.flash import install
 from fedquilt.tools.boards.flash.install import InstallRefusedError
 
 PIECE: Final = 4 << 20
@@ -28,8 +28,63 @@ ZEROS: Final = bytes(PIECE)
 PATHS: Final = ("/usr/sbin", "/sbin", "/opt/homebrew/opt/e2fsprogs/sbin")  # often not on an ordinary user's PATH
 LOOKED_AT: Final = ("usr/bin/env", "bin/sh", "sbin/init")  # files that show a board's architecture, as Python does
 TAKEN: Final = ("opt/fedquilt", "etc/fedquilt")
+SECTOR: Final = 512
 BLOCK, INODE = 4096, 256  # bytes of a file system's block, and of what it notes of a file
 SPARE: Final = 0.05  # share of the file system that stays free
+ROOT_NAME: Final = "APP"  # of L4T's root file system, in its partition table
+SPARSE: Final = b"\x3a\xff\x26\xed"  # Android's sparse format, in which flash.sh writes system.img
+PARTITION: Final = re.compile(r'NR="(\d+)" START="(\d+)" SECTORS="(\d+)" NAME="(.*)"')
+
+
+class Partition(NamedTuple):
+    """A partition of a disk image. Number 0 is an image without a partition table."""
+
+    number: int
+    offset: int  # bytes
+    size: int  # bytes
+    name: str = ""
+
+    def __str__(self) -> str:
+        if not self.number:
+            return "the image, which is one file system"
+        return f"partition {self.number}" + (f" ({self.name})" if self.name else "")
+
+
+def find_root_partition(image: Path, *, called: Path | None = None) -> Partition:
+    """Return the ext partition named APP (L4T), or else the largest ext partition.
+
+    Args:
+        image: Disk image.
+        called: File named in errors, if `image` is a copy.
+
+    Raises:
+        InstallRefusedError: If the file is not a disk image or does not have such a partition.
+        JobError: If partx is not installed.
+        OSError: If the file cannot be read.
+    """
+    name = called or image
+    words = [_find_program("partx"), "--pairs", "--output", "NR,START,SECTORS,NAME", "-", str(image)]
+    table = subprocess.run(words, capture_output=True, text=True, check=False).stdout  # "" without a partition table
+    found = [Partition(0, 0, image.stat().st_size)]
+    for number, start, sectors, label in PARTITION.findall(table):
+        found.append(Partition(int(number), int(start) * SECTOR, int(sectors) * SECTOR, label))
+    with image.open("rb") as file:
+        if file.read(4) == SPARSE:
+            raise InstallRefusedError(
+                f"{name} is in Android's sparse format: simg2img {name} raw.img, and take raw.img"
+            )
+        ext = [one for one in found if _is_ext(file, one.offset)]
+    if not ext:
+        has = ", ".join(map(str, found[1:])) or "no partition table"
+        raise InstallRefusedError(
+            f"{name} has no root file system of type ext4 ({has}): take a Raspberry Pi's or L4T's disk image"
+        )
+    return max(ext, key=lambda one: (one.name == ROOT_NAME, one.size))
+
+
+def _is_ext(file: BinaryIO, offset: int) -> bool:
+    file.seek(offset + 1024 + 56)
+    return file.read(2) == b"\x53\xef"
 
 
 class ExtFileSystem:
@@ -98,7 +153,8 @@ class ExtFileSystem:
 def _find_program(name: str) -> str:
     found = shutil.which(name, path=os.pathsep.join((os.environ.get("PATH", ""), *PATHS)))
     if found is None:
-        raise JobError(f"--image needs {name}, which is not here: sudo apt install e2fsprogs")
+        package = "util-linux" if name == "partx" else "e2fsprogs"
+        raise JobError(f"--image needs {name}, which is not here: sudo apt install {package}")
     return found
 
 
@@ -106,7 +162,7 @@ class DiskImage:
     def __init__(
         self, base: Path, copy: Path, out: Path, scratch: Path, interpreter: str, say: Callable[[str], None]
     ) -> None:
-        self.partition = partitions.find_root_partition(copy, called=base)
+        self.partition = find_root_partition(copy, called=base)
         self._system, self._copy, self._out = ExtFileSystem(copy, self.partition.offset), copy, out
         self._scratch, self._say = scratch, say
         for taken in TAKEN:

@@ -21,7 +21,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -181,11 +180,11 @@ def check_compatibility(root: RootFileSystem, manifest: Mapping[str, Any]) -> No
         raise InstallRefusedError(
             f"{where} is {found}, and this bundle for {wanted}: build one with the --target of that board"
         )
-    if not manifest.get("own_python") and read_elf_machine(root.resolve(python.lstrip("/"))) is None:
+    if read_elf_machine(root.resolve(python.lstrip("/"))) is None:
         others = sorted(path.name for path in root.resolve("usr/bin").glob("python3.[0-9]*") if "-" not in path.name)
         raise InstallRefusedError(
             f"{where} has no {python}{' but ' + ', '.join(others) if others else ''}: build the bundle with the "
-            "--python, or the --interpreter, that is there"
+            "--python that is there"
         )
 
 
@@ -270,13 +269,6 @@ def _unpack_environment(bundle: Path, home: Path, manifest: Mapping[str, Any]) -
         )
     except virtual_environment.InvalidWheelError as error:
         raise InstallRefusedError(str(error)) from None
-    if manifest.get("own_python"):
-        with tarfile.open(bundle / "python.tar") as packed:
-            if odd := [one for one in packed.getnames() if one.split("/")[0] != "python" or ".." in one.split("/")]:
-                raise InstallRefusedError(f"python.tar would write to {odd[0]}")
-            if hasattr(tarfile, "data_filter"):  # Pythons before 2023 have none; names are looked at above
-                packed.extraction_filter = tarfile.data_filter
-            packed.extractall(new)  # noqa: S202
     virtual_environment.make_environment(new, manifest["python"], manifest["interpreter"])
     for name in BROUGHT:
         shutil.copy(bundle / name, new / name)

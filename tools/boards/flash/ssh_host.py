@@ -33,13 +33,12 @@ class SshHost:
             raise LinkError(f"--ssh {name!r} is no host: write user@host")
         self.name = name
 
-    def check_board(self, machine: str, interpreter: str, brings: bool = False) -> bool:
+    def check_board(self, machine: str, interpreter: str) -> bool:
         """Check machine and Python of the board. Return whether ssh logs in as root.
 
         Args:
             machine: Required machine, as printed by `uname -m`.
             interpreter: Path of the required Python.
-            brings: Whether the bundle contains the Python.
 
         Raises:
             LinkError: If the board is unreachable.
@@ -51,7 +50,7 @@ class SshHost:
             raise InstallRefusedError(
                 f"{self.name} is {found or 'no Linux'}, and the target {machine}: name that board's --target"
             )
-        if not brings and "python" not in said:
+        if "python" not in said:
             others = [line.rsplit("/", 1)[-1] for line in said if re.fullmatch(r"has \S+/python3\.\d+", line)]
             has = f" but {', '.join(others)}" if others else ""
             raise InstallRefusedError(f"{self.name} has no {interpreter}{has}: name what it has with --python")

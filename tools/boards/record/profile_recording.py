@@ -28,9 +28,7 @@ MEASURED, FITTED, HOST, LISTED = "measured", "fit", "host", "clocks"  # sources
 KINDS: Final = {"cpu": "cpu_hz", "gpu": "gpu_hz", "emc": "emc_hz"}
 
 Lists: TypeAlias = dict[str, tuple[float, ...]]
-AllErrors: TypeAlias = tuple[
-    fit.RelativeErrors | None, fit.RelativeErrors | None, fit.RelativeErrors | None
-]  # of time, traffic, power
+Errors: TypeAlias = dict[str, fit.RelativeErrors]  # of time, traffic, and power where there is a meter
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,7 @@ class FittedProfile:
 
     board: BoardProfile
     recording: BoardMeasurements
-    time_errors: fit.RelativeErrors | None  # of seconds per FLOP; None: too few points for a model
-    traffic_errors: fit.RelativeErrors | None
-    power_errors: fit.RelativeErrors | None
+    errors: Errors  # {}: too few points for a model
 
 
 def main(
@@ -78,11 +74,10 @@ def main(
         points = measurement.select_points(measurement.candidate_points(permitted_settings(told)))
         if dry_run:
             plan = [point.name for point in points] or [measurement.OWN]
-            say(
-                msgspec.json.encode({"points": plan, "minutes": minutes}).decode()
-                if format == "json"
-                else _format_plan(plan)
-            )
+            if format == "json":
+                say(msgspec.json.encode({"points": plan, "minutes": minutes}).decode())
+            else:
+                say("\n".join(["would measure, without setting anything now:", *(f"    {name}" for name in plan)]))
             return 0
         work, probed = workloads.build_workload(), probes.build_probes()
         load = f"{os.getloadavg()[0]:.1f} other"
@@ -97,10 +92,11 @@ def main(
     result = build_profile(recording, BoardFacts(device.board, device.memory_bytes, _describe_setup(work, load)), lists)
     path = out or Path(f"{result.board.board}.toml")
     disk.write_output(path, toml_writer.format_board(result.board))
+    told_next = f'wrote {path}; `profile = "{path.resolve()}"` in agent.toml makes the agent use it'
     say(
         msgspec.json.encode(to_report(result, path)).decode()
         if quiet
-        else "\n".join([*format_result(result), _format_next_step(path)])
+        else "\n".join([*format_result(result), told_next])
     )
     return 1 if recording.skipped else 0
 
@@ -142,7 +138,7 @@ def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists)
     top = {axis: values[-1] for axis, values in lists.items()}
     varying = [axis for axis in top if len({getattr(each.point, axis) or top[axis] for each in done}) > 1]
     model, clocks = None, None
-    errors: AllErrors = (None, None, None)
+    errors: Errors = {}
     if varying and len(done) >= len(varying) + 2:
         model, errors = _fit_model(recording, top)
         axes = {axis: ClockSteps(values, LISTED) for axis, values in lists.items()}
@@ -162,28 +158,28 @@ def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists)
         workloads=_fit_workloads(recording, top if model is not None else {}),
         points=tuple(_to_profile_point(each.point) for each in done),
     )
-    return FittedProfile(board, recording, *errors)
+    return FittedProfile(board, recording, errors)
 
 
-def _fit_model(recording: BoardMeasurements, top: dict[str, float]) -> tuple[profiles.ModelCoefficients, AllErrors]:
+def _fit_model(recording: BoardMeasurements, top: dict[str, float]) -> tuple[profiles.ModelCoefficients, Errors]:
     def observations(value: Callable[[OperatingPoint], float | None]) -> list[fit.MeasuredPoint]:
         each = [(measurement.clocks_by_axis(done.point), value(done.point)) for done in recording.points]
         return [fit.MeasuredPoint(clocks, known) for clocks, known in each if known]
 
-    times, time_errors = fit.fit_time_law(observations(lambda point: 1 / (point.flops_per_s or 1.0)), top)
-    traffic, traffic_errors = fit.fit_time_law(observations(lambda point: 1 / (point.bytes_per_s or 1.0)), top)
+    errors: Errors = {}
+    times, errors["time"] = fit.fit_time_law(observations(lambda point: 1 / (point.flops_per_s or 1.0)), top)
+    traffic, errors["traffic"] = fit.fit_time_law(observations(lambda point: 1 / (point.bytes_per_s or 1.0)), top)
     numbers = {"flop_s": times.fixed_s, "byte_s": traffic.fixed_s}
     for axis in laws.AXES:
         numbers[f"flop_{axis[:-3]}_cycles"] = times.cycles.get(axis, 0.0)
         numbers[f"byte_{axis[:-3]}_cycles"] = traffic.cycles.get(axis, 0.0)
-    power_errors = None
     powers = observations(lambda point: point.busy_w)
     if len(powers) == len(recording.points):
-        draw, power_errors = fit.fit_power_model(powers, top, recording.idle_w or 0.0)
+        draw, errors["power"] = fit.fit_power_model(powers, top, recording.idle_w or 0.0)
         numbers |= {"base_w": draw.base_w, "exponent": draw.exponent}
         numbers |= {key: draw.axes_w.get(axis, 0.0) for axis, key in laws.POWERED.items()}
     figures = {key: _to_figure(value, FITTED) for key, value in numbers.items() if value > 0}
-    return profiles.ModelCoefficients(**figures), (time_errors, traffic_errors, power_errors)
+    return profiles.ModelCoefficients(**figures), errors
 
 
 def _fit_workloads(recording: BoardMeasurements, top: dict[str, float]) -> dict[str, profiles.TimeCoefficients]:
@@ -246,11 +242,10 @@ def _describe_method(recording: BoardMeasurements, facts: BoardFacts) -> str:
     )
 
 
-def _describe_fit(count: int, errors: Sequence[fit.RelativeErrors | None]) -> str:
+def _describe_fit(count: int, errors: Errors) -> str:
     told = [
         f"{name} off by {_format_percent(each.median)} (median) and {_format_percent(each.worst)} (worst)"
-        for name, each in zip(("time", "traffic", "power"), errors, strict=True)
-        if each is not None
+        for name, each in errors.items()
     ]
     return f"Fitted to the {count} measured points; at points left out of the fit, one at a time: {'; '.join(told)}."
 
@@ -265,7 +260,7 @@ def format_result(result: FittedProfile) -> list[str]:
     said = [f"idle power: {idle}"]
     if recording.power_source is None:
         said.append("no power meter: power is left out of the profile")
-    if result.time_errors is None:
+    if not result.errors:
         said.append(f"no model: {len(recording.points)} point(s) at known clocks are too few to fit one")
     else:
         said += [
@@ -291,13 +286,7 @@ TRUST: Final = ((0.1, "well"), (0.25, "roughly"))  # worst error at points left 
 
 def describe_accuracy(result: FittedProfile) -> list[str]:
     said = []
-    for name, errors in (
-        ("time", result.time_errors),
-        ("traffic", result.traffic_errors),
-        ("power", result.power_errors),
-    ):
-        if errors is None:
-            continue
+    for name, errors in result.errors.items():
         if errors.worst is None:
             said.append(f"{name}: not cross-validated, as too few points were measured: give it more --minutes")
             continue
@@ -312,19 +301,17 @@ def _format_errors(result: FittedProfile, place: int) -> str:
     def format_percent(value: float | None) -> str:
         return "?" if value is None else f"{100 * value:+.1f} %"
 
-    parts = (("time", result.time_errors), ("traffic", result.traffic_errors), ("power", result.power_errors))
-    known = [(name, each) for name, each in parts if each is not None]
     return ", ".join(
-        f"{n} {format_percent(e.fitted[place])} (left out {format_percent(e.left_out[place])})" for n, e in known
+        f"{name} {format_percent(each.fitted[place])} (left out {format_percent(each.left_out[place])})"
+        for name, each in result.errors.items()
     )
 
 
 def to_report(result: FittedProfile, path: Path) -> dict[str, Any]:
     recording = result.recording
-    errors = (("time", result.time_errors), ("traffic", result.traffic_errors), ("power", result.power_errors))
 
     def report_point(place: int, each: PointMeasurement) -> dict[str, Any]:
-        off = {name: e.left_out[place] for name, e in errors if e is not None}
+        off = {name: errors.left_out[place] for name, errors in result.errors.items()}
         return {**msgspec.to_builtins(each.point), "units": each.units, "took_s": each.took_s, "left_out": off}
 
     return {
@@ -334,14 +321,6 @@ def to_report(result: FittedProfile, path: Path) -> dict[str, Any]:
         "power_source": recording.power_source,
         "points": [report_point(place, each) for place, each in enumerate(recording.points)],
         "skipped": [{"point": name, "why": reason} for name, reason in recording.skipped],
-        "error": {name: {"median": e.median, "worst": e.worst} for name, e in errors if e is not None},
+        "error": {name: {"median": each.median, "worst": each.worst} for name, each in result.errors.items()},
         "took_s": recording.took_s,
     }
-
-
-def _format_plan(points: Sequence[str]) -> str:
-    return "\n".join(["would measure, without setting anything now:", *(f"    {name}" for name in points)])
-
-
-def _format_next_step(path: Path) -> str:
-    return f'wrote {path}; `profile = "{path.resolve()}"` in agent.toml makes the agent use it'

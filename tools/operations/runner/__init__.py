@@ -16,64 +16,43 @@ from fedquilt.core import JobError
 from fedquilt.host import connection_limits
 from fedquilt.tools.operations.runner.models import ModelSwitcher
 from fedquilt.tools.operations.runner.service import ModelService
-from fedquilt.tools.operations.runner.sources import LOOK_S, CameraSource, FolderSource
 
 ENDING_S: Final = 5.0  # for which requests that have begun are waited for at the end
-FIRST_S: Final = 0.05  # until a camera is asked for its next picture
+LOOK_S: Final = 0.2  # between two looks for a new model
 
 
 def main(
     place: Path,
+    listen: str,
     *,
-    listen: str | None = None,
-    folder: Path | None = None,
-    camera: str | None = None,
-    every_s: float = 1.0,
     anywhere: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Classify requests, or the examples of a folder or a camera, until the process ends.
+    """Classify examples of HTTP requests until the process ends.
 
     Args:
         place: Model folder or file, as for `fedquilt.tools.operations.runner.models.resolve_model_file`.
-        listen: HOST:PORT of the HTTP server, with port 0 for any free port, or None for `folder` or `camera`.
-        folder: Folder whose files are classified.
-        camera: Path of a camera whose pictures are classified.
-        every_s: Seconds between two pictures.
+        listen: HOST:PORT of the HTTP server, with port 0 for any free port.
         anywhere: Permit an address that other machines can reach.
         say: Function that prints a line.
 
     Raises:
         ModelError: If the model is missing or unusable.
-        JobError: If the address is invalid, in use or reachable by others, or a package is missing.
-        DataError: If the folder or the camera cannot be read.
+        JobError: If the address is invalid, in use or reachable by others.
     """
     connection_limits.raise_descriptor_limit()
-    address = None if listen is None else _require_permitted_address(listen, anywhere)
+    address = _require_permitted_address(listen, anywhere)
     models = ModelSwitcher(place)
     service = ModelService(models, place if place.is_dir() else None)
     with contextlib.ExitStack() as stack:
-        every = LOOK_S
-        source: FolderSource | CameraSource | None = None
-        if address is not None:
-            say(f"{models.now.network.model} answers at {stack.enter_context(_serve_http(service, address, anywhere))}")
-        elif folder is not None:
-            source = FolderSource(service, folder, say)
-        elif camera is not None:
-            source = stack.enter_context(contextlib.closing(CameraSource(service, camera, every_s, say)))
-            every = FIRST_S
+        say(f"{models.now.network.model} answers at {stack.enter_context(_serve_http(service, address, anywhere))}")
         stack.callback(service.write_status)
         with contextlib.suppress(KeyboardInterrupt):
-            look_s = 0.0
             while True:
-                if source is not None:
-                    source.classify_new()
-                if time.monotonic() >= look_s:
-                    if models.reload_if_changed():
-                        service.write_status()  # the agent waits for a word of the new model
-                    service.write_if_due()
-                    look_s = time.monotonic() + LOOK_S
-                time.sleep(every)
+                if models.reload_if_changed():
+                    service.write_status()  # the agent waits for a word of the new model
+                service.write_if_due()
+                time.sleep(LOOK_S)
 
 
 def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:

@@ -8,7 +8,7 @@ import statistics
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -116,15 +116,6 @@ class ModelService:
             self.record_label(answer.id, truth)
         return {"model": found[0].model, "answers": [answer.to_dict() for answer in found]}
 
-    def classify_stored(self, x: np.ndarray) -> list[Classification]:
-        """Return the classifications of stored examples (n, ...).
-
-        Raises:
-            DataError, ModelError, MemoryBudgetError: As for `classify_bytes`.
-        """
-        with self._count_failures():
-            return self._classify(lambda loaded: x)
-
     @contextmanager
     def _count_failures(self) -> Iterator[None]:
         try:
@@ -183,16 +174,6 @@ class ModelService:
         return right
 
     # -- what is known --
-
-    @property
-    def image_settings(self) -> Mapping[str, Any] | None:
-        """Table of the model's image inputs, or None if the model takes numbers."""
-        return self._models.now.network.image_settings
-
-    @property
-    def file_suffixes(self) -> tuple[str, ...]:
-        network = self._models.now.network
-        return (".npy", ".npz", *((".csv", ".tsv") if network.takes_table_rows else network.file_suffixes))
 
     def _make_drift(self, loaded: ServedModel) -> DriftCounts:
         return DriftCounts(self._references.get(loaded.sha256), self._size)

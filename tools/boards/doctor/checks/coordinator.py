@@ -6,6 +6,7 @@ import contextlib
 import os
 import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -15,8 +16,8 @@ from fedquilt.coordinator.storage.store import UNDER_WAY, Store, StoredJob
 from fedquilt.coordinator.views.event_messages import format_single_event
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.host.disk import REAL
-from fedquilt.tools.boards.doctor.findings import Finding, error, ok, warning
-from fedquilt.tools.boards.doctor.folders import Free, free_bytes, nearest_existing
+from fedquilt.tools.boards.doctor.findings import Numbered, Problem, error
+from fedquilt.tools.boards.doctor.machine_facts import Free, free_bytes, nearest_existing
 
 LOW_BYTES: Final = 10**9
 LEAST_BYTES: Final = 100 * 10**6
@@ -25,44 +26,40 @@ SHOWN: Final = 3
 OTHER_VERSION: Final = "use the fedquilt that made it, or another --home"
 
 
-def check_coordinator(home: Path, free: Free = free_bytes) -> list[Finding]:
-    """Check a coordinator's folder without creating or changing files."""
-    database = home / "fedquilt.db"
-    place = nearest_existing(home)
+def check_coordinator(home: Path, free: Free = free_bytes) -> Iterator[Numbered]:
+    """Check a coordinator's folder without creating or changing files, up to a damage that hides the rest."""
+    database, place = home / "fedquilt.db", nearest_existing(home)
     if not os.access(place, os.W_OK | os.X_OK):
         said = f"the coordinator's folder {home} cannot be written by this user"
-        return [error("FQ501", said, f"sudo chown -R $USER {place}")]
-    told = [check_free_space(place, free)]
+        yield "FQ501", error(said, f"sudo chown -R $USER {place}")
+        return
+    yield "FQ505", _check_free_space(place, free)
     if not database.is_file():
         said = f"no runs in {home}" if home.is_dir() else f"there is no folder {home}"
-        return [warning("FQ502", f"{said}: this coordinator has never run", f"fedquilt serve --home {home}"), *told]
-    if not _can_lock(home / "lock"):
-        said = f"{home / 'lock'} cannot be opened by this user: a coordinator cannot be started here"
-        told.append(error("FQ503", said, f"sudo chown $USER {home / 'lock'}"))
-    if finding := check_folder_mode(home):
-        told.append(finding)
-    broken = check_database(database)
-    if broken.severity != "ok":
-        return [*told, broken]
-    told.append(broken)
+        yield "FQ502", Problem(f"{said}: this coordinator has never run", f"fedquilt serve --home {home}")
+        return
+    lock = home / "lock"
+    if lock.exists() and not os.access(lock, os.W_OK):
+        said = f"{lock} cannot be opened by this user: a coordinator cannot be started here"
+        yield "FQ503", error(said, f"sudo chown $USER {lock}")
+    if (mode := home.stat().st_mode & 0o777) & 0o005:
+        said = f"every user of this machine can read the models and updates in {home} (mode {mode:04o})"
+        yield "FQ512", Problem(said, f"chmod o-rwx {home}")
+    yield "FQ506", (found := _check_database(database))
+    if isinstance(found, Problem):
+        return
     try:
         with Store(home) as store:
-            return [*told, *find_unreadable_jobs(store), *check_waiting_jobs(home, store), *_check_blobs(store)]
+            for reason in _unreadable_jobs(store):
+                yield "FQ504", error(reason, OTHER_VERSION)
+            yield from _check_waiting_jobs(home, store)
+            yield from _check_blobs(store)
     except FedquiltError as problem:
-        return [*told, error("FQ504", str(problem), OTHER_VERSION)]
+        yield "FQ504", error(str(problem), OTHER_VERSION)
 
 
-def check_folder_mode(home: Path) -> Finding | None:
-    """Check that users outside the folder's group have no access."""
-    mode = home.stat().st_mode & 0o777
-    if not mode & 0o005:
-        return None
-    said = f"every user of this machine can read the models and updates in {home} (mode {mode:04o})"
-    return warning("FQ512", said, f"chmod o-rwx {home}")
-
-
-def find_unreadable_jobs(store: Store) -> list[Finding]:
-    """Return an error for each job that this version cannot read."""
+def _unreadable_jobs(store: Store) -> list[str]:
+    """Return the reason of each job that this version cannot read."""
     said = [row.reason for row in store.all_jobs() if isinstance(row, UnreadableRow)]
     for row in store.readable_jobs():
         try:
@@ -70,65 +67,58 @@ def find_unreadable_jobs(store: Store) -> list[Finding]:
                 pass
         except JobError as problem:
             said.append(str(problem))
-    return [error("FQ504", reason, OTHER_VERSION) for reason in said]
+    return said
 
 
-def check_free_space(place: Path, free: Free) -> Finding:
+def _check_free_space(place: Path, free: Free) -> str | Problem:
     left = free(place)
-    said = f"{left / 1e6:.0f} MB are free where {place} is"
-    mend = f"sudo du -xh {place} | sort -h | tail"
+    said, fix = f"{left / 1e6:.0f} MB are free where {place} is", f"sudo du -xh {place} | sort -h | tail"
     if left < LEAST_BYTES:
-        return error("FQ505", f"{said}: updates cannot be stored", mend)
+        return error(f"{said}: updates cannot be stored", fix)
     if left < LOW_BYTES:
-        return warning("FQ505", f"{said}: each round keeps its updates until it is closed", mend)
-    return ok("FQ505", said)
+        return Problem(f"{said}: each round keeps its updates until it is closed", fix)
+    return said
 
 
-def check_database(database: Path) -> Finding:
+def _check_database(database: Path) -> str | Problem:
     """Run SQLite's quick check, for at most `CHECK_S` seconds."""
     until_s = time.monotonic() + CHECK_S
-    mend = f"mv {database} {database}.damaged, or put back a copy of the whole folder"
+    fix = f"mv {database} {database}.damaged, or put back a copy of the whole folder"
     try:
-        line = sqlite3.connect(f"{database.absolute().as_uri()}?mode=rw", uri=True, timeout=2.0)
-    except sqlite3.Error as problem:
-        return error("FQ506", f"{database} cannot be opened: {problem}", mend)
-    try:
-        line.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
-        said = [str(row[0]) for row in line.execute("pragma quick_check(3)")]
+        uri = f"{database.absolute().as_uri()}?mode=rw"
+        with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=2.0)) as line:
+            line.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
+            said = [str(row[0]) for row in line.execute("pragma quick_check(3)")]
     except sqlite3.OperationalError as problem:
         if "interrupted" in str(problem):
-            return ok("FQ506", f"{database} is too large to be looked at in whole; no damage in what was seen")
-        return error("FQ506", f"{database} cannot be read: {problem}", mend)
+            return f"{database} is too large to be looked at in whole; no damage in what was seen"
+        return error(f"{database} cannot be read: {problem}", fix)
     except sqlite3.DatabaseError as problem:
-        return error("FQ506", f"{database} is damaged: {problem}", mend)
-    finally:
-        line.close()
-    if said != ["ok"]:
-        return error("FQ506", f"{database} is damaged: {'; '.join(said)}", mend)
-    return ok("FQ506", f"{database} is whole")
+        return error(f"{database} is damaged: {problem}", fix)
+    return f"{database} is whole" if said == ["ok"] else error(f"{database} is damaged: {'; '.join(said)}", fix)
 
 
-def check_waiting_jobs(home: Path, store: Store) -> list[Finding]:
-    """Return findings on unfinished jobs that make no progress, and on the coordinator process."""
+def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
+    """Check unfinished jobs that make no progress, and the coordinator process."""
     open_ = [row for row in store.readable_jobs() if row.status in (*UNDER_WAY, "stopping")]
     names = ", ".join(row.id for row in open_[:SHOWN]) + (" ..." if len(open_) > SHOWN else "")
     if not store.is_served():
-        if open_:
-            said = f"{len(open_)} unfinished in {home} ({names}), and no coordinator serves it"
-            return [warning("FQ507", said, f"fedquilt serve --home {home}")]
-        return [ok("FQ507", f"nothing waits in {home}; no coordinator serves it now")]
-    told = [ok("FQ507", f"a coordinator serves {home}")]
+        said = f"{len(open_)} unfinished in {home} ({names}), and no coordinator serves it"
+        waits = Problem(said, f"fedquilt serve --home {home}")
+        yield "FQ507", waits if open_ else f"nothing waits in {home}; no coordinator serves it now"
+        return
+    yield "FQ507", f"a coordinator serves {home}"
     running = [row for row in open_ if row.status != "queued"]
-    told += [finding for row in running[:SHOWN] if (finding := _check_stuck_job(row, store)) is not None]
+    for row in running[:SHOWN]:
+        if (stuck := _check_stuck_job(row, store)) is not None:
+            yield "FQ509", stuck
     if running and (queued := [row.id for row in open_ if row not in running]):
         behind, limit = ", ".join(queued[:SHOWN]), "limits.toml of the home says how many run at once"
-        told.append(ok("FQ508", f"{len(queued)} wait for a place behind {len(running)} that run ({behind}): {limit}"))
-    return told
+        yield "FQ508", f"{len(queued)} wait for a place behind {len(running)} that run ({behind}): {limit}"
 
 
-def _check_stuck_job(row: StoredJob, store: Store) -> Finding | None:
-    last = None
-    asked = 0
+def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
+    last, asked = None, 0
     with contextlib.suppress(JobError):  # of a log that cannot be read, which is a finding of its own
         for _, _, fact in store.read_events(row.id):
             if isinstance(fact, EligibilityRecorded):
@@ -137,29 +127,25 @@ def _check_stuck_job(row: StoredJob, store: Store) -> Finding | None:
                 asked, last = asked + 1, None
     cohort = row.job.cohort
     need = max(cohort.min_devices, 1 if asked else cohort.start_devices, 1)
+    if (asked and last is None) or (last is not None and len(last.eligible) >= need):
+        return None
     why = "; ".join(format_single_event(last)) if last is not None else "no device has come online"
-    if asked and last is None:
-        return None
-    if last is not None and len(last.eligible) >= need:
-        return None
     said = f"{row.id} waits for {need} device{'s' if need > 1 else ''} that can take part: {why}"
-    return warning("FQ509", said, "on a board that is missing: fedquilt doctor /etc/fedquilt/agent.toml")
+    return Problem(said, "on a board that is missing: fedquilt doctor /etc/fedquilt/agent.toml")
 
 
-def _check_blobs(store: Store) -> list[Finding]:
-    told = []
+def _check_blobs(store: Store) -> Iterator[Numbered]:
     for row in store.readable_jobs():
         if row.status in UNDER_WAY and not (row.bundle / "bundle.json").is_file():
             said = f"the bundle of {row.id} is gone: {row.bundle}"
-            told.append(error("FQ510", said, f"fedquilt prepare JOB.toml --out {row.bundle}"))
+            yield "FQ510", error(said, f"fedquilt prepare JOB.toml --out {row.bundle}")
     lost = sorted(one for one in store.latest_state_hashes() if not _is_blob_intact(store.depot.folder / one, one))
     if lost:
         said = (
             f"{len(lost)} states of runs are missing or damaged in {store.depot.folder} ({lost[0][:12]} ...): "
             "these cannot go on"
         )
-        told.append(error("FQ511", said, "put back a copy of the whole folder, or run these jobs anew with --new"))
-    return told
+        yield "FQ511", error(said, "put back a copy of the whole folder, or run these jobs anew with --new")
 
 
 def _is_blob_intact(path: Path, sha256: str) -> bool:
@@ -168,7 +154,3 @@ def _is_blob_intact(path: Path, sha256: str) -> bool:
         return REAL.hash_file(path) == sha256
     except OSError:
         return False
-
-
-def _can_lock(lock: Path) -> bool:
-    return not lock.exists() or os.access(lock, os.W_OK)

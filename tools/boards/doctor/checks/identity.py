@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import ssl
 import time
+from _ssl import _test_decode_cert  # type: ignore[attr-defined]
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -13,83 +15,94 @@ from fedquilt.core import FedquiltError
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.host import sysfs
 from fedquilt.security import enrolment
-from fedquilt.tools.boards.doctor import certificate
-from fedquilt.tools.boards.doctor.findings import Finding, drop_missing, error, ok, warning
+from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.transport.mqtt.broker import Broker
 
 PARTS: Final = ("ca", "cert", "key", "password_file")
 
 
-def check_identity(settings: AgentSettings, path: Path, clock_s: float) -> list[Finding]:
-    return drop_missing(
-        [check_credentials(settings, path), check_secret_modes(settings), *check_certificate(settings, path, clock_s)]
-    )
+class Certificate(NamedTuple):
+    """Names and validity of a certificate, in seconds since 1970."""
+
+    file: str
+    name: str | None  # the subject's common name
+    begins_s: float
+    ends_s: float
+    unit: str | None = None  # the subject's organisational unit
 
 
-def check_credentials(settings: AgentSettings, path: Path) -> Finding:
+def load_certificate(file: str) -> Certificate:
+    """Load the first certificate of a PEM file, with Python's own ssl alone, and without verification.
+
+    Raises:
+        OSError: If the file cannot be read, or holds no certificate.
+    """
+    told: dict[str, Any] = _test_decode_cert(file)  # boards may not have the cryptography library
+    subject = {key: value for ((key, value),) in told["subject"]}
+    begins_s, ends_s = (ssl.cert_time_to_seconds(told[key]) for key in ("notBefore", "notAfter"))
+    return Certificate(file, subject.get("commonName"), begins_s, ends_s, subject.get("organizationalUnitName"))
+
+
+def _check_credentials(settings: AgentSettings, path: Path) -> Verdict:
     try:
-        broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
+        return f"[broker] can be used: {Broker.from_url(**msgspec.structs.asdict(settings.broker))}"
     except FedquiltError as problem:
         files = [Path(name) for part in PARTS if (name := getattr(settings.broker, part)) is not None]
         if any(sysfs.is_forbidden(one) for one in files):
-            mend = f"sudo fedquilt doctor {path}"
-        elif settings.enrol.url is not None and not all(sysfs.is_visible(one) for one in files):
-            mend = f"sudo fedquilt identity enrol {path}"
-        else:
-            mend = f"correct [broker] in {path}"
-        return error("FQ304", str(problem), mend)
-    return ok("FQ304", f"[broker] can be used: {broker}")
+            return error(str(problem), f"sudo fedquilt doctor {path}")
+        if settings.enrol.url is not None and not all(sysfs.is_visible(one) for one in files):
+            return error(str(problem), f"sudo fedquilt identity enrol {path}")
+        return error(str(problem), f"correct [broker] in {path}")
 
 
-def check_secret_modes(settings: AgentSettings) -> Finding | None:
-    """Check that other users cannot read keys and passwords. Return None if so."""
+def _check_secret_modes(settings: AgentSettings) -> Verdict:
+    """Check that other users cannot read keys and passwords."""
     for name in (settings.broker.key, settings.broker.password_file, settings.enrol.token):
         try:
             mode = os.stat(name).st_mode if name is not None else 0
         except OSError:
             continue
-        if name is not None and mode & 0o077:
-            return warning("FQ305", f"{name} can be read by other users (mode {mode & 0o777:04o})", f"chmod 600 {name}")
+        if mode & 0o077:
+            return Problem(f"{name} can be read by other users (mode {mode & 0o777:04o})", f"chmod 600 {name}")
     return None
 
 
-def check_certificate(settings: AgentSettings, path: Path, clock_s: float) -> list[Finding | None]:
-    if settings.broker.cert is None:
-        return []
-    try:
-        held = certificate.load_certificate(Path(settings.broker.cert))
-    except (OSError, ValueError):
-        return []  # `check_credentials` tells
-    return [check_validity(held, settings.broker.cert, path, clock_s), check_certificate_name(held, settings)]
-
-
-def check_validity(held: certificate.Certificate, file: str, path: Path, clock_s: float) -> Finding:
-    ends = format_day(held.ends_s)
-    renew = f"sudo fedquilt identity enrol {path}"
+def _check_validity(held: Certificate, path: Path, clock_s: float) -> Verdict:
+    certificate, ends, renew = (
+        f"certificate {held.file}",
+        format_day(held.ends_s),
+        f"sudo fedquilt identity enrol {path}",
+    )
     if clock_s < held.begins_s:
         return error(
-            "FQ306",
-            f"certificate {file} begins on {format_day(held.begins_s)}, and the clock says "
-            f"{format_day(clock_s)}: it is behind",
+            f"{certificate} begins on {format_day(held.begins_s)}, and the clock says {format_day(clock_s)}: "
+            "it is behind",
             "sudo timedatectl set-ntp true",
         )
     if clock_s >= held.ends_s:
-        return error("FQ306", f"certificate {file} ended on {ends}: the broker will refuse it", renew)
+        return error(f"{certificate} ended on {ends}: the broker will refuse it", renew)
     if clock_s >= held.ends_s - (held.ends_s - held.begins_s) * enrolment.DUE_SHARE / 2:
-        return warning("FQ306", f"certificate {file} ends on {ends} and was not renewed in time", renew)
-    return ok("FQ306", f"certificate {file} is valid until {ends}")
+        return Problem(f"{certificate} ends on {ends} and was not renewed in time", renew)
+    return f"{certificate} is valid until {ends}"
 
 
-def check_certificate_name(held: certificate.Certificate, settings: AgentSettings) -> Finding:
-    if held.name != settings.device:
-        return error(
-            "FQ307",
-            f"certificate {settings.broker.cert} is of {held.name!r}, and this device is {settings.device!r}: "
-            "the broker keeps it to the other's branch",
-            f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board anew",
-        )
-    return ok("FQ307", f"the certificate names {settings.device}")
+def _check_certificate_name(held: Certificate, settings: AgentSettings) -> Verdict:
+    if held.name == settings.device:
+        return f"the certificate names {settings.device}"
+    return error(
+        f"certificate {held.file} is of {held.name!r}, and this device is {settings.device!r}: "
+        "the broker keeps it to the other's branch",
+        f"fedquilt identity token {settings.device} on the authority's machine, then enrol this board anew",
+    )
 
 
 def format_day(clock_s: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(clock_s))
+
+
+IDENTITY: Final = (
+    Check("FQ304", ("settings", "path"), _check_credentials),
+    Check("FQ305", ("settings",), _check_secret_modes),
+    Check("FQ306", ("certificate", "path", "clock_s"), _check_validity),
+    Check("FQ307", ("certificate", "settings"), _check_certificate_name),
+)

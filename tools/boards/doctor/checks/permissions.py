@@ -8,17 +8,16 @@ is published on the branch of a device that does not exist, where neither messag
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from fedquilt import wire
 from fedquilt.core import WireError, WireMessage
-from fedquilt.tools.boards.doctor.checks import broker as checks_broker
-from fedquilt.tools.boards.doctor.checks.broker import ExaminationDeadline
-from fedquilt.tools.boards.doctor.findings import Finding, error, ok, warning
+from fedquilt.tools.boards.doctor.findings import Numbered, Problem, error
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
@@ -28,6 +27,17 @@ ANSWER_S: Final = 2.5  # for the coordinator's
 GRACE_S: Final = 0.5  # for what may arrive after the broker's acknowledgement
 CHUNK: Final = 1024
 RULES: Final = "fedquilt broker config mosquitto ..., which writes the rules that are needed"
+
+
+@dataclass(frozen=True)
+class ExaminationDeadline:
+    """End of the examination, in monotonic time."""
+
+    until_s: float
+
+    def remaining_s(self, most_s: float) -> float:
+        """Return the seconds left for a check, between 0.05 and `most_s`."""
+        return max(min(most_s, self.until_s - time.monotonic()), 0.05)
 
 
 @dataclass(frozen=True)
@@ -124,71 +134,78 @@ def try_observer(
     ), devices
 
 
-def judge_observer(seen: PermissionResult, devices: Collection[str], broker: Broker) -> list[Finding]:
+def judge_observer(seen: PermissionResult, devices: Collection[str], broker: Broker) -> str | Problem:
     rules = (
         "fedquilt broker config mosquitto --host BROKER --out FOLDER, where the authority is: its rules name "
         "the observers with a certificate; then copy FOLDER to the broker and reload it"
     )
     if seen.level == 5 and not seen.refused and not seen.broke:
-        return [error("FQ415", f"the rules of {broker} do not name this observer, which may write as a device", rules)]
+        return error(f"the rules of {broker} do not name this observer, which may write as a device", rules)
     if not seen.arrived:
         said = f"{broker} shows an observer nothing: neither a device nor the coordinator has said anything"
-        return [warning("FQ415", said, rules)]
+        return Problem(said, rules)
     online = "online" if seen.coordinator else "offline"
     said = f"an observer hears {len(devices)} device{'' if len(devices) == 1 else 's'}, and writes nothing"
-    return [ok("FQ415", f"{said}; the coordinator is {online}")]
+    return f"{said}; the coordinator is {online}"
 
 
-def judge_device(seen: PermissionResult, broker: Broker, name: str) -> list[Finding]:
+def judge_device(seen: PermissionResult, broker: Broker, name: str) -> Iterator[Numbered]:
     branch = f"dev/{name}"
-    rules = RULES
     if seen.broke:
-        return [error("FQ411", f"{broker} hung up while {branch} was tried: see the broker's log", rules)]
+        yield "FQ411", error(f"{broker} hung up while {branch} was tried: see the broker's log", RULES)
+        return
     if seen.refused:
-        told = [error("FQ411", f"{broker} refuses what this device sends on its own branch, {branch}/up", rules)]
+        yield "FQ411", error(f"{broker} refuses what this device sends on its own branch, {branch}/up", RULES)
     elif seen.arrived:
-        told = [ok("FQ411", f"what this device sends on {branch} arrives, and so does the answer")]
+        yield "FQ411", f"what this device sends on {branch} arrives, and so does the answer"
     elif seen.coordinator:
-        told = [
+        yield (
+            "FQ411",
             error(
-                "FQ411",
                 f"a coordinator is online, but what it answers to this device does not arrive: {broker} does not "
                 f"let it read {branch}/dn, or drops what it sends on {branch}/up",
-                rules,
-            )
-        ]
+                RULES,
+            ),
+        )
     else:
         word = "acknowledges" if seen.level == 5 else "takes, without a word whether it passes them on,"
-        said = f"{broker} {word} messages on {branch}/up; whether answers arrive is seen while a coordinator is online"
-        told = [ok("FQ411", said)]
-    return [*told, _judge_other_branch(seen, broker, rules)]
+        yield (
+            "FQ411",
+            f"{broker} {word} messages on {branch}/up; whether answers arrive is seen while a coordinator is online",
+        )
+    yield "FQ412", _judge_other_branch(seen, broker)
 
 
-def _judge_other_branch(seen: PermissionResult, broker: Broker, rules: str) -> Finding:
+def _judge_other_branch(seen: PermissionResult, broker: Broker) -> str | Problem:
     if seen.other_arrived:
         said = f"{broker} lets this device reach another device's branch: what was sent on dev/{NOBODY} arrived"
         if broker.tls or broker.user is not None:
-            return error("FQ412", said, rules)
-        if checks_broker.is_loopback(broker):
-            return ok("FQ412", f"{broker} has no rules for devices; only this machine reaches it")
-        return warning("FQ412", f"{said}; it has neither encryption nor users", rules)
+            return error(said, RULES)
+        if is_loopback(broker):
+            return f"{broker} has no rules for devices; only this machine reaches it"
+        return Problem(f"{said}; it has neither encryption nor users", RULES)
     if seen.other_refused or seen.level < 5:
-        return ok("FQ412", f"nothing passes from this device to another's branch through {broker}")
-    return warning(
-        "FQ412",
+        return f"nothing passes from this device to another's branch through {broker}"
+    return Problem(
         f"{broker} acknowledges a message that this device sends on another's branch, dev/{NOBODY}; "
         "whether it is passed on is not seen from here",
-        rules,
+        RULES,
     )
 
 
-def judge_coordinator(seen: PermissionResult, broker: Broker) -> list[Finding]:
-    rules = RULES
+def judge_coordinator(seen: PermissionResult, broker: Broker) -> str | Problem:
     if seen.broke or seen.refused:
-        return [error("FQ413", f"{broker} refuses what a coordinator sends to devices (dev/+/dn)", rules)]
+        return error(f"{broker} refuses what a coordinator sends to devices (dev/+/dn)", RULES)
     if seen.arrived:
-        return [ok("FQ413", f"{broker} lets a coordinator write to devices and hear them")]
-    return [ok("FQ413", f"{broker} lets a coordinator write to devices; none has said anything yet")]
+        return f"{broker} lets a coordinator write to devices and hear them"
+    return f"{broker} lets a coordinator write to devices; none has said anything yet"
+
+
+def is_loopback(broker: Broker) -> bool:
+    try:
+        return ipaddress.ip_address(broker.host).is_loopback
+    except ValueError:
+        return broker.host == "localhost"
 
 
 # -- trying ---------------------------------------------------------------------------------------

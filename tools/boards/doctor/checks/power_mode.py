@@ -13,11 +13,11 @@ from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.power.learned_model import LatestTask, LearnedModel, estimate_points
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.storage import agent_state
-from fedquilt.tools.boards.doctor.findings import Finding, ok, warning
+from fedquilt.tools.boards.doctor.findings import Problem, Verdict
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 
 
-def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Finding | None:
+def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
     """Check that the power mode meets the latest deadlines, or return None without data.
 
     A task's work and the time that it had are the agent's own record, beside what it has learned of its speed.
@@ -47,21 +47,21 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Finding |
         if takes_s > latest.left_s:
             others = {each: _shortest_duration_s(board, levers, each, learned, latest) for each in levers.modes}
             enough = {each: told_s for each, told_s in others.items() if told_s is not None and told_s <= latest.left_s}
-            return _slow_mode_finding(mode, workload, takes_s, latest.left_s, enough)
-    return ok("FQ162", f"power mode {mode.name} is fast enough for the latest deadlines") if met else None
+            return _describe_slow_mode(mode, workload, takes_s, latest.left_s, enough)
+    return f"power mode {mode.name} is fast enough for the latest deadlines" if met else None
 
 
-def _slow_mode_finding(
+def _describe_slow_mode(
     mode: PowerMode, workload: str, takes_s: float, left_s: float, enough: dict[PowerMode, float]
-) -> Finding:
+) -> Problem:
     said = (
         f"in power mode {mode.name} the latest task ({workload}) takes {takes_s:.1f} s at the highest clocks that the "
         f"mode permits, and had {left_s:.1f} s until its deadline"
     )
     if not enough:
-        return warning("FQ162", f"{said}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
+        return Problem(f"{said}; no mode is fast enough", "a longer deadline_s under [cohort] of the job")
     least = max(enough, key=lambda each: enough[each])  # the slowest one that will do draws the least
-    return warning("FQ162", f"{said}; in {least.name} it takes {enough[least]:.1f} s", f"sudo nvpmodel -m {least.id}")
+    return Problem(f"{said}; in {least.name} it takes {enough[least]:.1f} s", f"sudo nvpmodel -m {least.id}")
 
 
 def _shortest_duration_s(

@@ -20,7 +20,8 @@ from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task import sandbox
 from fedquilt.tools.boards.doctor.checks import agent, identity
-from fedquilt.tools.boards.doctor.findings import Finding
+from fedquilt.tools.boards.doctor.findings import run_checks
+from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
 from fedquilt.tools.simulation.task_process import TaskProcess
 
 TASK_S: Final = 300.0  # a slow card takes a while to read numpy
@@ -50,15 +51,12 @@ def check_version(settings: AgentSettings, path: Path) -> None:
             import_module(f"fedquilt.{part}")
         except ImportError as error:
             raise JobError(f"{part} of this version cannot be imported ({error}): a package is missing") from None
-    for finding in (agent.check_home(Path(settings.home)), *identity.check_identity(settings, path, time.time())):
-        _raise_if_error(finding)
+    facts = agent.Facts(MachineFacts(time.time()), settings=settings, path=path)
+    for found in run_checks((agent.HOME, *identity.IDENTITY), facts):
+        if found.severity == "error":
+            raise JobError(f"{found.sentence} (mend: {found.mend})")
     read_sensors(settings)
     train_small_task()
-
-
-def _raise_if_error(finding: Finding) -> None:
-    if finding.severity == "error":
-        raise JobError(f"{finding.sentence} (mend: {finding.mend})")
 
 
 def read_sensors(settings: AgentSettings) -> None:

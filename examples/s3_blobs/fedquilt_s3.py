@@ -1,4 +1,10 @@
-"""Signed URLs for an S3-compatible object store (AWS Signature Version 4).
+"""Models and updates in a bucket of an S3-compatible store (AWS, MinIO, Ceph), by signed URLs.
+
+    pip install ./s3_blobs
+    AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... fedquilt serve --blobs-backend s3=https://HOST/BUCKET/PREFIX?region=R
+
+The coordinator uploads each model once, and gives devices URLs of it. A lifecycle rule of the bucket that deletes
+objects after a day or more keeps it small: models stay there, updates are removed when they have been fetched.
 
 A signed URL permits one HTTP method on one object for EXPIRES_S, to anyone who has the URL. The keys stay in this
 process. A store checks times by its own clock, so URLs are signed with that time (`Bucket.offset_s`).
@@ -6,10 +12,12 @@ process. A store checks times by its own clock, so URLs are signed with that tim
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,13 +27,21 @@ from urllib.parse import parse_qsl, quote, urlsplit
 
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.blobs.transfer.backend import Key, TransferBackend, TransferResult
+from fedquilt.coordinator.delivery.blobs.locations import OpenBackend
 from fedquilt.core import BlobLocation, BlobRef, JobError, LinkError
 from fedquilt.host.http_url import split_http_url
 
 EXPIRES_S: Final = 3600  # validity of a signed address
-FORM: Final = "write https://HOST[:PORT]/BUCKET[/PREFIX][?region=REGION]"
+FORM: Final = "write s3=https://HOST[:PORT]/BUCKET[/PREFIX][?region=REGION]"
 VARIABLES: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 Method = Literal["GET", "PUT", "HEAD", "DELETE"]
+THERE_S: Final = 3600.0  # time for which a stored object is assumed to exist; then it is stored again
+REST_S: Final = 60.0  # pause after the store has refused
+SKEW_S: Final = 60.0  # least difference of the store's clock that is logged
+_CLOCK: Final = ("", "clock")
+_REMOVED: Final = ("", "removed")
+
+log = logging.getLogger("fedquilt.coordinator.blobs")
 
 
 @dataclass
@@ -61,15 +77,15 @@ class Bucket:
         try:
             parts = split_http_url(url)
         except ValueError:
-            raise JobError(f"--blobs-s3: this is no address of a bucket: {FORM}") from None
+            raise JobError(f"--blobs-backend s3: this is no address of a bucket: {FORM}") from None
         given, path = dict(parse_qsl(parts.query)), parts.path.rstrip("/")
         if not path or parts.fragment or given.keys() - {"region"}:
-            raise JobError(f"--blobs-s3: this is no address of a bucket: {FORM}")
+            raise JobError(f"--blobs-backend s3: this is no address of a bucket: {FORM}")
         key_id, secret, session = (environment.get(name, "") for name in VARIABLES)
         if not key_id or not secret:
             raise JobError(
-                f"--blobs-s3: the store's access key is missing: put it into the environment as {VARIABLES[0]} and "
-                f"{VARIABLES[1]}"
+                f"--blobs-backend s3: the store's access key is missing: put it into the environment as "
+                f"{VARIABLES[0]} and {VARIABLES[1]}"
             )
         return cls(f"{parts.scheme}://{parts.netloc}", path, given.get("region", "us-east-1"), key_id, secret, session)
 
@@ -114,18 +130,19 @@ class Bucket:
         return abs(self.offset_s - before)
 
 
+def open_bucket(address: str) -> OpenBackend:
+    """Return the backend of a bucket, whose keys are in the environment. This is the entry point.
+
+    Raises:
+        JobError: If the address names no bucket, or a key is missing.
+    """
+    return functools.partial(ObjectStoreBlobs, Bucket.from_url(address, os.environ))
+
+
 def _host_header(origin: str) -> str:
     parts = urlsplit(origin)
     usual = {"http": 80, "https": 443}[parts.scheme]
     return parts.netloc.rpartition(":")[0] if parts.port == usual else parts.netloc
-
-
-log = logging.getLogger("fedquilt.coordinator.blobs")
-THERE_S: Final = 3600.0  # time for which a stored object is assumed to exist; then it is stored again
-REST_S: Final = 60.0  # pause after the store has refused
-SKEW_S: Final = 60.0  # least difference of the store's clock that is logged
-_CLOCK: Final = ("", "clock")
-_REMOVED: Final = ("", "removed")
 
 
 class ObjectStoreBlobs:
@@ -146,6 +163,7 @@ class ObjectStoreBlobs:
         self._asked: set[Key] = set()  # blobs that devices were given an address for
         self._clock_known = False
         self._not_before_s = -math.inf
+        self.request_clock()
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
         """Return the locations from which a device can fetch a blob.

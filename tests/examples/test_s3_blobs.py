@@ -6,20 +6,26 @@ import datetime
 import email.utils
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import fedquilt_s3
 import object_stores
 import pytest
 from cutting import Canned, Relay
+from fedquilt_s3 import Bucket
 from object_stores import KEYS, asked
 from streamed import Pair
 from two_sides import noise
 
-from fedquilt.coordinator.delivery.blobs import object_store
+from fedquilt import plugins
+from fedquilt.blobs import chunks
+from fedquilt.blobs.transfer.download import BlobWriter
+from fedquilt.cli import options
 from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
-from fedquilt.coordinator.delivery.blobs.object_store import Bucket
 from fedquilt.core import JobError
+from fedquilt.formats import toml
 
 CHUNK = 256 * 1024
 NOW_S = 1_800_000_000.0
@@ -54,7 +60,7 @@ def test_an_address_is_signed_as_by_aws_s_own_library(
     headers = {} if size is None else {"content-length": str(size)}
     request = AWSRequest(method, ours.partition("?")[0], headers=headers)
     keys = Credentials(KEYS["AWS_ACCESS_KEY_ID"], KEYS["AWS_SECRET_ACCESS_KEY"], session or None)
-    auth.S3SigV4QueryAuth(keys, "s3", bucket.region, expires=object_store.EXPIRES_S).add_auth(request)
+    auth.S3SigV4QueryAuth(keys, "s3", bucket.region, expires=fedquilt_s3.EXPIRES_S).add_auth(request)
     assert sorted(ours.partition("?")[2].split("&")) == sorted(request.url.partition("?")[2].split("&"))
 
 
@@ -82,6 +88,42 @@ def test_keys_come_from_the_environment_and_are_shown_nowhere() -> None:
     assert "Signature" not in repr(bucket.sign_source("GET", "x"))
 
 
+# -- the entry point --
+
+
+def test_the_package_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `serve --blobs-backend s3=ADDRESS` finds it; without keys it says what is missing."""
+    monkeypatch.syspath_prepend(str(object_stores.install(tmp_path)))
+    opens = plugins.load_plugin("blobs", "s3")
+    for name in KEYS:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(JobError, match="AWS_ACCESS_KEY_ID"):
+        opens("https://store.site/bucket")
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    where = options.BlobOptions(None, None, "s3=https://store.site/bucket").to_locations(None)
+    assert where.open_backend is not None
+    table = toml.read_toml(Path(fedquilt_s3.__file__).with_name("pyproject.toml"))
+    assert table["project"]["entry-points"] == {"fedquilt.blobs": {"s3": "fedquilt_s3:open_bucket"}}
+
+
+def test_a_coordinator_gives_boards_signed_addresses_of_the_backend(tmp_path: Path) -> None:
+    """Uploads go there once the store has told its clock; a device without HTTP gets none."""
+    store = Canned(b"HTTP/1.1 200 OK\r\nDate: Fri, 27 Nov 2026 12:00:00 GMT\r\nContent-Length: 0\r\n\r\n")
+    bucket = Bucket.from_url(f"http://127.0.0.1:{store.port}/bucket/models", KEYS)
+    pair = Pair(tmp_path, "a", where=BlobLocationSettings(open_backend=partial(fedquilt_s3.ObjectStoreBlobs, bucket)))
+    pair.others.append(store.close)
+    pair.play(lambda: pair.places._backend._clock_known)
+    ref = pair.boards["a"].depot.store_bytes(noise(2 * CHUNK))
+    manifest = chunks.build_manifest(ref, CHUNK, lambda at, size: noise(2 * CHUNK)[at : at + size])
+    writer = BlobWriter(pair.coordinator.depot, manifest, bytes(2))
+    (source,) = pair.places.upload_locations("a", writer)
+    assert source.url.startswith(f"http://127.0.0.1:{store.port}/bucket/models/fleet/up/a/{ref.sha256}?X-Amz-")
+    assert "X-Amz-Date=20261127T" in source.url
+    assert pair.places.upload_locations("b", writer) == ()
+    pair.close()
+
+
 # -- a store --
 
 
@@ -100,9 +142,14 @@ class Site:
         self.relay = Relay(port)
         self.bucket = Bucket.from_url(f"http://127.0.0.1:{self.relay.port}/bucket/models", KEYS)
         self.direct = object_stores.bucket(origin)
-        self.pair = Pair(folder, "a", "b", where=BlobLocationSettings(listen, None, self.bucket))
+        self.pair = Pair(
+            folder,
+            "a",
+            "b",
+            where=BlobLocationSettings(listen, None, partial(fedquilt_s3.ObjectStoreBlobs, self.bucket)),
+        )
         self.pair.others.append(self.relay.close)
-        self.pair.play(lambda: self.pair.places._stored._clock_known)
+        self.pair.play(lambda: self.pair.places._backend._clock_known)
 
     def there(self, name: str) -> bool:
         return asked(self.direct.sign_url("HEAD", name), "HEAD")[0] == 200
@@ -133,7 +180,7 @@ def test_a_model_is_brought_to_the_store_once_and_fetched_there(site: Site) -> N
 def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(site: Site) -> None:
     """As a bucket's own rules do after some days."""
     pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
-    name, there = f"fleet/dn/{ref.sha256}", pair.places._stored._there
+    name, there = f"fleet/dn/{ref.sha256}", pair.places._backend._there
     pair.boards["a"].transfers.request_blob("a", ref)
     pair.play(lambda: ref.sha256 in there)
     assert asked(site.direct.sign_url("DELETE", name), "DELETE")[0] == 204
@@ -160,7 +207,7 @@ def test_a_store_that_is_gone_in_the_middle_leaves_the_rest_to_the_broker(site: 
     ref = giver.depot.store_bytes(noise(12 * CHUNK, 4))
     if way == "dn":
         pair.boards["b"].transfers.request_blob("b", ref)
-        pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._stored._there))
+        pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._backend._there))
     pair.broker.chunks = 0
 
     def cut(number: int) -> int:
@@ -196,7 +243,7 @@ def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all
     pair, board = site.pair, site.pair.boards["a"]
     ref = pair.coordinator.depot.store_bytes(noise(4 * CHUNK, 6))
     pair.boards["b"].transfers.request_blob("b", ref)
-    pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._stored._there))
+    pair.play(lambda: bool(pair.boards["b"].errors) and bool(pair.places._backend._there))
     body = b"<Error><Code>AccessDenied</Code><Message>Request has expired</Message></Error>"
     store = Canned(b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
     pair.others.append(store.close)
@@ -215,9 +262,9 @@ def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all
 
 def test_a_clock_that_is_years_off_signs_by_the_store_s(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     site.bucket.clock = lambda: 0.0
-    site.pair.places._stored._clock_known = False
-    site.pair.places._stored.request_clock()
-    site.pair.play(lambda: site.pair.places._stored._clock_known)
+    site.pair.places._backend._clock_known = False
+    site.pair.places._backend.request_clock()
+    site.pair.play(lambda: site.pair.places._backend._clock_known)
     assert abs(site.bucket.offset_s - time.time()) < 3600
     stamp = site.bucket.sign_url("GET", "x").partition("X-Amz-Date=")[2][:4]
     assert stamp == str(time.gmtime().tm_year)
@@ -233,13 +280,13 @@ def test_a_date_that_is_none_changes_no_clock() -> None:
 
 def test_a_store_that_refuses_rests(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty bucket name: it is asked once, and boards use the broker."""
-    monkeypatch.setattr(object_store, "REST_S", 1000.0)
+    monkeypatch.setattr(fedquilt_s3, "REST_S", 1000.0)
     site.bucket.path = "/nobucket/models"
     pair, board = site.pair, site.pair.boards["a"]
     first, second = (pair.coordinator.depot.store_bytes(noise(4 * CHUNK, seed)) for seed in (7, 8))
     board.transfers.request_blob("a", first)
-    pair.play(lambda: bool(board.errors) and pair.places._stored._not_before_s > time.monotonic())
+    pair.play(lambda: bool(board.errors) and pair.places._backend._not_before_s > time.monotonic())
     board.transfers.request_blob("a", second)
     pair.play(lambda: len(board.errors) == 2)
     assert set(board.errors.values()) == {None}
-    assert pair.places._stored._wanted == {}
+    assert pair.places._backend._wanted == {}
