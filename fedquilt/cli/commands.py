@@ -31,12 +31,11 @@ SECTIONS: Final = {
         "compare",
         "methods",
         "conformance",
-        "simulate",
         "reproduce",
         "audit",
         "bench",
     ),
-    "Boards": ("agent", "flash", "clocks", "record", "emulate", "doctor"),
+    "Boards": ("agent", "flash", "clocks", "record", "doctor"),
     "Broker and identities": ("broker", "ca", "enrol"),
 }
 

@@ -7,7 +7,7 @@ import re
 import documents
 
 PAGE = "CONTRIBUTING.md"
-REPLAY = "python -m fedquilt.cli simulate --seed 17"
+REPLAY = "python -m tests.faults --seed 17"
 
 
 def test_every_command_is_one() -> None:
