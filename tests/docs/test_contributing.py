@@ -30,6 +30,6 @@ def test_every_folder_that_it_names_is_there() -> None:
         assert (documents.ROOT / name).is_dir(), name
 
 
-def test_a_seed_can_be_played_again(shell: documents.Shell) -> None:
+def test_a_seed_can_be_played_again() -> None:
     """As a failing test's message says."""
-    assert "it holds" in shell.run(REPLAY)
+    assert "it holds" in documents.Shell(documents.ROOT).run(REPLAY)
