@@ -2,8 +2,8 @@
 
 This module imports torch.
 
-A network's name is `fedquilt.testing.difficult_networks:<function>`. All take (inputs, classes); tokens and maps are
-made of the inputs, so that the same examples serve all of them.
+A network's name is `difficult_networks:<function>`. All take (inputs, classes); tokens and maps are made of the inputs,
+so that the same examples serve all of them.
 """
 
 from __future__ import annotations
