@@ -59,8 +59,8 @@ def parse_seeds(text: str) -> range:
 
 def run_one(plan: FaultSchedule) -> int:
     print(f"schedule: {plan.to_text()}")
-    with ScheduleEnvironment() as theatre:
-        found = search.run_plan(theatre, plan, print_event)
+    with ScheduleEnvironment() as environment:
+        found = search.run_plan(environment, plan, print_event)
     if isinstance(found, search.FailedSchedule):
         print(found.why)
         return FAILED

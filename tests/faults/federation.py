@@ -151,9 +151,9 @@ def _rounds_in_outbox(disk: SimDisk, root: str, id: str) -> set[int]:
 
 
 class SimulatedFederation:
-    def __init__(self, plan: FaultSchedule, theatre: ScheduleEnvironment, folder: Path, observe: Observe) -> None:
+    def __init__(self, plan: FaultSchedule, environment: ScheduleEnvironment, folder: Path, observe: Observe) -> None:
         self.plan, self.happened = plan, Counter[str]()
-        self.truths = theatre.reference_runs(plan)
+        self.truths = environment.reference_runs(plan)
         self.committed = 0
         self._observe = observe
         noise = [
@@ -179,7 +179,7 @@ class SimulatedFederation:
             isinstance(each, (*UNTIMED, *in_turn)) or (isinstance(each, UNTIMED_THERE) and each.who == COORDINATOR)
             for each in plan.faults
         )
-        self.coordinator.platter.open_database(f"/{COORDINATOR}/fedquilt.db").write_file(theatre.empty)
+        self.coordinator.platter.open_database(f"/{COORDINATOR}/fedquilt.db").write_file(environment.empty)
         by_method = {truth.job.method: truth for truth in self.truths.values()}
         self.agents: list[AgentProcess] = []
         for index in range(plan.devices):

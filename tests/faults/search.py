@@ -78,38 +78,38 @@ def _is_runnable(engines: Sequence[str]) -> bool:
 
 
 def run_plan(
-    theatre: ScheduleEnvironment, plan: FaultSchedule, observe: Observe = lambda job, fact: None
+    environment: ScheduleEnvironment, plan: FaultSchedule, observe: Observe = lambda job, fact: None
 ) -> FailedSchedule | Counter[str]:
     """Run a schedule. Return the counts of all events, or the failure."""
     try:
-        return theatre.run_plan(plan, observe)
+        return environment.run_plan(plan, observe)
     except InvariantError as error:
         return FailedSchedule(plan, str(error))
 
 
 def play_seeds(
-    theatre: ScheduleEnvironment, seeds: Iterable[int], among: Sequence[str], kinds: Sequence[str] = ()
+    environment: ScheduleEnvironment, seeds: Iterable[int], among: Sequence[str], kinds: Sequence[str] = ()
 ) -> SearchResult:
     """Play the schedules of some seeds, drawn among these methods, and shrink those that fail.
 
     Kinds of faults of LATER are drawn where they are named.
     """
-    before, count = theatre.rounds, 0
+    before, count = environment.rounds, 0
     happened, covered = Counter[str](), Counter[str]()
     failures = []
     for seed in seeds:
         plan = draw_schedule(seed, among, kinds)
-        found = run_plan(theatre, plan)
+        found = run_plan(environment, plan)
         count += 1
         if isinstance(found, FailedSchedule):
-            failures.append(shrink_failure(theatre, found))
+            failures.append(shrink_failure(environment, found))
             continue
         happened += found
         covered.update({name for name in found if found[name]} | {f"method {plan.method}", f"codec {plan.codec}"})
         covered["two jobs at once" if plan.jobs > 1 else "one job"] += 1
         covered["the same job twice"] += plan.twice_s >= 0
         covered["all devices in each round" if plan.requires_all_devices else "a part of the devices in a round"] += 1
-    return SearchResult(count, theatre.rounds - before, happened, covered, tuple(failures))
+    return SearchResult(count, environment.rounds - before, happened, covered, tuple(failures))
 
 
 def play_batches(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> Iterator[SearchResult]:
@@ -117,9 +117,9 @@ def play_batches(seeds: range, among: Sequence[str], kinds: Sequence[str], proce
     batches = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
     if processes == 1:
         prepare_process()
-        with ScheduleEnvironment() as theatre:
+        with ScheduleEnvironment() as environment:
             for batch in batches:
-                yield play_seeds(theatre, batch, among, kinds)
+                yield play_seeds(environment, batch, among, kinds)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), prepare_process) as pool:
         playing = [pool.submit(_play_batch, batch, among, kinds) for batch in batches]
@@ -138,18 +138,18 @@ def prepare_process() -> None:
 
 
 @cache
-def _theatre_of_process() -> ScheduleEnvironment:
+def _environment_of_process() -> ScheduleEnvironment:
     return ScheduleEnvironment()
 
 
 def _play_batch(seeds: range, among: Sequence[str], kinds: Sequence[str]) -> SearchResult:
-    return play_seeds(_theatre_of_process(), seeds, among, kinds)
+    return play_seeds(_environment_of_process(), seeds, among, kinds)
 
 
 # -- shrinking ------------------------------------------------------------------------------------
 
 
-def shrink_failure(theatre: ScheduleEnvironment, failure: FailedSchedule) -> FailedSchedule:
+def shrink_failure(environment: ScheduleEnvironment, failure: FailedSchedule) -> FailedSchedule:
     """Return the simplest failing schedule that is found within TRIES runs."""
     left = TRIES
     best = failure
@@ -159,7 +159,7 @@ def shrink_failure(theatre: ScheduleEnvironment, failure: FailedSchedule) -> Fai
         if left <= 0 or plan == best.plan:
             return False
         left -= 1
-        found = run_plan(theatre, plan)
+        found = run_plan(environment, plan)
         if isinstance(found, FailedSchedule):
             best = found
         return isinstance(found, FailedSchedule)

@@ -18,7 +18,7 @@ def test_an_interrupted_run_prints_what_was_played(
     """The second batch of seeds is interrupted; the first one is reported, and the exit code is not that of success."""
     begun: list[list[int]] = []
 
-    def play(theatre: Any, seeds: Iterable[int], among: Sequence[str], kinds: Sequence[str]) -> search.SearchResult:
+    def play(environment: Any, seeds: Iterable[int], among: Sequence[str], kinds: Sequence[str]) -> search.SearchResult:
         begun.append(list(seeds))
         if len(begun) == 2:
             raise KeyboardInterrupt

@@ -335,64 +335,64 @@ ALL_AWAY = "devices=2 rounds=2 deadline_s=15.0 cut:dev-0,1.5,90.0,1 cut:dev-1,1.
 
 
 @pytest.fixture(scope="module")
-def theatre() -> Iterator[ScheduleEnvironment]:
+def environment() -> Iterator[ScheduleEnvironment]:
     """Where all schedules of this file are played."""
     with ScheduleEnvironment() as made:
         yield made
 
 
-def first(theatre: ScheduleEnvironment, planted: Planted, base: int) -> search.FailedSchedule | None:
+def first(environment: ScheduleEnvironment, planted: Planted, base: int) -> search.FailedSchedule | None:
     """Return the first failure of the seeds from `base` on with a planted bug. It has to hold without the bug."""
     for seed in range(base, base + SEEDS):
         with pytest.MonkeyPatch.context() as patch:
             planted.plant(patch)
-            found = search.run_plan(theatre, draw_schedule(seed, METHODS, **planted.drawn))
+            found = search.run_plan(environment, draw_schedule(seed, METHODS, **planted.drawn))
         if isinstance(found, search.FailedSchedule):
-            require_sound(theatre, found.plan)
+            require_sound(environment, found.plan)
             return found
     return None
 
 
-def require_sound(theatre: ScheduleEnvironment, plan: FaultSchedule) -> None:
-    sound = search.run_plan(theatre, plan)
+def require_sound(environment: ScheduleEnvironment, plan: FaultSchedule) -> None:
+    sound = search.run_plan(environment, plan)
     assert not isinstance(sound, search.FailedSchedule), sound.why
 
 
 @each_planted
-def test_a_planted_bug_is_found(theatre: ScheduleEnvironment, planted: Planted) -> None:
+def test_a_planted_bug_is_found(environment: ScheduleEnvironment, planted: Planted) -> None:
     """By a schedule that holds without the bug."""
-    assert first(theatre, planted, planted.near) is not None, f"not found from seed {planted.near} on"
+    assert first(environment, planted, planted.near) is not None, f"not found from seed {planted.near} on"
 
 
 @pytest.mark.nightly
 @each_planted
-def test_a_planted_bug_is_found_from_any_seed_on(theatre: ScheduleEnvironment, planted: Planted) -> None:
+def test_a_planted_bug_is_found_from_any_seed_on(environment: ScheduleEnvironment, planted: Planted) -> None:
     """The first seed is random, and named by the test when it fails."""
     base = secrets.randbelow(10**9)
-    assert first(theatre, planted, base) is not None, f"not found from seed {base} on"
+    assert first(environment, planted, base) is not None, f"not found from seed {base} on"
 
 
 @pytest.mark.parametrize("plant", [no_sync_of_folders, no_round_check], ids=lambda plant: plant.__name__)
 def test_what_is_found_is_found_again_by_the_text_of_its_shortest_schedule(
-    theatre: ScheduleEnvironment, plant: Callable[[Patch], None]
+    environment: ScheduleEnvironment, plant: Callable[[Patch], None]
 ) -> None:
     """And that too holds without the bug."""
     planted = next(each for each in PLANTS if each.plant is plant)
-    found = first(theatre, planted, planted.near)
+    found = first(environment, planted, planted.near)
     assert found is not None
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        short = search.shrink_failure(theatre, found)
+        short = search.shrink_failure(environment, found)
         assert len(short.plan.to_text()) < len(found.plan.to_text())
-        assert isinstance(search.run_plan(theatre, parse_schedule(short.plan.to_text())), search.FailedSchedule)
-    require_sound(theatre, short.plan)
+        assert isinstance(search.run_plan(environment, parse_schedule(short.plan.to_text())), search.FailedSchedule)
+    require_sound(environment, short.plan)
 
 
-def test_a_process_that_keeps_its_processor_busy_is_named(theatre: ScheduleEnvironment) -> None:
+def test_a_process_that_keeps_its_processor_busy_is_named(environment: ScheduleEnvironment) -> None:
     """A coordinator whose boards are all away, and which takes a task that it does not send for one that is due."""
     with pytest.MonkeyPatch.context() as patch:
         a_task_that_stays_due(patch)
-        found = search.run_plan(theatre, parse_schedule(ALL_AWAY))
+        found = search.run_plan(environment, parse_schedule(ALL_AWAY))
     assert isinstance(found, search.FailedSchedule)
     assert found.why.startswith("coordinator spins: 21 steps at virtual second ")
-    require_sound(theatre, parse_schedule(ALL_AWAY))
+    require_sound(environment, parse_schedule(ALL_AWAY))

@@ -51,7 +51,7 @@ def test_a_failure_is_shrunk_to_what_it_takes(monkeypatch: pytest.MonkeyPatch) -
         faults=(JobStop(1.0, 20.0), needed, ConnectionLoss("dev-0", 1.0, 30.0, True)),
     )
 
-    def attempt(theatre: ScheduleEnvironment, plan: FaultSchedule) -> search.FailedSchedule | Counter[str]:
+    def attempt(environment: ScheduleEnvironment, plan: FaultSchedule) -> search.FailedSchedule | Counter[str]:
         crashed = any(isinstance(fault, ProcessCrash) and fault.call == 40 for fault in plan.faults)
         return search.FailedSchedule(plan, "it fails") if crashed else Counter()
 

@@ -66,7 +66,7 @@ REPLAYS = (
 
 
 @pytest.fixture(scope="module")
-def theatre() -> Iterator[ScheduleEnvironment]:
+def environment() -> Iterator[ScheduleEnvironment]:
     """Where all schedules of this file are played."""
     with ScheduleEnvironment() as made:
         yield made
@@ -80,10 +80,10 @@ def played() -> list[search.SearchResult]:
 
 @pytest.mark.parametrize("first", SEEDS[::PART])
 def test_whatever_goes_wrong_everything_is_as_it_would_have_been(
-    theatre: ScheduleEnvironment, played: list[search.SearchResult], first: int
+    environment: ScheduleEnvironment, played: list[search.SearchResult], first: int
 ) -> None:
     """States bit for bit those of the same cohorts in a calm run, nothing lost, private states of counted rounds."""
-    found = search.play_seeds(theatre, range(first, first + PART), among=HERE)
+    found = search.play_seeds(environment, range(first, first + PART), among=HERE)
     played.append(found)
     assert not found.failures, "\n".join(line for failure in found.failures for line in failure.to_lines())
 
@@ -100,21 +100,21 @@ def test_every_kind_of_fault_has_happened(played: list[search.SearchResult]) -> 
 
 
 @pytest.mark.parametrize("text", REPLAYS)
-def test_what_was_found_once_does_not_come_back(theatre: ScheduleEnvironment, text: str) -> None:
+def test_what_was_found_once_does_not_come_back(environment: ScheduleEnvironment, text: str) -> None:
     """Each schedule failed on the code of its time."""
     schedule = parse_schedule(text)
     if schedule.method not in HERE:
         pytest.importorskip("torch")
-    found = search.run_plan(theatre, schedule)
+    found = search.run_plan(environment, schedule)
     assert not isinstance(found, search.FailedSchedule), found.why
 
 
 @pytest.mark.parametrize("name", [name for name in search.supported_methods() if name not in HERE])
-def test_methods_that_need_torch_take_part_too(theatre: ScheduleEnvironment, name: str) -> None:
+def test_methods_that_need_torch_take_part_too(environment: ScheduleEnvironment, name: str) -> None:
     """A power failure of a board and one of the coordinator, with each."""
     plan = FaultSchedule(method=name, devices=2, rounds=2)
     for who, call in (("dev-1", 70), ("coordinator", 90)):
         faulty = parse_schedule(f"{plan.to_text()} crash:{who},{call},1,8.0")
-        found = search.run_plan(theatre, faulty)
+        found = search.run_plan(environment, faulty)
         assert not isinstance(found, search.FailedSchedule), found.why
         assert found["power"] == 1
