@@ -192,11 +192,13 @@ class SimulatedFederation:
         self._last_s = 0.0  # virtual time at which the coordinator was last seen to run
         self._entered = 0  # entries of the agenda so far
         self._trouble_s = 0.0  # virtual time of the last fault so far, or of a job's submission
+        self._restores = sum(isinstance(fault, schedule.HomeRestore) for fault in plan.faults)  # to come
         self._deaths = Counter[str]()  # device -> acknowledgements until it dies
-        for fault in plan.faults:
-            self._schedule_fault(fault)
+        # jobs first: a home that is copied before its job is submitted has none to finish
         for number, id in enumerate(self.truths):
             self._schedule(max(plan.twice_s, 0.0) if number else 0.0, "", partial(self._submit_job, id))
+        for fault in plan.faults:
+            self._schedule_fault(fault)
 
     def _make_side(self, kind: type[S], name: str, folder: Path) -> S:
         self._wall_ns[name] = 0
@@ -208,7 +210,9 @@ class SimulatedFederation:
     # -- running --
 
     def run(self) -> None:
-        self._play_until(lambda: len(self._ended) == len(self.truths) or self._all_jobs_ended())
+        self._play_until(
+            lambda: not self._restores and (len(self._ended) == len(self.truths) or self._all_jobs_ended())
+        )
         self.broker.noise = ()
         for side in self.agents:
             self.broker.disconnect_client(side.name, keep=False)
@@ -388,6 +392,7 @@ class SimulatedFederation:
 
     def _restore_home(self, copied: Any) -> None:
         self.coordinator.restore_home(copied)
+        self._restores -= 1
         self._ended.clear()  # a job that had ended may have to go on
 
     def _open_operator_store(self) -> Store:
