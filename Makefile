@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 ARGS ?=
 
-.PHONY: demo test check docs tree wheels nightly emulate clean
+.PHONY: demo test check docs tree wheels nightly rehearsal clean
 
 demo: .venv-demo/ready
 	.venv-demo/bin/fedquilt demo $(ARGS)
@@ -44,9 +44,9 @@ wheels: .venv/ready
 nightly: .venv/ready
 	.venv/bin/python -m tests.nightly $(ARGS)
 
-# as root, with debootstrap, qemu-user-static and mosquitto; ARGS=--systemd: systemd-container instead of qemu (docs/boards.md)
-emulate: .venv/ready
-	.venv/bin/fedquilt emulate $(ARGS)
+# as root, with debootstrap, systemd-container and mosquitto: a flashed board's first day (docs/boards.md)
+rehearsal: .venv/ready
+	.venv/bin/python -m tests.rehearsal $(ARGS)
 
 .venv-demo/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-demo

@@ -40,7 +40,7 @@ settings.load_profile("unhurried")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no worker ends long after the others."""
-    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "simulation"))
+    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "faults", "simulation"))
 
 
 @pytest.fixture

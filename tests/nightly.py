@@ -1,7 +1,7 @@
 """`make nightly`: everything that takes too long for `make test`, in stages. A stage that fails stops no other.
 
     python -m tests.nightly --list
-    python -m tests.nightly --only simulate matrix
+    python -m tests.nightly --only faults matrix
     python -m tests.nightly --skip rehearsal --data FOLDER_WITH_MNIST
 
 What a stage prints is shown as it comes and kept in the folder --out, a file for each stage. At the end a table says
@@ -24,12 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from fedquilt.core import JobError
-from fedquilt.tools import emulate
-from fedquilt.tools.emulate import rehearsal
+from tests.rehearsal import __main__ as rehearsal
 
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
-SEEDS: Final = "100000"  # that `fedquilt simulate` plays
+SEEDS: Final = "0-99999"  # that `python -m tests.faults` plays
 KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a board may send, and far more
@@ -107,9 +105,9 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
     given = "" if data else "it needs --data, a folder with MNIST's IDX files"
     return [
         Stage(
-            "simulate",
-            f"{SEEDS} federations whose disks, networks, clocks and processes fail",
-            ((*command, "simulate", "--seeds", SEEDS, "--processes", str(os.cpu_count() or 1)),),
+            "faults",
+            "100,000 federations whose disks, networks, clocks and processes fail",
+            ((python, "-m", "tests.faults", "--seeds", SEEDS, "--processes", str(os.cpu_count() or 1)),),
         ),
         Stage(
             "flips",
@@ -156,14 +154,8 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         Stage(
             "rehearsal",
             "a flashed system booted with systemd, and its agent",
-            ((*command, "emulate", "--systemd"),),
-            _hindrance(rehearsal.check_machine),
-        ),
-        Stage(
-            "arm64",
-            "a flashed arm64 system under qemu: one round of stitching by its agent, and a model deployed to it",
-            ((*command, "emulate", "--rounds", "1"),),
-            _hindrance(emulate.check_machine),
+            ((python, "-m", "tests.rehearsal"),),
+            rehearsal.hindrance(ROOT / rehearsal.OUT),
         ),
         Stage(
             "containers",
@@ -184,15 +176,6 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         with_a_store(),
         with_ray(),
     ]
-
-
-def _hindrance(required: Callable[[Path], object]) -> str:
-    """Why nothing can be emulated here, as `fedquilt emulate` itself says it; "" where it can."""
-    try:
-        required(ROOT / "fedquilt-emulated")
-    except JobError as error:
-        return str(error)
-    return ""
 
 
 def _images(data: Path | None) -> Path | None:

@@ -7,6 +7,7 @@ numpy.
 
 from __future__ import annotations
 
+import difficult_networks
 import numpy as np
 import torch
 from plain_training import (
@@ -29,7 +30,6 @@ from plain_training import (
 from torch import nn
 
 from fedquilt.models.networks import registry
-from fedquilt.testing import difficult_networks
 
 
 def fedavg(network: str, model: Model, run: Played) -> Model:

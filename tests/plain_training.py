@@ -21,12 +21,12 @@ from fedquilt.tools.simulation import DeviceData
 
 torch = pytest.importorskip("torch")
 
+import difficult_networks  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
-from fedquilt.testing import difficult_networks  # noqa: E402
 
 Model = dict[str, np.ndarray]
 SIZES, ROUNDS, BATCH, LR, SEED = (16, 11, 6), 2, 5, 0.05, 3  # every last mini-batch has one example

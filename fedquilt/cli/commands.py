@@ -23,8 +23,8 @@ SECTIONS: Final = {
     "Look at runs": ("ls", "logs", "why", "report", "prune", "backup"),
     "Use a result": ("model", "rollout"),
     "Watch a fleet": ("devices", "dash", "doctor"),
-    "Experiments": ("compare", "methods", "lab", "simulate", "reproduce", "bench"),
-    "Boards and their identities": ("agent", "board", "emulate", "broker", "identity"),
+    "Experiments": ("compare", "methods", "lab", "reproduce", "bench"),
+    "Boards and their identities": ("agent", "board", "broker", "identity"),
 }
 
 EPILOG: Final = """\b

@@ -147,12 +147,6 @@ def complete_methods(context: click.Context, parameter: click.Parameter, incompl
     return [each for each in [*known.builtin_names(), *known.plugin_names()] if each.startswith(incomplete)]
 
 
-def complete_boards(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from fedquilt import profiles
-
-    return [each for each in profiles.board_names() if each.startswith(incomplete)]
-
-
 # -- options --------------------------------------------------------------------------------------
 
 

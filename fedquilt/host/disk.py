@@ -1,8 +1,8 @@
 """File and database access of coordinator and agent, replaceable by a simulated disk.
 
 `Disk` is the machine's own. Its methods are thin, so that a simulation can lose, tear or refuse writes
-(`fedquilt.testing.faults`). The content of a file is durable only after `sync` of the file, and its name only after
-`sync` of its folder.
+(`tests/faults`). The content of a file is durable only after `sync` of the file, and its name only after `sync` of its
+folder.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from fedquilt.coordinator import control_requests
 from fedquilt.coordinator.rounds import rollout
 from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutAborted, RolloutRolledBack
 from fedquilt.coordinator.storage.store import Store
-from fedquilt.testing.faults.disk import SimDisk, SimulatedCrash
-from fedquilt.testing.faults.platter import SimulatedFileSystem
+from tests.faults.disk import SimDisk, SimulatedCrash, SimulatedFileSystem
 
 BAD: Judge = lambda device, release: "returned"  # noqa: E731
 

@@ -46,8 +46,6 @@ PARSED = {
     "fedquilt doctor agent.toml",
     "fedquilt doctor --home runs --broker mqtts://broker.site:8883 --ca ca.crt --cert coordinator.crt "
     "--key coordinator.key",
-    "sudo fedquilt emulate --out emulated",
-    "sudo fedquilt emulate --systemd --out emulated",
 }
 STITCH = [
     "fedquilt prepare cifar.toml",

@@ -213,7 +213,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics():
 
 def dropped(hooks: Hooks, **settings: object):
     """First and trained tensors of a network with dropout."""
-    network = {"name": "fedquilt.testing.difficult_networks:root_parameter", "inputs": 6, "classes": 3, **settings}
+    network = {"name": "difficult_networks:root_parameter", "inputs": 6, "classes": 3, **settings}
     start, x = torch_start(network), np.random.default_rng(0).normal(size=(20, 6)).astype(np.float32)
     return start, torch_one(AMPLE).train(
         network, start, Examples(x, np.arange(20) % 3), Fit(batch=8), tensors.seeded_rng(0), hooks=hooks

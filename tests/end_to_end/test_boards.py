@@ -1,6 +1,6 @@
 """Every known board's agent as an ordinary user's process: debugfs shut, a real broker, a round, kill -9 and back.
 
-The smaller form of `fedquilt emulate --systemd`: no systemd, and trees of files in place of the kernels'.
+The smaller form of `tests/rehearsal`: no systemd, and trees of files in place of the kernels'.
 """
 
 from __future__ import annotations

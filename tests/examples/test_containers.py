@@ -23,9 +23,10 @@ from waiting import LIMIT_S, until
 import command_lines
 from fedquilt import __version__
 from fedquilt.formats import toml
-from fedquilt.tools.emulate import guest, programs, rehearsal_checks, rollouts
-from fedquilt.tools.emulate.container import find_container_process
 from fedquilt.tools.lab import demo
+from tests.rehearsal import host
+from tests.rehearsal.container import find_container_process
+from tests.rehearsal.releases import job_table
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "containers"
@@ -136,8 +137,8 @@ def hindrance() -> str:
         return f"not installed: {', '.join(missing)}; apt install podman podman-compose netavark aardvark-dns runc"
     if os.geteuid() != 0:
         return "namespaces for the containers' network need root"
-    if f"{sys.version_info.major}.{sys.version_info.minor}" != guest.PYTHON:
-        return f"the images' wheels are made with Python {guest.PYTHON}"
+    if f"{sys.version_info.major}.{sys.version_info.minor}" != host.PYTHON:
+        return f"the images' wheels are made with Python {host.PYTHON}"
     return "" if BASE or shutil.which("debootstrap") else "no base image: apt install debootstrap"
 
 
@@ -148,15 +149,9 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
         pytest.skip(why)
     folder, archive = tmp_path_factory.mktemp("podman"), BASE
     if not archive:
-        made = guest.create_root(
-            folder / "base",
-            programs.debian_mirror(guest.SUITE),
-            folder / "log",
-            rehearsal_checks.debian_architecture(),
-            PACKAGES,
-        )
+        host.create_root(folder / "base", host.debian_mirror(), folder / "log", PACKAGES)
         archive = str(folder / "base.tar")
-        subprocess.run(["tar", "-C", made.root, "-cf", archive, "--exclude=./dev", "."], check=True)
+        subprocess.run(["tar", "-C", folder / "base", "-cf", archive, "--exclude=./dev", "."], check=True)
     called = Podman(folder)
     try:
         called("podman", "import", archive, "localhost/base")
@@ -255,6 +250,6 @@ def _board(podman: Podman, site: Path) -> None:
         *("identity", "enrol", "/etc/fedquilt/agent.toml", "--wait"),
     )
     podman("podman", "run", "--detach", "--name", "agent", "--restart", "always", *places, "localhost/fedquilt-agent")
-    (site / "job.toml").write_text(toml.format_toml(rollouts.job_table("boxes")))
+    (site / "job.toml").write_text(toml.format_toml(job_table("boxes")))
     subprocess.run([sys.executable, "-m", "fedquilt.cli", "prepare", "job.toml"], cwd=site, check=True)
     subprocess.run(["chmod", "-R", "a+rX", "job.toml", "job.bundle"], cwd=site, check=True)

@@ -18,10 +18,10 @@ from fedquilt.formats.tensor_register import (
 
 torch = pytest.importorskip("torch")
 
+import difficult_networks  # noqa: E402
 from torch import nn  # noqa: E402
 
 from fedquilt.models.networks import register_trace, registry  # noqa: E402
-from fedquilt.testing import difficult_networks  # noqa: E402
 
 
 def traced(network: dict[str, Any]) -> TensorRegister:

@@ -18,12 +18,11 @@ from fedquilt.tools.artefacts import prepare
 
 torch = pytest.importorskip("torch")
 
+import difficult_networks  # noqa: E402
 import plain_parts as parts  # noqa: E402
 import plain_rules as rules  # noqa: E402
 import plain_widths as widths  # noqa: E402
 from plain_training import Rule, bundle_of, own_of, played, require_equal, table_of  # noqa: E402
-
-from fedquilt.testing import difficult_networks  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import nightly
-from fedquilt.tools.emulate import host
 from fedquilt.tools.lab import bench
 from nightly import Stage
+from tests.rehearsal import host
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def test_there_is_a_stage_for_each_bench_and_python() -> None:
     }  # parts of the benches of energy, deadlines, coordinator, sites
     benches = {name for name in benches if not name.startswith("ablate")}  # parts of `bench stitch`
     assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in benches | {"sim"}}
-    assert {"simulate", "matrix", "rehearsal", "arm64", "containers"} <= found.keys()
+    assert {"faults", "matrix", "rehearsal", "containers"} <= found.keys()
     assert {"python-3.10", "python-3.12", "python-3.13"} <= found.keys()
     assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2", "s3", "ray"} <= found.keys()
     assert "--data" in found["bench-sim"].hindrance
@@ -52,21 +52,20 @@ def test_there_is_a_stage_for_each_bench_and_python() -> None:
 @pytest.mark.parametrize(
     ("user", "programs", "why"),
     [
-        (1000, host.BOOTED, "root, as it makes a root file system and boots it: sudo fedquilt emulate --systemd"),
+        (1000, host.PROGRAMS, "root, as it makes a root file system and boots it: sudo make rehearsal"),
         (0, {"debootstrap", "mosquitto", "unshare"}, "programs: sudo apt install systemd-container"),
-        (0, host.BOOTED, ""),
+        (0, host.PROGRAMS, ""),
     ],
 )
 def test_a_rehearsal_that_cannot_run_here_is_skipped_and_says_why(
     user: int, programs: Iterable[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the words of `fedquilt emulate --systemd` itself, before it is started."""
-    here = host.HostMachine("x86_64", user, dict.fromkeys(programs, "/usr/bin/true"), 10**12)
+    """In the words of the rehearsal itself, before it is started."""
+    here = host.HostMachine(user, dict.fromkeys(programs, "/usr/bin/true"), 10**12)
     monkeypatch.setattr(host.HostMachine, "detect", lambda folder: here)
     stages = {stage.name: stage for stage in nightly.stages()}
-    assert stages["rehearsal"].commands == ((sys.executable, "-m", "fedquilt.cli", "emulate", "--systemd"),)
-    assert stages["rehearsal"].hindrance == (f"emulate needs {why}" if why else "")
-    assert "sudo apt install" in stages["arm64"].hindrance
+    assert stages["rehearsal"].commands == ((sys.executable, "-m", "tests.rehearsal"),)
+    assert stages["rehearsal"].hindrance == (f"a rehearsal needs {why}" if why else "")
 
 
 def test_bench_sim_finds_the_images_in_a_folder_of_several_sets(tmp_path: Path) -> None:
@@ -121,8 +120,8 @@ def test_a_stage_none_of_whose_tests_has_run_has_not_passed(tmp_path: Path, last
 def test_a_stage_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything runs; all are named."""
     with pytest.raises(SystemExit):
-        nightly.main(["--only", "simulation"])
-    assert "no stage is called 'simulation'; there are: simulate" in capsys.readouterr().err
+        nightly.main(["--only", "simulate"])
+    assert "no stage is called 'simulate'; there are: faults" in capsys.readouterr().err
 
 
 def test_a_python_that_is_not_there_or_does_not_start_skips_its_stage(tmp_path: Path) -> None:
@@ -160,4 +159,4 @@ def test_make_nightly_starts_where_the_checkout_is_not_on_the_path(tmp_path: Pat
     words = [sys.executable, *recipe[1].replace("$(ARGS)", "--list").split()[1:]]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert "simulate" in ran.stdout, ran.stderr
+    assert "faults" in ran.stdout, ran.stderr

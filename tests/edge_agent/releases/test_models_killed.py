@@ -22,9 +22,8 @@ from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.releases.models import CURRENT, MODEL, ModelReleases
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.protocol import ProcessRequest, WorkResult
-from fedquilt.testing.faults.disk import SimDisk, SimulatedCrash
-from fedquilt.testing.faults.platter import SimulatedFileSystem
 from fedquilt.transport.memory_link import MemoryBroker
+from tests.faults.disk import SimDisk, SimulatedCrash, SimulatedFileSystem
 
 TOPICS = wire.Topics("f")
 HOME = "/home"

@@ -13,8 +13,8 @@ from toy_kinds import ToyKind, deploy, last, release
 from fedquilt.core import BlobRef, ModelError, StoreError
 from fedquilt.edge_agent.releases import window
 from fedquilt.edge_agent.releases.release_kind import CheckResult
-from fedquilt.testing.faults.disk import SimulatedCrash
 from fedquilt.wire import DesiredRelease
+from tests.faults.disk import SimulatedCrash
 
 
 def phases(site: Site) -> list[str]:

@@ -19,9 +19,8 @@ from forks import CONTEXT
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.host.disk import Disk, Place
-from fedquilt.testing.faults.disk import SimDisk
-from fedquilt.testing.faults.durable import DurableDisk, lost_blobs
-from fedquilt.testing.faults.platter import SimulatedFileSystem
+from tests.faults.disk import SimDisk, SimulatedFileSystem
+from tests.faults.promises import DurableDisk, lost_blobs
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:

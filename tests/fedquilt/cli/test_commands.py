@@ -210,7 +210,7 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return [each.partition(",")[2] for each in capsys.readouterr().out.split()]
 
 
-def test_a_shell_completes_verbs_options_methods_boards_and_runs(
+def test_a_shell_completes_verbs_options_methods_and_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And says nothing where a home cannot be read."""
@@ -226,7 +226,6 @@ def test_a_shell_completes_verbs_options_methods_boards_and_runs(
     assert ask("fedquilt fleet --link mem") == ["memory"]
     assert ask("fedquilt methods fedpro") == ["fedprox"]
     assert ask("fedquilt compare job.toml --methods scaf") == ["scaffold"]
-    assert ask("fedquilt emulate --boards raspberry") == ["raspberry-pi-5"]
     with Store(tmp_path / "runs") as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
     assert ask(f"fedquilt logs --home {tmp_path / 'runs'} dig") == [run]

@@ -42,7 +42,13 @@ def test_secrets_reach_the_agent_as_credentials() -> None:
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in keyed
     assert "LoadCredential=password:/etc/fedquilt/password" in keyed
     (start,) = [line for line in keyed if line.startswith("ExecStart=")]
-    assert start.endswith("agent /etc/fedquilt/agent.toml")
+    assert start == (
+        "ExecStart=/opt/fedquilt/current/bin/python /opt/fedquilt/current/launch.py /var/lib/fedquilt-agent "
+        "-v agent /etc/fedquilt/agent.toml"
+    )
+    assert {"User=fedquilt", "UMask=0077", "StateDirectory=fedquilt fedquilt-agent", "StateDirectoryMode=0700"} <= {
+        *keyed
+    }
     plain = unit(BoardFiles("d", {}, None))
     assert not [line for line in plain if "redential" in line]
 
@@ -52,6 +58,10 @@ def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
     enrols, other = BoardFiles("d", {"token": b""}, None, enrols=True), BoardFiles("d", {}, None)
     assert "ConditionPathExists=/etc/fedquilt/device.crt" in unit(enrols)
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in unit(enrols)
+    start = exec_line(bundle.render_units(enrols)["fedquilt-enrol.service"])
+    assert start == ["-v", "enrol", "board", "/etc/fedquilt/agent.toml", "--wait"]
+    setup = unit(enrols, "fedquilt-setup.service")
+    assert any(line.endswith("systemd-sysusers /opt/fedquilt/current/sysusers.conf") for line in setup)
     assert "ExecStartPost=+systemctl start --no-block fedquilt-agent.service" in unit(enrols, "fedquilt-enrol.service")
     assert set(bundle.render_units(enrols)) - set(bundle.render_units(other)) == {
         "fedquilt-enrol.service",

@@ -1,1 +1,0 @@
-"""Simulated federations in one process on virtual time, with scheduled faults."""
