@@ -14,7 +14,7 @@ def folder_option(function: F) -> F:
         "--out",
         type=options.FOLDER,
         default=Path("fedquilt-compare"),
-        help="Folder of runs: the --out of `compare` or `bench stitch --ablate`.",
+        help="Folder of runs: the --out of `compare`, the --kept of `reproduce`.",
     )(function)
 
 

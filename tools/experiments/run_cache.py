@@ -81,7 +81,7 @@ class CachedRun(msgspec.Struct, frozen=True, kw_only=True):
     made: float  # wall-clock seconds
     method: str | None = None
     seed: int | None = None
-    about: str = ""  # of what made it: devices and rounds of a comparison, searches of an ablation
+    about: str = ""  # devices and rounds
 
 
 class _RunDescription(msgspec.Struct, frozen=True):
@@ -89,12 +89,6 @@ class _RunDescription(msgspec.Struct, frozen=True):
     seed: int
     devices: int = 0
     marks: list[dict[str, Any]] = []
-
-
-class _AblationDescription(msgspec.Struct, frozen=True):
-    condition: str
-    seed: int
-    part: str
 
 
 def list_runs(out: Path) -> list[CachedRun]:
@@ -114,18 +108,12 @@ def _read_entry(path: Path) -> CachedRun:
     found, content = path.stat(), path.read_bytes()
     plain = CachedRun(key=path.stem, bytes=found.st_size, made=found.st_mtime)
     try:
-        told: _RunDescription | list[_AblationDescription] = msgspec.json.decode(
-            content, type=_RunDescription | list[_AblationDescription]
-        )
+        told = msgspec.json.decode(content, type=_RunDescription)
     except msgspec.DecodeError:
         return plain
-    if isinstance(told, _RunDescription):
-        rounds = told.marks[-1].get("rounds") if told.marks else None
-        about = f"{told.devices} devices" + (f", {rounds} rounds" if rounds else "")
-        return msgspec.structs.replace(plain, method=told.method, seed=told.seed, about=about)
-    if not told:
-        return plain
-    return msgspec.structs.replace(plain, seed=told[0].seed, about=f"{told[0].condition}, {told[0].part}")
+    rounds = told.marks[-1].get("rounds") if told.marks else None
+    about = f"{told.devices} devices" + (f", {rounds} rounds" if rounds else "")
+    return msgspec.structs.replace(plain, method=told.method, seed=told.seed, about=about)
 
 
 def select_entries(

@@ -73,13 +73,6 @@ def test_words_of_one_option_may_be_separated_by_commas() -> None:
         parsed(["compare", "job.toml", "--seeds", "0,x"])
 
 
-def test_an_optional_word_after_an_option_may_be_left_out() -> None:
-    """`bench stitch --ablate` takes the demo's job."""
-    assert parsed(["bench", "stitch", "--ablate"])["ablate"] == Path()
-    assert parsed(["bench", "stitch", "--ablate", "job.toml"])["ablate"] == Path("job.toml")
-    assert parsed(["bench", "stitch"])["ablate"] is None
-
-
 def test_options_that_exclude_each_other_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
     """Named, both."""
     assert "--rootfs and --ssh: one of them" in said(capsys, "flash", "a.toml", "--rootfs", "r", "--ssh", "me@orin")
@@ -184,7 +177,7 @@ def test_tables_fit_80_columns(words: list[str], tmp_path: Path, capsys: pytest.
         given = [str(job)]
     elif words == ["cache", "list"]:
         (tmp_path / "runs").mkdir()
-        text = '[{"condition": "alpha 0.1 and a long story", "seed": 2, "part": "without the second half of it"}]'
+        text = '{"method": "a_method_with_a_very_long_name_of_a_package", "seed": 2, "devices": 1000000}'
         (tmp_path / "runs" / f"{'a' * 24}.json").write_text(text)
         given = ["--out", str(tmp_path)]
     assert main([*words, *given]) == 0
