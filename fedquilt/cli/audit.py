@@ -37,4 +37,4 @@ def audit(
 
     wanted = {"count": images, "size": size or 0, "steps": steps, "noise": noise, "seed": seed}
     with progress.show_progress("rebuilding pictures"):
-        return tool.main(data, out, format, wanted, progress.LINE.print_lines)
+        return tool.main(data, out, format, wanted)

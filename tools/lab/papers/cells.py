@@ -15,7 +15,6 @@ import msgspec
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.console import progress
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import cohort_selection
 from fedquilt.coordinator.settings import JobSettings
@@ -266,8 +265,7 @@ def run_all(
     Raises:
         JobError: If a run has failed. The other runs are cached.
     """
-    found, failed = comparison.run_missing_cases(todo, out, run_case, say, progress.LINE.show_status, abreast=True)
-    progress.LINE.end_operation()
+    found, failed = comparison.run_cases(todo, out, run_case, say, abreast=True)
     if failed and not (may_fail and found):
         raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
     return found
