@@ -180,7 +180,7 @@ def _use_one_thread() -> None:
 
 
 def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
-    """Run one case: by the row's `play` function, by single devices, or as any job.
+    """Run one case, with the `play` function of its row or on single devices if the row requires it.
 
     Raises:
         FedquiltError: If the run has failed.

@@ -1,4 +1,4 @@
-"""Functions that the papers' tables name: what their data cannot say.
+"""Functions named by the tables of papers.
 
 `observe` names a function (folder, how, simulation, hands), called before the first round, after each round and at the
 end, which returns values for `SeedRun.figures`. `play` names a function (job, folder, how) that runs a row and returns
