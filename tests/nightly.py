@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from fedquilt.cli import bench
 from tests.rehearsal import __main__ as rehearsal
 
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
@@ -31,24 +32,7 @@ SEEDS: Final = "0-99999"  # that `python -m tests.faults` plays
 KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a board may send, and far more
-BENCHES: Final = (
-    "idle",
-    "blobs",
-    "costs",
-    "stitch",
-    "memory",
-    "energy",
-    "deadlines",
-    "footprint",
-    "sensors",
-    "fedsq",
-    "dash",
-    "coordinator",
-    "large",
-    "sums",
-    "sites",
-    "cores",
-)
+BENCHES: Final = tuple(name for name in bench.OPTIONS if name != "sim")  # `bench sim` needs data
 STORE: Final = ("tests/examples/test_s3_blobs.py", "tests/end_to_end/test_large_by_store.py")
 CONTAINERS: Final = "tests/examples/test_containers.py"
 RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))
@@ -164,12 +148,6 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             "" if shutil.which("podman-compose") else "podman-compose is not installed: apt install podman-compose",
         ),
         *(Stage(f"bench-{name}", f"fedquilt bench {name}", ((*command, "bench", name),)) for name in BENCHES),
-        Stage(
-            "bench-gpu",
-            "fedquilt bench gpu",
-            ((*command, "bench", "gpu"),),
-            "" if shutil.which("nvidia-smi") else "there is no NVIDIA GPU (nvidia-smi is not installed)",
-        ),
         Stage("bench-sim", "fedquilt bench sim", ((*command, "bench", "sim", "--data", str(_images(data))),), given),
         *(without_torch(version) for version in PYTHONS),
         *(with_onnxruntime(version) for version in ONNXRUNTIMES),

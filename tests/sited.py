@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import virtual_site
+from virtual_site import VirtualSite
+
 from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.blobs.storage.shared_store import SharedBlobStore
@@ -29,8 +32,6 @@ from fedquilt.edge_agent.task.protocol import WorkRequest
 from fedquilt.edge_agent.task.worker import InlineWorker, VirtualWorker
 from fedquilt.formats import job_bundle
 from fedquilt.tools.lab import demo
-from fedquilt.tools.operations.site import virtual_site
-from fedquilt.tools.operations.site.virtual_site import VirtualSite
 from fedquilt.tools.simulation.agents import FleetPlan
 from fedquilt.transport.link import Endpoint
 from fedquilt.transport.memory_link import MemoryBroker, MemoryLink, run_on_virtual_time

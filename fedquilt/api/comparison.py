@@ -179,7 +179,7 @@ def compare(
         def play_case(case: runs.ComparisonCase, tell: runs.Tell) -> SeedRun:
             return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
-        found, failed = runs.run_missing_cases(order, Path(out), play_case, shown.show, shown.show)
+        found, failed = runs.run_cases(order, Path(out), play_case, shown.show, shown.show)
     return Comparison(
         tuple(jobs),
         tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo),

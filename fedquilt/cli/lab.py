@@ -77,4 +77,4 @@ def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> 
     from fedquilt.tools.lab import audit as tool
 
     with progress.show_progress("rebuilding pictures"):
-        return tool.main(data, out, format, {"count": images, "size": size or 0}, progress.LINE.print_lines)
+        return tool.main(data, out, format, {"count": images, "size": size or 0})

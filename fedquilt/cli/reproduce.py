@@ -18,7 +18,7 @@ from fedquilt.cli.commands import argument, option, verb
 @option("--columns", many=True, metavar="NAME", help="Run only these columns of the table.")
 @option("--rows", many=True, metavar="NAME", help="Run only these rows; claims that compare others are left out.")
 @option("--out", type=options.PATH, metavar="FILE", help="File for the result as JSON, with every curve.")
-@option("--picture", type=options.PATH, metavar="FILE.svg", help="File for the table's picture, where it has one.")
+@option("--picture", type=options.PATH, metavar="FILE.svg", help="File for a picture: a dot for each seed.")
 @option(
     "--kept",
     type=options.FOLDER,

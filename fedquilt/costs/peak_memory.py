@@ -1,6 +1,6 @@
 """Peak memory of training and inference above an idle engine, predicted for engines and admission.
 
-Only `measure_training` imports torch. Constants were fitted with `fedquilt bench footprint` on x86-64 (torch 2.13 for
+Only `measure_training` imports torch. Constants were fitted on x86-64 (torch 2.13 for
 the CPU, onnxruntime 1.31, glibc 2.36). A device learns its own error while working
 (`fedquilt.edge_agent.task.memory_budget`).
 """

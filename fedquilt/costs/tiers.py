@@ -17,8 +17,6 @@ from fedquilt.costs import peak_memory
 GIGABYTE: Final = 10**9
 BELOW: Final = "under 1GB"
 SIZES: Final[dict[str, int]] = {f"{count}GB": count * GIGABYTE for count in (1, 2, 4, 8)}
-PAPER_SHARES: Final[Mapping[str, float]] = {"1GB": 0.3, "2GB": 0.3, "4GB": 0.3, "8GB": 0.1}
-"""Of the paper's devices."""
 
 
 class TierDevice(NamedTuple):

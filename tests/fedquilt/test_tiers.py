@@ -89,9 +89,3 @@ def test_an_empty_fleet_covers_nothing() -> None:
     """And says nothing."""
     assert tiers.tier_coverage([], ["onnx"], WorkEstimate()) == {}
     assert tiers.format_coverage({}, WorkEstimate()) == []
-
-
-def test_the_papers_shares_are_all_of_a_fleet() -> None:
-    """Section V-A4: 30, 30, 30 and 10 %."""
-    assert sum(tiers.PAPER_SHARES.values()) == pytest.approx(1.0)
-    assert tiers.PAPER_SHARES.keys() == tiers.SIZES.keys()

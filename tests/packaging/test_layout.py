@@ -19,7 +19,7 @@ FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "tools")
 MOST_LINES = 600
 LONG: dict[str, int] = {}  # file -> its lines, at most 900, where a division would hide what belongs together
 MOST_FILES = 12
-PLUGINS = ("fedquilt/cli", "fedquilt/methods", "tools/lab/bench")  # a file for each command, method and bench
+PLUGINS = ("fedquilt/cli", "fedquilt/methods")  # a file for each command and method
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "pandas", "sklearn")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nightly
-from fedquilt.tools.lab import bench
+from fedquilt.cli import bench
 from nightly import Stage
 from tests.rehearsal import host
 
@@ -26,22 +26,7 @@ def python(code: str) -> tuple[str, ...]:
 def test_there_is_a_stage_for_each_bench_and_python() -> None:
     """A new bench is in by existing."""
     found = {stage.name: stage for stage in nightly.stages()}
-    benches = {path.stem for path in Path(bench.__file__).parent.glob("*.py")} - {
-        "__init__",
-        "reference_scoring",
-        "transfer_nodes",
-    }
-    benches -= {
-        "physics",
-        "governor_bench",
-        "planned_rounds",
-        "table_physics",
-        "protocol_devices",
-        "sites_root",
-        "stitch_boards",
-    }  # parts of the benches of energy, deadlines, coordinator, sites
-    benches = {name for name in benches if not name.startswith("ablate")}  # parts of `bench stitch`
-    assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in benches | {"sim"}}
+    assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in bench.OPTIONS}
     assert {"faults", "matrix", "rehearsal", "containers"} <= found.keys()
     assert {"python-3.10", "python-3.12", "python-3.13"} <= found.keys()
     assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2", "s3", "ray"} <= found.keys()

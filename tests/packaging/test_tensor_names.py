@@ -16,7 +16,6 @@ PERMITTED = {
     "fedquilt/formats/tensor_register.py": "the register itself: attributes of torch's modules, whose types it knows",
     "edge_agent/task/main.py": "the metric `weight` of an update",
     "models/partial/dependency_trace.py": "torch's name for a layer's own weight: what makes a weight is not cut",
-    "tools/lab/bench/large.py": "tensors that this file has made and named, without torch",
 }
 
 

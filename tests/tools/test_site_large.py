@@ -9,6 +9,7 @@ from pathlib import Path
 import carried
 import msgspec
 import pytest
+import virtual_site
 from sited import federation
 
 from fedquilt.arrays.lazy_arrays import ScratchFile
@@ -17,7 +18,6 @@ from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import UpdateRejected
 from fedquilt.coordinator.settings import CohortSettings
 from fedquilt.coordinator.updates import aggregator, blob_recovery
-from fedquilt.tools.operations.site import virtual_site
 from fedquilt.tools.simulation.agents import FleetPlan
 
 

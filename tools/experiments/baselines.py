@@ -1,32 +1,21 @@
-"""Baselines of a stitched network: its donors, and networks of single devices.
-
-A donor is evaluated unmodified, with a new head, and stitched to itself. In the last two cases the client and server
-code of the method follows a fixed path: nothing is searched, but selection, messages and solutions are as in a
-search.
-"""
+"""Baselines of a stitched network: its donors, unmodified and with a new head."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from fedquilt.coordinator import settings
-from fedquilt.coordinator.settings import CohortSettings, JobSettings
+from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import Bundle, Examples, Method, Runner
 from fedquilt.data import inputs
-from fedquilt.methods import fedstitch
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, joint_head
-from fedquilt.models.stitching.search import steps
-from fedquilt.models.stitching.search.state import ScoredPath, SearchParams, SearchState
 from fedquilt.models.stitching.stitched_network import Block
-from fedquilt.models.stitching.vote import Winner
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation.run import iterate_states
 from fedquilt.tools.simulation.simulated_job import ROOM
@@ -39,7 +28,6 @@ MOST_ROUNDS = 1000  # of a search that is compared with: all end before by thems
 class BaselineResult:
     name: str
     accuracy: float
-    note: str = ""
 
 
 class BaselineSetup:
@@ -111,50 +99,6 @@ class BaselineSetup:
             )
         return found
 
-    def evaluate_self_stitched(
-        self, job: JobSettings, folder: Path, members: Sequence[DeviceData]
-    ) -> list[BaselineResult]:
-        """Evaluate each donor with a junction between all its blocks, to measure the cost of junctions.
-
-        Args:
-            job: Search job. Its parameters, seed and cohorts are used, with unlimited memory.
-            folder: Bundle of the job.
-            members: Devices with their examples.
-
-        Raises:
-            JobError: If a run has failed.
-        """
-        found = []
-        for name in self.stock.donors:
-            both, path = add_twin_donor(self.bundle, name)
-            bench = BaselineSetup(both, self.path, self.engine, self.train, self.test)
-            led = self._stitch_along_path(make_twin_path_method(name, path), path, job, folder, members)
-            found.append(BaselineResult(name, bench.compute_accuracy(led)))
-        return found
-
-    def _stitch_along_path(
-        self, led: Method, path: Sequence[str], job: JobSettings, folder: Path, members: Sequence[DeviceData]
-    ) -> Any:
-        params = replace(settings.parse_params(job), mode="default", head="ridge", depth=len(path) + 1)
-        params = replace(params, max_upsampling=sys.float_info.max)
-        params = replace(params, native_continuation="allow", residual="report", stop_below=0.0)
-        wanted = msgspec.structs.replace(job, params=asdict(params))
-        return fedstitch.result(run_to_last_state(wanted, folder, members, led, self.engine))
-
-    def evaluate_single_devices(
-        self, job: JobSettings, folder: Path, members: Iterable[DeviceData]
-    ) -> list[BaselineResult]:
-        """Evaluate networks that single devices stitch from their own examples.
-
-        Args and Raises are those of `evaluate_self_stitched`.
-        """
-        single = msgspec.structs.replace(job, cohort=CohortSettings())
-        found = []
-        for member in members:
-            state = run_to_last_state(single, folder, [member], fedstitch.METHOD, self.engine)
-            found.append(BaselineResult(member.device, self.compute_accuracy(fedstitch.result(state))))
-        return found
-
     def compute_accuracy(self, artefact: Any) -> float:
         """Return the accuracy of a stitched network, with the forward pass of the agents."""
         network = stitched_network.from_artefact(artefact.meta, artefact.tensors)
@@ -182,40 +126,3 @@ def pool_examples(members: Sequence[DeviceData]) -> Examples:
     return Examples(
         np.concatenate([member.train.x for member in members]), np.concatenate([member.train.y for member in members])
     )
-
-
-def make_path_method(path: Sequence[str]) -> Method:
-    """Return FedStitch without a search: it solves the junctions of one path, then its head."""
-
-    def force_path(state: SearchState) -> SearchState:
-        while state.phase == "score":
-            assert state.current is not None
-            winner = Winner(path[len(state.current.path)], 1.0, 1.0, 1)
-            state = replace(state, winners=(winner,))
-            if steps.junction_winners(state):
-                return replace(state, phase="fit")
-            state = steps.grow_paths(state, {})
-        return state
-
-    def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
-        start = ScoredPath(tuple(path[:1]), tuple(path[1:]), 1.0)
-        alone = replace(params, join=False, completion=False)  # else the donors would be finished beside it
-        return force_path(replace(fedstitch.init(bundle, alone, seed), frontier=(), current=start))
-
-    return replace(fedstitch.METHOD, init=init, step=lambda state, total: force_path(fedstitch.step(state, total)))
-
-
-def make_twin_path_method(donor: str, path: Sequence[str]) -> Method:
-    """Return FedStitch without a search, along a path of `add_twin_donor`, for the original bundle."""
-    led = make_path_method(path)
-    return replace(led, init=lambda bundle, params, seed: led.init(add_twin_donor(bundle, donor)[0], params, seed))
-
-
-def add_twin_donor(bundle: Bundle, donor: str) -> tuple[Bundle, list[str]]:
-    """Return a bundle with one donor and an identical twin, and the path that alternates between them."""
-    own, known, twin = bundle.meta["donors"][donor], bundle.meta["blocks"], f"{donor}'s twin"
-    blocks = {name: known[name] for name in own["blocks"]}
-    copies = {f"{twin}.{block['index']}": {**block, "donor": twin} for block in blocks.values()}
-    donors = {donor: own, twin: {**own, "blocks": list(copies)}}
-    path = [names[i % 2] for i, names in enumerate(zip(blocks, copies, strict=True))]
-    return replace(bundle, meta={**bundle.meta, "donors": donors, "blocks": {**blocks, **copies}}), path

@@ -153,20 +153,11 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def run_cases(
-    todo: Sequence[ComparisonCase], out: Path, player: Player, say: Callable[[str], None]
-) -> tuple[list[SeedRun], list[str]]:
-    """Run all cases that are not cached. Return the runs in order, and a sentence for each failure."""
-    found, failed = run_missing_cases(todo, out, player, say, progress.LINE.show_status)
-    progress.LINE.end_operation()
-    return [found[case] for case in todo if case in found], failed
-
-
-def run_missing_cases(
     todo: Sequence[ComparisonCase],
     out: Path,
     player: Player,
     say: Callable[[str], None],
-    show: Callable[[str], None],
+    show: Callable[[str], None] = progress.LINE.show_status,
     *,
     abreast: bool = False,
 ) -> tuple[dict[ComparisonCase, SeedRun], list[str]]:
@@ -207,7 +198,8 @@ def run_missing_cases(
             "" if last is None or value is None else f": {metrics.format_value(metrics.KNOWN[last.metric], value, 1)}"
         )
         say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {case.name}{told}")
-    return found, failed
+    progress.LINE.end_operation()
+    return {case: found[case] for case in todo if case in found}, failed
 
 
 Made = Iterator[tuple[ComparisonCase, SeedRun | str]]
@@ -268,7 +260,8 @@ def main(
     def run_case(case: ComparisonCase, tell: Tell) -> SeedRun:
         return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
-    runs, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
+    found, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
+    runs = list(found.values())
     if not all(run.tested for run in runs):  # a method that leaves each device its own network has no test scores
         runs = tables.drop_test_scores(runs)
     result = tables.make_result(job.name, runs, target, failed)

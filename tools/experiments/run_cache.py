@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -19,11 +19,9 @@ import msgspec
 
 import fedquilt
 from fedquilt import methods, plugins
-from fedquilt.console import table, units
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import StoreError
 from fedquilt.edge_agent import engines
 from fedquilt.formats import job_bundle as bundles
-from fedquilt.host.disk import disk_errors
 from fedquilt.models.networks import registry
 
 T = TypeVar("T")
@@ -68,128 +66,6 @@ class RunCache(Generic[T]):
                 "is not the one of this comparison"
             )
         return lines
-
-
-# -- what is kept, for people ----------------------------------------------------------------------
-
-
-class CachedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """File of a cached run. `method` and `seed` are None if the file does not contain them."""
-
-    key: str
-    bytes: int
-    made: float  # wall-clock seconds
-    method: str | None = None
-    seed: int | None = None
-    about: str = ""  # of what made it: devices and rounds of a comparison, searches of an ablation
-
-
-class _RunDescription(msgspec.Struct, frozen=True):
-    method: str
-    seed: int
-    devices: int = 0
-    marks: list[dict[str, Any]] = []
-
-
-class _AblationDescription(msgspec.Struct, frozen=True):
-    condition: str
-    seed: int
-    part: str
-
-
-def list_runs(out: Path) -> list[CachedRun]:
-    """Return the cached runs in `out`/runs, the oldest first.
-
-    Raises:
-        StoreError: If the folder does not exist or cannot be read.
-    """
-    folder = out / "runs"
-    if not folder.is_dir():
-        raise StoreError(f"no kept runs in {out}: `fedquilt compare` keeps some there, --out names another folder")
-    with disk_errors(f"read {folder}"):
-        return sorted((_read_entry(path) for path in folder.glob("*.json")), key=lambda each: (each.made, each.key))
-
-
-def _read_entry(path: Path) -> CachedRun:
-    found, content = path.stat(), path.read_bytes()
-    plain = CachedRun(key=path.stem, bytes=found.st_size, made=found.st_mtime)
-    try:
-        told: _RunDescription | list[_AblationDescription] = msgspec.json.decode(
-            content, type=_RunDescription | list[_AblationDescription]
-        )
-    except msgspec.DecodeError:
-        return plain
-    if isinstance(told, _RunDescription):
-        rounds = told.marks[-1].get("rounds") if told.marks else None
-        about = f"{told.devices} devices" + (f", {rounds} rounds" if rounds else "")
-        return msgspec.structs.replace(plain, method=told.method, seed=told.seed, about=about)
-    if not told:
-        return plain
-    return msgspec.structs.replace(plain, seed=told[0].seed, about=f"{told[0].condition}, {told[0].part}")
-
-
-def select_entries(
-    found: Iterable[CachedRun],
-    keys: Collection[str],
-    now: float,
-    *,
-    everything: bool = False,
-    method: str | None = None,
-    older_s: float | None = None,
-) -> list[CachedRun]:
-    """Return the entries with one of the key prefixes, or of a method, an age, or both.
-
-    Raises:
-        JobError: If no criterion is given, or a prefix matches no entry or several.
-    """
-    known = list(found)
-    if not keys and not everything and method is None and older_s is None:
-        raise JobError("say which kept runs to drop: keys, --method, --older-than or --all")
-    chosen = []
-    for word in keys:
-        matching = [each for each in known if each.key.startswith(word)]
-        if len(matching) != 1:
-            raise JobError(
-                f"{len(matching)} kept runs have a key that begins with {word!r}; `fedquilt kept list` shows all"
-            )
-        chosen += matching
-    if everything or method is not None or older_s is not None:
-        chosen += [
-            each
-            for each in known
-            if (method is None or each.method == method) and (older_s is None or now - each.made > older_s)
-        ]
-    return list({each.key: each for each in chosen}.values())
-
-
-def delete_entries(out: Path, found: Iterable[CachedRun]) -> None:
-    """Delete finished runs from the cache.
-
-    Raises:
-        StoreError: If a file cannot be deleted.
-    """
-    with disk_errors(f"drop kept runs of {out}"):
-        for each in found:
-            (out / "runs" / f"{each.key}.json").unlink(missing_ok=True)
-
-
-def format_entries(found: Sequence[CachedRun], now: float) -> list[str]:
-    total = units.format_bytes(sum(each.bytes for each in found))
-    rows = []
-    for each in found:
-        told = filter(None, (each.method, f"seed {each.seed}" if each.seed is not None else "", each.about))
-        rows.append([each.key, _format_age(now - each.made), units.format_bytes(each.bytes), ", ".join(told)])
-    return [*table.format_table(rows, "<>>~"), f"{len(found)} kept runs, {total}"]
-
-
-def _format_age(seconds: float) -> str:
-    for name, each in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= each:
-            return f"{seconds / each:.0f} {name}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-# -- what a run depends on ------------------------------------------------------------------------
 
 
 def make_key(*parts: bytes, bundle: Path, data: Iterable[Path]) -> str:

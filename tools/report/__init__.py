@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import fedquilt
 from fedquilt.coordinator.storage.store import Store
@@ -31,10 +30,10 @@ def main(store: Store, run: str, out: Path | None) -> Path:
     return file
 
 
-def render_run_page(found: RunData, template: str = "run.html", **more: Any) -> str:
+def render_run_page(found: RunData) -> str:
     row = found.row
     return page.render_page(
-        template,
+        "run.html",
         row=row,
         began=time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created)),
         version=fedquilt.__version__,
@@ -49,5 +48,4 @@ def render_run_page(found: RunData, template: str = "run.html", **more: Any) -> 
         partition=page.make_safe_markup(found.partition) if found.partition else None,
         log=sections.format_log(found),
         job=sections.format_job(row.job),
-        **more,
     )

@@ -45,10 +45,6 @@ class RegressionMoments:
         return self.xx.nbytes + self.xy.nbytes
 
 
-def compute_moments(x: np.ndarray, y: np.ndarray, centred: bool = True) -> RegressionMoments:
-    return add_rows(None, x, y, centred)
-
-
 def merge_moments(parts: Sequence[RegressionMoments]) -> RegressionMoments:
     first, *others = parts
     if not others:

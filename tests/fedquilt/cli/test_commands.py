@@ -75,13 +75,6 @@ def test_words_of_one_option_may_be_separated_by_commas() -> None:
         parsed(["compare", "job.toml", "--seeds", "0,x"])
 
 
-def test_an_optional_word_after_an_option_may_be_left_out() -> None:
-    """`bench stitch --ablate` takes the demo's job."""
-    assert parsed(["bench", "stitch", "--ablate"])["ablate"] == Path()
-    assert parsed(["bench", "stitch", "--ablate", "job.toml"])["ablate"] == Path("job.toml")
-    assert parsed(["bench", "stitch"])["ablate"] is None
-
-
 def test_options_that_exclude_each_other_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
     """Named, both."""
     assert "--rootfs and --ssh: one of them" in said(

@@ -1,4 +1,4 @@
-"""Boards made of files: what tests and benches read in place of real ones."""
+"""Boards made of files, which tests read in place of real ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.profiles.board_layouts import BOARDS
 from fedquilt.testing.boards import write_fake_board
-from fedquilt.tools.lab.bench import sensors
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 
@@ -43,15 +42,3 @@ def test_a_board_that_never_was_is_refused(tmp_path: Path, board: str, jetpack: 
     """TX2 stopped at JetPack 4; the message lists what there is."""
     with pytest.raises(JobError, match="jetson-tx2 4, jetson-xavier-nx 4/5"):
         write_fake_board(tmp_path, board, jetpack)
-
-
-def test_the_bench_of_sensors_reads_this_host_and_jetsons():
-    """Its figures are of readings that told something: rails and power from the Jetsons, memory from any host."""
-    result = sensors.measure(readings=2)
-    assert {"available_bytes"} <= set(result["boards"]["this_host"]["tells"])
-    for name in ("jetson_agx_orin", "jetson_tx2"):
-        told = result["boards"][name]
-        assert {"power_w", "rails_w", "temperature_c"} <= set(told["tells"])
-        assert told["paced_s"] > 0
-    assert len(result["figures"]) == 6
-    assert len(sensors.lines(result)) == 9

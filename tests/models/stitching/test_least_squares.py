@@ -20,10 +20,10 @@ SHARES = (slice(0, 3), slice(3, 40), slice(40, 90))  # one device with fewer row
 @pytest.mark.parametrize("x", [X, DEFICIENT], ids=["full rank", "rank deficient"])
 def test_federated_equals_pooled(x: np.ndarray, centred: bool, ridge: float) -> None:
     """Sums of three devices, merged, give the pooled solution to 1e-10."""
-    parts = [p.compute_moments(x[share], Y[share], centred) for share in SHARES]
+    parts = [p.add_rows(None, x[share], Y[share], centred) for share in SHARES]
     for one, other in zip(
         p.solve_ridge(p.merge_moments(parts), ridge),
-        p.solve_ridge(p.compute_moments(x, Y, centred), ridge),
+        p.solve_ridge(p.add_rows(None, x, Y, centred), ridge),
         strict=True,
     ):
         assert np.abs(one - other).max() < 1e-10
@@ -32,7 +32,7 @@ def test_federated_equals_pooled(x: np.ndarray, centred: bool, ridge: float) -> 
 def test_a_line_is_found_with_its_bias() -> None:
     """y = 2x + 1 on x = 0, 1, 2 without a ridge: weight 2, bias 1."""
     x = np.array([[0.0], [1], [2]])
-    weights, bias = p.solve_ridge(p.compute_moments(x, 2 * x + 1), 0.0)
+    weights, bias = p.solve_ridge(p.add_rows(None, x, 2 * x + 1), 0.0)
     assert np.allclose(weights, [[2.0]])
     assert np.allclose(bias, [1.0])
 
@@ -40,7 +40,7 @@ def test_a_line_is_found_with_its_bias() -> None:
 def test_the_ridge_is_relative_to_the_mean_variance() -> None:
     """One channel with sum of squares 2 and ridge 1: lam = 2, so half the slope."""
     x = np.array([[-1.0], [1.0]])
-    weights, bias = p.solve_ridge(p.compute_moments(x, 3 * x), 1.0)
+    weights, bias = p.solve_ridge(p.add_rows(None, x, 3 * x), 1.0)
     assert np.allclose(weights, [[1.5]])
     assert np.allclose(bias, [0.0])
 
@@ -53,16 +53,14 @@ def test_fits_at_hand_equal_those_from_sums(rows: int, centred: bool, ridge: flo
     x, ys = RNG.normal(size=(rows, 20)), [RNG.normal(size=(rows, 3)), RNG.normal(size=(rows, 5)) + 4.0]
     fit = p.RidgeFit(x, ridge, centred)
     for y in ys:
-        for one, other in zip(
-            fit.solve_weights(y), p.solve_ridge(p.compute_moments(x, y, centred), ridge), strict=True
-        ):
+        for one, other in zip(fit.solve_weights(y), p.solve_ridge(p.add_rows(None, x, y, centred), ridge), strict=True):
             assert np.abs(one - other).max() < 1e-9
 
 
 def test_dead_and_duplicate_channels_do_not_explode() -> None:
     """Least norm splits a slope over duplicates and gives dead channels nothing."""
-    weights, _ = p.solve_ridge(p.compute_moments(DEFICIENT, Y), 0.0)
-    plain, _ = p.solve_ridge(p.compute_moments(X, Y), 0.0)
+    weights, _ = p.solve_ridge(p.add_rows(None, DEFICIENT, Y), 0.0)
+    plain, _ = p.solve_ridge(p.add_rows(None, X, Y), 0.0)
     assert np.allclose(weights[:, 8:], 0.0)
     assert np.allclose(weights[:, 0], plain[:, 0] / 2)
     assert np.allclose(weights[:, 6], plain[:, 0] / 2)
@@ -72,7 +70,7 @@ def test_dead_and_duplicate_channels_do_not_explode() -> None:
 def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
     """Nothing to regress on: weights 0, bias the mean of y."""
     for weights, bias in (
-        p.solve_ridge(p.compute_moments(np.full((5, 2), 7.0), Y[:5]), ridge),
+        p.solve_ridge(p.add_rows(None, np.full((5, 2), 7.0), Y[:5]), ridge),
         p.RidgeFit(np.full((1, 9), 7.0), ridge).solve_weights(Y[:1]),
     ):
         assert np.allclose(weights, 0.0)
@@ -81,8 +79,8 @@ def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
 
 def test_a_large_offset_costs_nothing() -> None:
     """Moments are centred before they are multiplied: offset 1e6 changes the bias only."""
-    weights, _ = p.solve_ridge(p.compute_moments(X, Y), 1e-4)
-    shifted, _ = p.solve_ridge(p.compute_moments(X + 1e6, Y), 1e-4)
+    weights, _ = p.solve_ridge(p.add_rows(None, X, Y), 1e-4)
+    shifted, _ = p.solve_ridge(p.add_rows(None, X + 1e6, Y), 1e-4)
     assert np.abs(weights - shifted).max() < 1e-7
 
 
@@ -90,7 +88,7 @@ def test_maps_are_rows_of_positions_in_chunks() -> None:
     """Each image and position is one row, however many are taken at a time."""
     x, y = RNG.normal(size=(7, 3, 2, 2)), RNG.normal(size=(7, 2, 2, 2))
     rows = [maps.transpose(0, 2, 3, 1).reshape(28, -1) for maps in (x, y)]
-    whole = p.compute_moments(*rows)
+    whole = p.add_rows(None, *rows)
     split = p.merge_moments([p.add_maps(None, x[:3], y[:3]), p.add_maps(None, x[3:], y[3:])])
     assert split.n == whole.n == 28
     assert np.allclose(split.xx, whole.xx)
@@ -107,7 +105,7 @@ def test_rows_are_added_in_place_as_if_merged(centred: bool, monkeypatch: pytest
         sums = p.add_rows(
             sums, x[start : {0: 1, 1: 17, 17: 30}[start]], y[start : {0: 1, 1: 17, 17: 30}[start]], centred
         )
-    whole = p.compute_moments(x, y, centred)
+    whole = p.add_rows(None, x, y, centred)
     assert sums is not None
     assert sums.n == 30
     for one, other in ((sums.xx, whole.xx), (sums.xy, whole.xy), (sums.mean_x, whole.mean_x), (sums.yy, whole.yy)):
@@ -124,22 +122,22 @@ def explicit(w: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray, centred
 @pytest.mark.parametrize("x", [X, DEFICIENT], ids=["full rank", "rank deficient"])
 def test_what_a_solution_leaves_is_known_from_sums_alone(x: np.ndarray, centred: bool, ridge: float) -> None:
     """Other rows, other means: 1 - R^2 of a device that was left out equals the one computed on its rows."""
-    parts = [p.compute_moments(x[share], Y[share], centred) for share in SHARES]
+    parts = [p.add_rows(None, x[share], Y[share], centred) for share in SHARES]
     found = p.leave_one_out_residuals(parts, ridge)
     for i, share in enumerate(SHARES):
         rest = np.concatenate([x[other] for other in SHARES if other is not share])
         targets = np.concatenate([Y[other] for other in SHARES if other is not share])
-        w, b = p.solve_ridge(p.compute_moments(rest, targets, centred), ridge)
+        w, b = p.solve_ridge(p.add_rows(None, rest, targets, centred), ridge)
         assert found[i] == pytest.approx(explicit(w, b, x[share], Y[share], centred), abs=1e-8)
 
 
 def test_a_bias_that_is_off_is_counted() -> None:
     """y = x on -1 and 1, predicted as x + 1: two errors of 1 on a variance of 2."""
     x = np.array([[-1.0], [1.0]])
-    assert p.unexplained_variance(np.eye(1), np.ones(1), p.compute_moments(x, x)) == pytest.approx(1.0)
-    assert p.unexplained_variance(np.eye(1), np.zeros(1), p.compute_moments(x, x)) == 0.0
+    assert p.unexplained_variance(np.eye(1), np.ones(1), p.add_rows(None, x, x)) == pytest.approx(1.0)
+    assert p.unexplained_variance(np.eye(1), np.zeros(1), p.add_rows(None, x, x)) == 0.0
     assert (
-        p.unexplained_variance(np.eye(1), np.zeros(1), p.compute_moments(x, np.ones((2, 1)))) == 1.0
+        p.unexplained_variance(np.eye(1), np.zeros(1), p.add_rows(None, x, np.ones((2, 1)))) == 1.0
     )  # y does not vary
 
 
@@ -148,11 +146,11 @@ def test_a_device_of_another_distribution_stands_out() -> None:
     draws = np.random.default_rng(5)
     rule = draws.normal(size=(8, 3))
     xs = [draws.normal(size=(400, 8)) for _ in range(6)]
-    parts = [p.compute_moments(x, x @ rule + draws.normal(size=(400, 3))) for x in xs]
+    parts = [p.add_rows(None, x, x @ rule + draws.normal(size=(400, 3))) for x in xs]
     pooled = p.merge_moments(parts)
     within = p.unexplained_variance(*p.solve_ridge(pooled), pooled)
     assert p.leave_one_out_residuals(parts) == pytest.approx([within] * 6, abs=0.02)
-    odd = p.compute_moments(xs[0], xs[0] @ rule[::-1])
+    odd = p.add_rows(None, xs[0], xs[0] @ rule[::-1])
     found = p.leave_one_out_residuals([odd, *parts[1:]])
     assert found[0] > 4 * max(found[1:])
     assert p.leave_one_out_residuals([odd]) == []
@@ -160,7 +158,7 @@ def test_a_device_of_another_distribution_stands_out() -> None:
 
 def test_gathered_groups_are_few_and_their_total_is_the_merged_one() -> None:
     """Five devices in at most three groups; the total has the bits of merging one after the other."""
-    parts = [p.compute_moments(X[i : i + 18 + i], Y[i : i + 18 + i]) for i in range(5)]
+    parts = [p.add_rows(None, X[i : i + 18 + i], Y[i : i + 18 + i]) for i in range(5)]
     for most, groups in ((9, 5), (3, 3), (1, 0), (0, 0)):
         gathered, total = None, parts[0]
         for i, part in enumerate(parts):
@@ -179,7 +177,7 @@ def test_gathered_groups_are_few_and_their_total_is_the_merged_one() -> None:
 def test_a_merge_is_symmetric_and_changes_none_of_its_parts() -> None:
     """More channels than are added at a time."""
     draws = np.random.default_rng(2)
-    parts = [p.compute_moments(draws.normal(size=(50, 150)) + i, draws.normal(size=(50, 3))) for i in range(3)]
+    parts = [p.add_rows(None, draws.normal(size=(50, 150)) + i, draws.normal(size=(50, 3))) for i in range(3)]
     before = [part.xx.copy() for part in parts]
     merged = p.merge_moments(parts)
     assert np.array_equal(merged.xx, merged.xx.T)
@@ -191,7 +189,7 @@ def test_a_merge_is_symmetric_and_changes_none_of_its_parts() -> None:
 
 def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
     """Half of the symmetric matrix; float64 returns every bit, float32 seven digits."""
-    sums = p.compute_moments(X, Y)
+    sums = p.add_rows(None, X, Y)
     exact = p.from_tensors(p.to_tensors(sums, exact=True), 6, 4)
     assert np.array_equal(exact.xx, (sums.xx + sums.xx.T) / 2)
     assert np.array_equal(exact.xy, sums.xy)
@@ -216,7 +214,7 @@ def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
 )
 def test_what_is_no_moments_is_refused(name: str, value: np.ndarray | None) -> None:
     """Wrong counts, shapes, types, NaN, negative variances and missing tensors."""
-    sent = p.to_tensors(p.compute_moments(X, Y), exact=True)
+    sent = p.to_tensors(p.add_rows(None, X, Y), exact=True)
     if value is None:
         del sent[name]
     else:
@@ -230,6 +228,6 @@ def test_positions_of_series_are_rows() -> None:
     draws = np.random.default_rng(0)
     x, y = draws.normal(size=(6, 3, 5)), draws.normal(size=(6, 2, 5))
     rows = [each.transpose(0, 2, 1).reshape(30, -1) for each in (x, y)]
-    found, wanted = p.add_maps(None, x, y), p.compute_moments(*rows)
+    found, wanted = p.add_maps(None, x, y), p.add_rows(None, *rows)
     np.testing.assert_allclose(found.xx, wanted.xx, atol=1e-12)
     np.testing.assert_allclose(found.xy, wanted.xy, atol=1e-12)

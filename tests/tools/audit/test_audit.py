@@ -68,7 +68,7 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
     assert found.keys() == start.keys()
     for name, value in model.named_parameters():
         np.testing.assert_allclose(found[name], value.grad.numpy(), atol=1e-6)
-    assert attack.label_of(found, "7") == 1
+    assert attack.infer_label(found, "7") == 1
 
 
 def test_genefl_uploads_a_layer_or_all_but_the_head_and_nothing_of_a_fingerprint(attack) -> None:  # type: ignore[no-untyped-def]
@@ -78,7 +78,7 @@ def test_genefl_uploads_a_layer_or_all_but_the_head_and_nothing_of_a_fingerprint
     assert {name.partition(".")[0] for name in whole} == {"0", "2", "4"}
     single = extract_gradient(UploadVariant("x", "genefl", {"first_layers": 1}), NETWORK, start, one(), engine())
     assert len({name.partition(".")[0] for name in single}) == 1
-    assert attack.label_of(single, "7") is None
+    assert attack.infer_label(single, "7") is None
     part = extract_gradient(UploadVariant("x", "parfed", {"layers": 1}), NETWORK, start, one(), engine())
     assert start.keys() - part.keys() == {"4.weight"}
 
@@ -102,7 +102,7 @@ def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(a
         ("one", UploadVariant("x", "genefl", {"first_layers": 1})),
     ):
         gradient = extract_gradient(row, NETWORK, start, one(), engine())
-        guess = attack.reconstruct(NETWORK, start, gradient, 1, truth.shape, tensors.seeded_rng("t"), 100)
+        guess = attack.reconstruct_example(NETWORK, start, gradient, 1, truth.shape, tensors.seeded_rng("t"), 100)
         assert guess.shape == truth.shape
         assert 0 <= guess.min() <= guess.max() <= 1
         found[name] = psnr(guess, truth)

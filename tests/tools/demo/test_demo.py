@@ -51,7 +51,7 @@ def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, s
     assert "The boards' network is the best here, by " in unwrapped
     [name] = re.findall(r"Their network, as donor\.block: (.+?)(?: \(blocks of \w+ only\))? \+ new head:", unwrapped)
     assert f", {name}, " in unwrapped  # what export says of the file
-    assert f"report, with plots (--open shows it): {out / 'report.html'}" in lines[-1]
+    assert f"report of the run, with plots (--open shows it): {out / 'report.html'}" in lines[-1]
     assert " torch" not in imported  # the coordinator, the comparisons, the export and the page need none
     assert "font cache" not in imported
 
@@ -71,24 +71,13 @@ def test_no_silence_of_the_demo_is_longer_than_five_seconds(capsys: pytest.Captu
     assert max(later - before for before, later in itertools.pairwise([*told_s, 600.0])) <= 5.0
 
 
-def test_the_page_begins_with_accuracy_by_network_and_by_board(told: tuple[Path, str, str]) -> None:
-    """Its first two pictures; every network and board in them; the job as TOML; no script."""
+def test_the_page_is_that_of_the_run(told: tuple[Path, str, str]) -> None:
+    """With its test set and the job as TOML; no script."""
     page = (told[0] / "report.html").read_text(encoding="utf-8")
-    assert "FedAvg from scratch" in (told[0] / "accuracy.svg").read_text(encoding="utf-8")
-    labels = re.findall(r'<svg[^>]*aria-label="([^"]+)"', page)
-    assert labels[0].startswith("Accuracy by network")
-    assert labels[1].startswith("Accuracy by board")
-    assert all(
-        name in labels[0] for name in (demo.STITCHED, demo.ALONE, "donor plain + new head", "FedAvg from scratch")
-    )
-    assert labels[1].count("jetson") == 5
     assert "accuracy on the test set" in page
     assert "method = &#34;fedstitch&#34;" in page
     assert "[[donors]]" in page
     assert "<script" not in page
-    accuracy = re.search(rf"{demo.STITCHED} +([\d.]+)", told[1])
-    assert accuracy is not None
-    assert f"{accuracy[1]} %" in page
 
 
 def test_what_the_demo_writes_classifies_as_it_says(told: tuple[Path, str, str]) -> None:
@@ -122,8 +111,6 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
     assert scratch["accuracy"] > 0.8
     assert 0 < scratch["energy_j"] < stitched["energy_j"]  # a small network, by the boards' profiles
     assert len(result["devices"]) == len(result["alone"]) == 6
-    for board in result["alone"]:
-        assert board["together_own"] > 0.9
     for ledger in result["devices"].values():
         assert ledger["energy_source"].startswith("profile ")
         assert 30e6 < ledger["peak_bytes"] < 512e6

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +12,18 @@ import numpy as np
 import pytest
 
 from fedquilt.arrays import tensors
-from fedquilt.core import Aggregation, ClientResult, DeviceView, Examples, TaskSpec
+from fedquilt.core import Aggregation, Bundle, ClientContext, ClientResult, DeviceView, Examples, Method, Task, TaskSpec
 from fedquilt.methods.fedstitch import METHOD, SearchParams
 from fedquilt.models import stitching
-from fedquilt.testing.toy_networks import DONORS, SMALL, build_donors, image_members, make_job, run_method, write_bundle
-from fedquilt.tools.experiments.baselines import BaselineSetup, add_twin_donor, make_path_method, make_twin_path_method
-from fedquilt.tools.lab.bench.ablation.rows import clear_between_tasks
+from fedquilt.models.stitching.search import steps
+from fedquilt.models.stitching.search.state import ScoredPath, SearchState
+from fedquilt.models.stitching.vote import Winner
+from fedquilt.testing.toy_networks import SMALL, build_donors, image_members, run_method, write_bundle
+from fedquilt.tools.experiments.baselines import BaselineSetup
 from fedquilt.tools.simulation.simulated_job import SimulatedRound, Simulation
 from fedquilt.tools.simulation.workers.backend import WorkBackend
 
 PARAMS = SearchParams(**SMALL)
-JOB = make_job("fedstitch", SMALL, seed=3)
 
 
 def bench(place: Path) -> BaselineSetup:
@@ -29,6 +32,38 @@ def bench(place: Path) -> BaselineSetup:
     write_bundle(place, bundle)
     train, held = (pooled([getattr(each, part) for each in image_members()]) for part in ("train", "held"))
     return BaselineSetup(bundle, Path, runner, train, held)
+
+
+def path_method(path: Sequence[str]) -> Method:
+    """FedStitch without a search: it solves the junctions of one path, then its head."""
+
+    def force_path(state: SearchState) -> SearchState:
+        while state.phase == "score":
+            assert state.current is not None
+            winner = Winner(path[len(state.current.path)], 1.0, 1.0, 1)
+            state = replace(state, winners=(winner,))
+            if steps.junction_winners(state):
+                return replace(state, phase="fit")
+            state = steps.grow_paths(state, {})
+        return state
+
+    def init(bundle: Bundle, params: SearchParams, seed: int) -> SearchState:
+        start = ScoredPath(tuple(path[:1]), tuple(path[1:]), 1.0)
+        alone = replace(params, join=False, completion=False)  # else the donors would be finished beside it
+        return force_path(replace(METHOD.init(bundle, alone, seed), frontier=(), current=start))
+
+    return replace(METHOD, init=init, step=lambda state, total: force_path(METHOD.step(state, total)))
+
+
+def forgetful(method: Method) -> Method:
+    """The method with a device's state and cache cleared before each task, but for the drawn images."""
+
+    def work(task: Task, site: ClientContext) -> ClientResult:
+        with tempfile.TemporaryDirectory() as cache:
+            local = {name: array for name, array in site.local.items() if name == "drawn"}
+            return method.work(task, replace(site, local=local, cache_at=Path(cache)))
+
+    return replace(method, work=work)
 
 
 def pooled(shares: list[Examples]) -> Examples:
@@ -78,7 +113,7 @@ def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
     After the search every device runs all donors on all of its images, whatever it has kept.
     """
     ends, searching, after = [], [], []
-    for method in (METHOD, clear_between_tasks(METHOD)):
+    for method in (METHOD, forgetful(METHOD)):
         bundle, runner = build_donors()
         runs = {}
 
@@ -97,39 +132,10 @@ def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
 # -- donors ---------------------------------------------------------------------------------------
 
 
-def test_a_donor_stitched_to_itself_is_about_as_good_as_with_a_new_head(tmp_path: Path) -> None:
-    """Its junctions are fitted on maps that equal their targets; both heads are of all devices' images."""
-    made = bench(tmp_path)
-    stitched = made.evaluate_self_stitched(JOB, tmp_path, image_members())
-    heads = made.evaluate_new_heads()
-    assert [each.name for each in stitched] == [each.name for each in heads] == list(DONORS)
-    assert all(each.accuracy > 0.6 for each in heads)
-    for one, other in zip(stitched, heads, strict=True):
-        assert one.accuracy == pytest.approx(other.accuracy, abs=0.05)
-
-
-def test_a_donor_stitched_to_itself_has_a_junction_at_every_boundary() -> None:
-    """ash.0 > twin's ash.1 > ash.2: two junctions of the channels' width, neither of them the identity."""
-    bundle, runner = build_donors()
-    _, path = add_twin_donor(bundle, "ash")
-    assert path == ["ash.0", "ash's twin.1", "ash.2", "ash's twin.3"]
-    led = make_twin_path_method("ash", path)
-    last = run_method("fedstitch", bundle, image_members(), SMALL, engine=runner, method=led, rounds=1000)[-1]
-    found = METHOD.result(last)
-    assert found.meta["taps"] == [path[:3]]
-    names = [stitching.stitched_network.junction_name(path[:length]) for length in (2, 3)]
-    assert list(found.meta["junctions"]) == names
-    weights = [found.tensors[f"{name}.weights"] for name in names]
-    assert [each.shape for each in weights] == [(4, 4), (6, 6)]
-    for each in weights:
-        assert np.allclose(each, np.eye(len(each)), atol=0.05)
-        assert not np.array_equal(each, np.eye(len(each)))
-
-
 def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers() -> None:
     """ash.0 > ash.1 > fir.1 > fir.2, although a search would be offered more: one junction, one head, no score."""
     bundle, runner = build_donors()
-    led, params = make_path_method(["ash.0", "ash.1", "fir.1", "fir.2"]), {**SMALL, "depth": 5}
+    led, params = path_method(["ash.0", "ash.1", "fir.1", "fir.2"]), {**SMALL, "depth": 5}
     run = run_method("fedstitch", bundle, image_members(), params, engine=runner, method=led, rounds=1000)
     assert [state.phase for state in run] == ["fit", "gather", "validate", "done"]
 
@@ -138,7 +144,7 @@ def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_on
     """The devices' sums give what the pooled images give, however few are asked in a round."""
     made = bench(tmp_path)
     for each in made.evaluate_new_heads():
-        led, one = make_path_method(made.stock.donors[each.name].blocks), {"size": 1}
+        led, one = path_method(made.stock.donors[each.name].blocks), {"size": 1}
         run = run_method(
             "fedstitch", made.bundle, image_members(), SMALL, engine=made.engine, method=led, cohort=one, rounds=99
         )

@@ -200,11 +200,11 @@ def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> Non
         return single_run.run_seed(case.settings, Path(case.folder), tell)
 
     said: list[str] = []
-    (before,), _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
+    before, _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
     np.savez(tmp_path / "own.npz", **{**stored, "y_test": np.random.default_rng(0).permutation(stored["y_test"])})
     said.clear()
-    (after,), _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
-    assert after.marks[-1].test != before.marks[-1].test
+    after, _ = comparison.run_cases(todo, tmp_path / "out", play, said.append)
+    assert after[todo[0]].marks[-1].test != before[todo[0]].marks[-1].test
     assert "1 other runs in" in said[0]
 
 

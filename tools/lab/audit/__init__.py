@@ -1,24 +1,18 @@
 """Audit of the examples that a coordinator could reconstruct from uploads (`fedquilt lab audit`).
 
-One example is trained on by the method's own two halves; what the device then uploads is all that the
-reconstruction gets, beside what the attacker is granted: the network, the device's weights before the step
-(GENE-FL's never leave the device; in its first round they are the job's), the learning rate and the label.
-So the figures tell of the worst case: one step, one example, one device. The network is LeNet with sigmoids,
-weights U(-0.5, 0.5), as in the attack's papers: ReLU's gradients have no slope for it to follow.
+One example is trained on by the method's own two halves. The attacker has the upload, the network, the device's weights
+before the step, the learning rate and the label: one step, one example, one device is the worst case. The network is
+LeNet with sigmoids, weights U(-0.5, 0.5), as in the attack's papers, because gradients of ReLU have no slope to follow.
 
-Attack: iDLG (Zhao et al., arXiv 2001.02610) as GENE-FL has it (arXiv 2504.14628, Eq. 13): find x' whose
-gradient of the uploaded layers is the uploaded one. PSNR is over pixels of 0 to 1.
-
-Few layers are no promise: a layer whose gradient has more values than the picture has pixels can give it away.
-Four 5x5 filters did so with 8x8 pixels (83 dB), and not with 12x12 (6 dB).
-
-A fingerprint (GENE-FL's Eq. 11) is no gradient: of it, the likeness of its first vector to the mean picture
-is told, for as many examples as devices have and for a single one, which it gives away but for its brightness.
+Attack: iDLG (Zhao et al., arXiv 2001.02610) as in GENE-FL (arXiv 2504.14628, Eq. 13): find x' whose gradient of the
+uploaded layers is the uploaded one. PSNR is over pixels of 0 to 1. A single layer can be enough: four 5x5 filters
+revealed 8x8 pixels (83 dB), and not 12x12 (6 dB). A fingerprint (GENE-FL's Eq. 11) is no gradient: its first vector is
+compared with the mean picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -116,7 +110,6 @@ def audit_methods(
     *,
     count: int = 4,
     size: int = 0,
-    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Attack `count` examples in each row. Return figures, and "pictures" (h, w, channels) from 0 to 1.
 
@@ -124,7 +117,6 @@ def audit_methods(
         data: File or folder of images, as in [data] path of a job.
         count: Number of examples to attack.
         size: Side of the scaled images in pixels, or 0 to keep their size.
-        say: Function that receives a line for each row.
 
     Raises:
         DataError: If there are no images, or images are not square.
@@ -164,7 +156,6 @@ def audit_methods(
             account["values"] = sum(array.size for array in gradient.values())
             account["label_read"].append(gradient_attack.infer_label(gradient, head) == label)
             line.append(guess)
-            say(f"[{index + 1}/{count}] {row.label}: {account['psnr_db'][-1]:.1f} dB")
         pictures.append([np.moveaxis(each, 0, -1) for each in line])
     return {
         "rows": {
@@ -210,20 +201,18 @@ def format_result(result: Mapping[str, Any]) -> list[str]:
     return [*found, f"  {', '.join(told)}"]
 
 
-def main(data: Path, out: Path, format: str, options: Mapping[str, Any], say: Callable[[str], None]) -> int:
+def main(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> int:
     """Run the audit, write the images as SVG and print the result. Return 0.
 
     Raises:
         StoreError: If the SVG file cannot be written.
     """
-    result = audit_methods(data, **options, say=say)
-    titles = ["original", *result["rows"]]
-    notes = [
-        ["", *(f"{row['psnr_db'][i]:.1f} dB" for row in result["rows"].values())]
-        for i in range(len(result["pictures"]))
-    ]
-    disk.write_output(out, picture.render_grid(titles, result.pop("pictures"), notes))
-    told: Sequence[str] = [*format_result(result), f"{out}: the pictures"]
-    text = msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else "\n".join(told)
-    progress.LINE.print_to_stdout(text)
+    result = audit_methods(data, **options)
+    by_picture = zip(*(row["psnr_db"] for row in result["rows"].values()), strict=True)
+    notes = [["", *(f"{decibels:.1f} dB" for decibels in row)] for row in by_picture]
+    disk.write_output(out, picture.render_grid(["original", *result["rows"]], result.pop("pictures"), notes))
+    text = "\n".join([*format_result(result), f"{out}: the pictures"])
+    progress.LINE.print_to_stdout(
+        msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else text
+    )
     return 0

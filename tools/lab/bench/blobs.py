@@ -12,11 +12,9 @@ A way's time ends when its last agent has the blob on its disk. The processes ar
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,8 +26,8 @@ from typing import Any, Final, Literal, NamedTuple
 import psutil
 
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent.task import memory_budget
+from fedquilt.tools.lab.bench.mosquitto import find_free_port, start_mosquitto
 from fedquilt.tools.lab.bench.transfer_nodes import AGENTS, DOWN_S, SIZE
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 
@@ -65,9 +63,6 @@ def measure() -> dict[str, Any]:
     Raises:
         JobError: If Mosquitto is not installed.
     """
-    mosquitto = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
-    if mosquitto is None:
-        raise JobError("this bench needs Mosquitto: apt install mosquitto")
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         sha256 = BlobStore(home / "server").store_bytes(random.Random(0).randbytes(SIZE)).sha256
@@ -75,14 +70,12 @@ def measure() -> dict[str, Any]:
         for _ in range(TURNS):
             for name, run in RUNS.items():
                 dies_s = DIES * ran["tcp"][-1]["seconds"] if run.outage else None
-                ran.setdefault(name, []).append(_measure_run(mosquitto, home, sha256, run, dies_s))
+                ran.setdefault(name, []).append(_measure_run(home, sha256, run, dies_s))
         return _build_result(ran)
 
 
-def _measure_run(mosquitto: str, home: Path, sha256: str, run: TransferRun, dies_s: float | None) -> dict[str, Any]:
-    port = _find_free_port()
-    (home / "mosquitto.conf").write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\n")
-    command = [mosquitto, "-c", str(home / "mosquitto.conf")]
+def _measure_run(home: Path, sha256: str, run: TransferRun, dies_s: float | None) -> dict[str, Any]:
+    port = find_free_port()
     url = f"mqtt://127.0.0.1:{port}"
     node = [sys.executable, "-m", "fedquilt.tools.lab.bench.transfer_nodes"]
     processes: list[subprocess.Popen[str]] = []
@@ -92,7 +85,7 @@ def _measure_run(mosquitto: str, home: Path, sha256: str, run: TransferRun, dies
         processes.append(process)
         return process
 
-    broker = _start_broker(command, port)
+    broker = start_mosquitto(home, port)
     broker_peak = 0
     try:
         server = start_node("serve", url, str(home / "server"), sha256, run.way, str(run.loss))
@@ -117,7 +110,7 @@ def _measure_run(mosquitto: str, home: Path, sha256: str, run: TransferRun, dies
                 broker.kill()
                 broker.wait()
                 time.sleep(DOWN_S)
-                broker = _start_broker(command, port)
+                broker = start_mosquitto(home, port)
         pulled = [json.loads(_read_line(agent)) for agent in agents]
         seconds = max(agent["ended"] for agent in pulled) - began  # of this machine's one monotonic clock
         brokers_s = sum(psutil.Process(broker.pid).cpu_times()[:2])
@@ -197,22 +190,3 @@ def lines(result: dict[str, Any]) -> list[str]:
         + ", ".join(f"{name.replace('_', ' ')} {share}" for name, share in result["beside_undisturbed_tcp"].items()),
         *(f"    failed: {error}" for error in result["errors"]),
     ]
-
-
-def _start_broker(command: list[str], port: int) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    limit_s = time.monotonic() + 10
-    while time.monotonic() < limit_s:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return process
-        except OSError:
-            time.sleep(0.05)
-    process.kill()
-    raise LinkError("mosquitto did not start")
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

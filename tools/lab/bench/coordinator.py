@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import resource
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -37,6 +35,7 @@ from fedquilt.core import BlobRef, DeviceUpdate, JobError, LinkError, Update, Us
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import REAL
+from fedquilt.tools.lab.bench.mosquitto import find_free_port, start_mosquitto
 from fedquilt.tools.lab.bench.protocol_devices import EXAMPLES, FLEET
 from fedquilt.tools.operations.identity import broker_config
 from fedquilt.tools.report.thresholds import compare_at_most, format_figures
@@ -49,6 +48,12 @@ PROCESSES: Final = 4  # processes of boards
 NETWORK: Final = {"name": "mlp", "inputs": 16, "hidden": [16], "classes": 10}
 LIMIT_S: Final = 600.0  # longest that a round may take
 BARE: Final = 2000  # answers of the bare loop
+SERVE: Final = (sys.executable, "-m", "fedquilt.cli", "serve")
+BOARDS: Final = (sys.executable, "-m", "fedquilt.tools.lab.bench.protocol_devices")
+BROKER_LIMITS: Final = (  # as `fedquilt broker config` writes them
+    f"max_inflight_messages {broker_config.MAX_INFLIGHT}\nmax_queued_messages {broker_config.MAX_QUEUED}\n"
+    f"max_queued_bytes {broker_config.MAX_QUEUED_BYTES}\n"
+)
 SPARE_FILES: Final = 200  # files that a process opens besides its boards' connections
 
 MOST_MS, MOST_ROUND_S, MOST_MB, MOST_GROWTH = 1.5, 30.0, 200.0, 1.2
@@ -79,10 +84,9 @@ def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
         JobError: If Mosquitto is not installed, or the limit of open files is too low.
         LinkError: If a process did not start, or a round took too long.
     """
-    mosquitto = find_mosquitto()
     _raise_file_limit(max(agents) + SPARE_FILES)
     bare_ms = _measure_bare_ms()
-    fleets = {str(count): _measure_fleet(mosquitto, count, rounds, 0, bare_ms) for count in agents}
+    fleets = {str(count): _measure_fleet(count, rounds, 0, bare_ms) for count in agents}
     figures: dict[str, Any] = {}
     for count, each in fleets.items():
         figures[f"processor_time_of_an_answer_of_{count}"] = compare_at_most(each["answer_ms"], MOST_MS, "ms")
@@ -91,25 +95,13 @@ def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
         figures[f"resident_with_{count}"] = compare_at_most(each["resident_mb"], MOST_MB, "MB")
     result = {"bench": "coordinator", "bare_ms": round(bare_ms, 3), "fleets": fleets, "figures": figures}
     if after:
-        later = _measure_fleet(mosquitto, agents[0], rounds, after, bare_ms)
+        later = _measure_fleet(agents[0], rounds, after, bare_ms)
         growth = later["answer_ms"] / fleets[str(agents[0])]["answer_ms"]
         result["after"] = {"rounds": after, "growth": round(growth, 2), **later}
         figures[f"an_answer_after_{after}_rounds_over_one_before"] = compare_at_most(growth, MOST_GROWTH, "times")
         figures[f"opening_of_{after}_rounds"] = compare_at_most(later["opening_s"], MOST_OPENING_S, "s")
         figures[f"resident_after_{after}_rounds"] = compare_at_most(later["resident_mb"], MOST_MB, "MB")
     return result
-
-
-def find_mosquitto() -> str:
-    """Return the path of Mosquitto.
-
-    Raises:
-        JobError: If Mosquitto is not installed.
-    """
-    found = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
-    if found is None:
-        raise JobError("this bench needs Mosquitto: apt install mosquitto")
-    return found
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -133,56 +125,39 @@ def lines(result: dict[str, Any]) -> list[str]:
 # -- one fleet ------------------------------------------------------------------------------------
 
 
-def _measure_fleet(mosquitto: str, count: int, rounds: int, after: int, bare_ms: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, managed_processes() as start:
+def _measure_fleet(count: int, rounds: int, after: int, bare_ms: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, _kill_at_end() as running:
         home = Path(folder)
         run = _queue_job(home, count, after, rounds)
         opening_s, whole_s = _measure_opening_s(home), _measure_opening_s(home, snapshots=False)
         port = find_free_port()
-        broker = start([mosquitto, "-c", write_mosquitto_config(home, port)])
+        broker = start_mosquitto(home, port, BROKER_LIMITS)
+        running.append(broker)
         url = f"mqtt://127.0.0.1:{port}"
         watch = MqttLink(Broker.from_url(url), "bench-watch")
         watch.wait_until_connected(timeout_s=10.0)
         watch.subscribe([wire.Topics(FLEET).round_topic(run)])
-        boards = [start([*BOARDS, url, str(first), str(size)], heard=True) for first, size in split_devices(count)]
+        boards = [
+            subprocess.Popen([*BOARDS, url, str(first), str(size)], stdout=subprocess.PIPE)
+            for first, size in _split_devices(count)
+        ]
+        running += boards
         for each in boards:
             assert each.stdout is not None
             if each.stdout.readline().strip() != b"ready":
                 raise LinkError("boards did not connect: see above")
         where = ["--broker", url, "--home", str(home / "runs"), "--fleet", FLEET]
-        serving = psutil.Process(start([*SERVE, *where]).pid)
-        others = [psutil.Process(broker.pid)], [psutil.Process(each.pid) for each in boards]
-        samples = [
-            ResourceSample(after, time.monotonic(), 0.0, processor_time_s(others[0]), processor_time_s(others[1]), 0.0)
-        ]
+        serving = subprocess.Popen([*SERVE, *where], stdout=subprocess.DEVNULL)
+        running.append(serving)
+        samples = [_sample_resources(after, serving, broker, boards)]
         while samples[-1].round < after + rounds:
-            round = wait_for_next_round(watch, samples[-1].round)
-            samples.append(
-                ResourceSample(
-                    round,
-                    time.monotonic(),
-                    processor_time_s([serving]),
-                    processor_time_s(others[0]),
-                    processor_time_s(others[1]),
-                    serving.memory_info().rss / 1e6,
-                )
-            )
+            samples.append(_sample_resources(_wait_for_next_round(watch, samples[-1].round), serving, broker, boards))
         watch.close()
         return {
             "opening_s": opening_s,
             "opening_without_snapshot_s": whole_s,
             **_summarise_samples(samples, count, bare_ms),
         }
-
-
-def write_mosquitto_config(home: Path, port: int) -> str:
-    """Write a mosquitto.conf with the limits of `fedquilt broker config`. Return its path."""
-    (home / "mosquitto.conf").write_text(
-        f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {current_user()}\n"
-        f"max_inflight_messages {broker_config.MAX_INFLIGHT}\nmax_queued_messages {broker_config.MAX_QUEUED}\n"
-        f"max_queued_bytes {broker_config.MAX_QUEUED_BYTES}\n"
-    )
-    return str(home / "mosquitto.conf")
 
 
 def _summarise_samples(samples: Sequence[ResourceSample], count: int, bare_ms: float) -> dict[str, Any]:
@@ -294,12 +269,7 @@ def _measure_opening_s(home: Path, snapshots: bool = True) -> float:
     return round(float(told), 3)
 
 
-def wait_for_next_round(watch: MqttLink, before: int) -> int:
-    """Wait for the end of a round and return the number of the next round.
-
-    Raises:
-        LinkError: If the round takes longer than LIMIT_S.
-    """
+def _wait_for_next_round(watch: MqttLink, before: int) -> int:
     until_s = time.monotonic() + LIMIT_S
     while time.monotonic() < until_s:
         watch.wait(1.0)
@@ -309,8 +279,16 @@ def wait_for_next_round(watch: MqttLink, before: int) -> int:
     raise LinkError(f"round {before} has not ended within {LIMIT_S:g} s")
 
 
-def processor_time_s(processes: Sequence[psutil.Process]) -> float:
-    return sum(sum(each.cpu_times()[:2]) for each in processes)
+def _sample_resources(
+    round: int, serving: subprocess.Popen[bytes], broker: subprocess.Popen[bytes], boards: Sequence[Any]
+) -> ResourceSample:
+    def processor_s(*processes: subprocess.Popen[bytes]) -> float:
+        return sum(sum(psutil.Process(each.pid).cpu_times()[:2]) for each in processes)
+
+    resident_mb = psutil.Process(serving.pid).memory_info().rss / 1e6
+    return ResourceSample(
+        round, time.monotonic(), processor_s(serving), processor_s(broker), processor_s(*boards), resident_mb
+    )
 
 
 # -- the bare loop --------------------------------------------------------------------------------
@@ -347,23 +325,12 @@ def _blob_ref(payload: bytes) -> BlobRef:
 
 # -- processes ------------------------------------------------------------------------------------
 
-SERVE: Final = (sys.executable, "-m", "fedquilt.cli", "serve")
-BOARDS: Final = (sys.executable, "-m", "fedquilt.tools.lab.bench.protocol_devices")
-
 
 @contextmanager
-def managed_processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Yield a function that starts a process. All processes are killed at the end."""
+def _kill_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
-
-    def start_process(command: Sequence[str], heard: bool = False) -> subprocess.Popen[bytes]:
-        errors = None if command[0] == sys.executable else subprocess.DEVNULL  # Mosquitto prints all that it does
-        out = subprocess.PIPE if heard else subprocess.DEVNULL
-        started.append(subprocess.Popen(list(command), stdout=out, stderr=errors))
-        return started[-1]
-
     try:
-        yield start_process
+        yield started
     finally:
         for process in started:
             process.kill()
@@ -371,7 +338,7 @@ def managed_processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             process.communicate()
 
 
-def split_devices(count: int) -> list[tuple[int, int]]:
+def _split_devices(count: int) -> list[tuple[int, int]]:
     """Return the number of the first device and the number of devices, for each process."""
     each = -(-count // PROCESSES)
     return [(first, min(each, count - first)) for first in range(0, count, each)]
@@ -383,14 +350,3 @@ def _raise_file_limit(wanted: int) -> None:
         if hard != resource.RLIM_INFINITY and hard < wanted:
             raise JobError(f"{wanted} connections need as many open files, and {hard} are allowed: raise `ulimit -n`")
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def current_user() -> str:
-    # a broker started by root would change to the user "mosquitto"
-    return psutil.Process().username()
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -6,8 +6,6 @@ The same tasks run twice:
   - in the paper's condition: each round lasts as long as under `max`. Energy counts until the end of the round, idle
     power included, and is compared with the minimum over all points of the profile.
 
-Then the governor runs on boards with physics unlike its own model (`governor_bench`).
-
 Tasks are scaled by SCALE, because the demo's donors are small. The scale changes no ratio. Times and powers are those
 of the profiles. A board without a known idle power has no energy and is in no sum.
 """
@@ -35,7 +33,6 @@ from fedquilt.edge_agent.power.governor import GovernorPolicy, Policy
 from fedquilt.models.stitching import stitched_network
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.lab import demo
-from fedquilt.tools.lab.bench import governor_bench
 from fedquilt.tools.report.thresholds import compare_at_least, compare_at_most, format_figures
 from fedquilt.tools.simulation import agents
 
@@ -240,7 +237,6 @@ def measure() -> dict[str, Any]:
         runs = {policy: run_federation(policy, Path(folder)) for policy in POLICIES}
     boards = runs["max"].boards
     again, told = replay_tasks(boards), {policy: summarise_run(run) for policy, run in runs.items()}
-    learning = governor_bench.evaluate_laws()
     other = sum(run.path != runs["max"].path for run in runs.values())
     return {
         "bench": "energy",
@@ -251,13 +247,11 @@ def measure() -> dict[str, Any]:
         "federation": told,
         "at_the_round_time_of_max": again,
         "paper_saved_percent": PAPER,
-        "learning": learning,
         "figures": {
             "policies_that_chose_other_blocks": compare_at_most(other, 0, "of 4"),
             "energy_saved_against_max": compare_at_least(again["saved_percent"]["fleet"]["energy"], 0.0, "%"),
             "energy_above_the_cheapest_there_is": compare_at_most(again["above_cheapest_percent"]["fleet"], 2.0, "%"),
             "tasks_in_time_under_energy": compare_at_least(100 * told["energy"]["in_time"], 95.0, "%"),
-            **governor_bench.build_figures(learning),
         },
     }
 
@@ -288,8 +282,6 @@ def lines(result: dict[str, Any]) -> list[str]:
         share = 100 * each["fleet_j"] / result["federation"]["max"]["fleet_j"]
         numbers = f"{each['fleet_j']:9.0f} {share:6.1f}% {each['round_s']:9.1f} {each['deadline_s']:9.1f}"
         text.append(f"{policy:18} {numbers} {100 * each['in_time']:7.0f}%")
-    for law, found in result["learning"].items():
-        text += ["", *governor_bench.format_rows(law, found)]
     return text
 
 

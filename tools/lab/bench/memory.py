@@ -4,7 +4,7 @@ The process is the agent's own (`fedquilt.edge_agent.task.main`), under budgets 
 beside what it holds once ONNX Runtime is imported. Its tasks are the hungriest of a job with the five
 architectures of the FedStitch paper (arXiv 2409.07202, section 5.1): every donor's references and
 targets, output scores of every block behind the largest maps and behind the widest block, and sums for
-junctions and a head. The peak is told by the process itself and read from outside. Scoring and a head's moments are
+junctions and a head. The peak is reported by the process itself and read from outside. Scoring and a head's moments are
 held to the limit; a junction's sums of 2048 channels are matrices of 34 MB each, and are only shown.
 """
 
@@ -34,9 +34,9 @@ ROOMS_MB = {"under_160_mb": 160, "under_100_mb": 100}
 HELD = {"scoring": "output scores", "moments": "moments"}  # figure -> beginning of the names of its tasks
 
 
-def measure(size: int = 224, work: Path | None = None) -> dict[str, Any]:
+def measure(size: int = 224) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
-        folder = (work or Path(scratch)) / f"donors-{size}"
+        folder = Path(scratch) / "donors"
         made = prepare_donors(folder, size)
         find = create_finder(folder, made)
         shown = draw_examples(2 * IMAGES)
@@ -104,7 +104,7 @@ def _measure_tasks(made: Bundle, find: Callable[[str], Path], room_bytes: int, f
             assert sent is not None
             outcome, _ = process.run_task(sent, number)
             if outcome.peak_bytes is None or outcome.base_bytes is None:
-                raise ModelError(f"{what}: this kernel does not tell peaks")
+                raise ModelError(f"{what}: this kernel does not report memory peaks")
             bare = bare or outcome.base_bytes  # the runtime is imported, and nothing done yet
             found.append(
                 {

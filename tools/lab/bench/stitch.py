@@ -61,43 +61,38 @@ class ScoringRound:
     site: ClientContext
 
 
-def measure(
-    size: int = 64, depths: Sequence[int] = (), work: Path | None = None, shown: int = IMAGES
-) -> dict[str, Any]:
+def measure(size: int = SMALL, images: int = IMAGES) -> dict[str, Any]:
     """Measure a device's rounds by each way of scoring, naive scoring, and the references.
 
     Args:
         size: Size of the images in pixels.
-        depths: Path lengths at which the ways are compared. The default is DEPTHS, or its middle for large images.
-        work: Folder for the prepared donors, or None for a temporary one.
-        shown: Number of scored images, and of images for fits. Fewer images give smaller ratios to naive scoring.
+        images: Number of scored images, and of images for fits. Fewer images give smaller ratios to naive scoring.
     """
-    depths = depths or (DEPTHS if size <= SMALL else DEPTHS[1:2])
+    depths = DEPTHS if size <= SMALL else DEPTHS[1:2]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = (work or Path(scratch)) / f"donors-{size}"
+        folder = Path(scratch) / "donors"
         made = prepare_donors(folder, size)
         find = create_finder(folder, made)
-        rounds = walk_path(made, find, Path(scratch), max(depths), shown)
-        whole, own = measure_forward_pass(made, find, Path(scratch), shown), measure_references(rounds[0])
+        rounds = walk_path(made, find, Path(scratch), max(depths), images)
+        whole, own = measure_forward_pass(made, find, Path(scratch), images), measure_references(rounds[0])
         compared = [compare_scoring(rounds[max(depth - 2, 0)], rounds[depth - 1], find) for depth in depths]
     return _build_result(size, whole, own, compared)
 
 
 def prepare_donors(folder: Path, size: int) -> Bundle:
     """Prepare the paper's five architectures with seeded random weights, cut into blocks."""
-    if not (folder / "bundle.json").is_file():
-        _print_progress(f"preparing {', '.join(DONORS)} at {size} pixels")
-        prepare_bundle(
-            {
-                "labels": [str(i) for i in range(10)],
-                "input": {"channels": 3, "size": size, "mean": [0.5], "std": [0.25]},
-                "donors": [
-                    {"name": name.partition("_")[0], "network": {"name": f"torchvision/{name}"}, "seed": 1}
-                    for name in DONORS
-                ],
-            },
-            folder,
-        )
+    _print_progress(f"preparing {', '.join(DONORS)} at {size} pixels")
+    prepare_bundle(
+        {
+            "labels": [str(i) for i in range(10)],
+            "input": {"channels": 3, "size": size, "mean": [0.5], "std": [0.25]},
+            "donors": [
+                {"name": name.partition("_")[0], "network": {"name": f"torchvision/{name}"}, "seed": 1}
+                for name in DONORS
+            ],
+        },
+        folder,
+    )
     return job_bundle.load_bundle(folder)
 
 

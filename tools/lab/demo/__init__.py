@@ -13,7 +13,6 @@ import time
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -37,7 +36,7 @@ from fedquilt.tools.lab.demo.comparison import (
     mean_accuracy_alone,
 )
 from fedquilt.tools.lab.demo.console import SearchConsole, format_bold
-from fedquilt.tools.report import page, plots, render_run_page
+from fedquilt.tools.report import render_run_page
 from fedquilt.tools.report.run_data import load_run_data
 from fedquilt.tools.simulation import DeviceData, agents
 
@@ -82,7 +81,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
             evaluation.evaluate_run(store, run)
             found = load_run_data(store, run)
             artefact = export.load_result(store, run)
-            others = compare_networks(plan, artefact, members, test, found.points[-1].rounds, far)
+            others = compare_networks(plan, members, test, found.points[-1].rounds, far)
             written = export.export_result(store, run, out / "stitched.onnx")
     live.clear_line()
     whole = found.summary.total
@@ -93,11 +92,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     networks = _list_networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
     report = out / "report.html"
-    drawn = _plot_accuracies(networks, others.devices, len(test))
-    disk.write_output(
-        report, render_run_page(found, "demo.html", **_page_values(plan, networks, others.devices, members, drawn))
-    )
-    disk.write_output(out / "accuracy.svg", plots.render_file(*drawn))
+    disk.write_output(report, render_run_page(found))
     result = {
         "run": run,
         "accuracy": msgspec.to_builtins(networks),
@@ -111,7 +106,7 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     print("\n".join(_format_results(networks, describe_network(taps, headed), others.devices, found.summary, plan)))
     print("\n".join(["", *_wrap_text(written)]))
     print(f"classify with it: fedquilt model run {out / 'stitched.onnx'} {out / 'held-out.npz'}")
-    print(f"{time.monotonic() - began_s:.0f} s in all; report, with plots (--open shows it): {report}")
+    print(f"{time.monotonic() - began_s:.0f} s in all; report of the run, with plots (--open shows it): {report}")
     if show:
         webbrowser.open(report.resolve().as_uri())
     return 0
@@ -201,7 +196,7 @@ def _format_results(
         took = costs[device.name]
         energy = "-" if took.energy_j is None else f"{took.energy_j:.1f} J"
         lines.append(
-            f"{device.name:20} {budgets[device.name]:>7} {device.examples + device.held:7} {100 * device.alone:9.1f} "
+            f"{device.name:20} {budgets[device.name]:>7} {device.examples:7} {100 * device.alone:9.1f} "
             f"{took.wall_s:6.2f} s {energy:>8} {units.format_bytes(took.down_bytes + took.up_bytes):>8}"
         )
     lines.append("alone: what the board stitches from its own images only, on the test digits")
@@ -214,58 +209,3 @@ def _format_cost(network: NetworkResult) -> tuple[str, str]:
         scale, prefix = units.select_prefix(network.energy_j)
         energy = f"{network.energy_j / scale:.3g} {prefix}J"
     return energy, "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)
-
-
-def _plot_accuracies(
-    networks: Sequence[NetworkResult], devices: Sequence[DeviceAccuracy], tested: int
-) -> list[plots.Plot]:
-    first, grey = plots.COLOURS[2], plots.COLOURS[0]
-    by_network = plots.plot_bars(
-        [plots.PlotBar(network.name, [100 * network.accuracy]) for network in networks],
-        "Accuracy by network",
-        f"% of {tested} test digits that no board has",
-        most=100.0,
-        colours=[first, *[grey] * (len(networks) - 1)],
-    )
-    by_device = plots.plot_bars(
-        [plots.PlotBar(each.name, [100 * each.alone]) for each in devices],
-        "Accuracy by board: alone, and together (dotted)",
-        f"% of {tested} test digits",
-        most=100.0,
-        level=100 * networks[0].accuracy,
-    )
-    return [by_network, by_device]
-
-
-def _page_values(
-    plan: agents.FleetPlan,
-    networks: Sequence[NetworkResult],
-    devices: Sequence[DeviceAccuracy],
-    members: Sequence[DeviceData],
-    drawn: Sequence[plots.Plot],
-) -> dict[str, Any]:
-    def format_percent(value: float) -> str:
-        return f"{100 * value:.1f} %"
-
-    sums = page.HtmlTable(
-        ["network", "accuracy", "energy of the boards", "sent", "note"],
-        [[each.name, format_percent(each.accuracy), *_format_cost(each), each.note] for each in networks],
-        ["note"],
-    )
-    head = ["board", "images", "memory for a task", "alone, test digits", "alone, own digits", "together, own digits"]
-    budgets = {table["device"]: table["budget"] for table in plan.make_agent_tables()}
-    rows = [
-        [each.name, str(each.examples + each.held), budgets[each.name]]
-        + [format_percent(value) for value in (each.alone, each.alone_own, each.together_own)]
-        for each in devices
-    ]
-    donors = job_bundle.load_bundle(plan.bundle).meta["donors"]
-    return {
-        "pictures": page.render_plots(*drawn),
-        "verdict": format_verdict(networks),
-        "networks": sums,
-        "boards": page.HtmlTable(head, rows),
-        "donors": ", ".join(f"{name} ({len(donor['blocks'])} blocks)" for name, donor in donors.items()),
-        "path": networks[0].note,
-        "held": sum(len(member.held) for member in members),
-    }

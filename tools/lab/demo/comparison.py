@@ -39,14 +39,11 @@ class NetworkResult(msgspec.Struct, frozen=True):
 
 
 class DeviceAccuracy(msgspec.Struct, frozen=True):
-    """Accuracies on one device of the network stitched there and of the federation's network."""
+    """Accuracy of the network that one device stitches alone."""
 
     name: str
-    examples: int  # that it scores and fits on
-    held: int  # its own digits that nothing is fitted to
+    examples: int  # with those that nothing is fitted to
     alone: float  # on the test digits
-    alone_own: float  # on its own held-out digits
-    together_own: float
 
 
 @dataclass(frozen=True)
@@ -64,17 +61,15 @@ def count_parts(members: Sequence[DeviceData]) -> int:
 
 def compare_networks(
     plan: FleetPlan,
-    artefact: Any,
     members: Sequence[DeviceData],
     test: Examples,
     rounds: int,
     far: Callable[[str], None],
 ) -> DemoComparison:
-    """Measure all baselines of the stitched network `artefact`.
+    """Measure all baselines of the stitched network.
 
     Args:
         plan: Plan of the simulated fleet.
-        artefact: Result of the search.
         members: Devices with their examples.
         test: Examples that no device has.
         rounds: Number of rounds for FedAvg.
@@ -84,24 +79,17 @@ def compare_networks(
     folder = plan.bundle / "blobs"
     engine: Any = engines.create_engine("onnx", BUDGET_BYTES)
 
-    def create_bench(examples: Examples) -> BaselineSetup:
-        return BaselineSetup(
-            opened, lambda name: folder / opened.files[name].sha256, engine, pool_examples(members), examples
-        )
-
-    common = create_bench(test)
+    setup = BaselineSetup(opened, lambda name: folder / opened.files[name].sha256, engine, pool_examples(members), test)
     single = msgspec.structs.replace(plan.job, cohort=CohortSettings())
     devices = []
     for member in members:
         far(f"{member.device} alone")
         own = fedstitch.result(run_to_last_state(single, plan.bundle, [member], fedstitch.METHOD, engine))
-        private = create_bench(member.held)
-        accuracies = common.compute_accuracy(own), private.compute_accuracy(own), private.compute_accuracy(artefact)
-        devices.append(DeviceAccuracy(member.device, len(member.train), len(member.held), *accuracies))
+        devices.append(DeviceAccuracy(member.device, len(member.train) + len(member.held), setup.compute_accuracy(own)))
     far("the donors as they are")
-    donors = [NetworkResult(row.name, row.accuracy) for row in common.evaluate_unmodified()]
+    donors = [NetworkResult(row.name, row.accuracy) for row in setup.evaluate_unmodified()]
     far("the donors with new heads")
-    heads = [NetworkResult(row.name, row.accuracy) for row in common.evaluate_new_heads()]
+    heads = [NetworkResult(row.name, row.accuracy) for row in setup.evaluate_new_heads()]
     far(f"{rounds} rounds of FedAvg")
     return DemoComparison(donors, heads, devices, train_from_scratch(plan.job, rounds))
 

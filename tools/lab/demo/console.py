@@ -1,16 +1,14 @@
-"""Console output of the demo: progress of the search, and the events of its story."""
+"""Console output of the demo: the progress of its search."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from fedquilt.console import progress, table
+from fedquilt.console import progress
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
 from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.rounds.events import AnyEvent, UpdateAccepted
@@ -19,7 +17,6 @@ from fedquilt.coordinator.views.terminal import Console
 from fedquilt.transport.link import Link
 
 EVERY_S = 4.0  # between two lines where none can be rewritten: who watches a demo takes a longer silence for its end
-TOGETHER = "\N{NO-BREAK SPACE}"
 
 
 class SearchConsole(Console):
@@ -78,38 +75,3 @@ class SearchConsole(Console):
 def format_bold(text: str) -> str:
     """Return the text in bold on a terminal, and unchanged elsewhere or with NO_COLOR."""
     return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
-
-
-class StoryPrinter:
-    """Printer of a story's events, with the seconds since its start.
-
-    Args:
-        text: Whether to print at all.
-        clock: Function that returns seconds.
-    """
-
-    def __init__(self, text: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._text, self._clock, self._began_s = text, clock, clock()
-        self._line = progress.ProgressLine(sys.stdout, clock=clock, rarely_s=EVERY_S)
-        self.now = "starting"  # what goes on
-
-    def _stamp(self) -> str:
-        return f"[{self._clock() - self._began_s:5.1f} s]"
-
-    def show_status(self) -> None:
-        if self._text:
-            self._line.show_status(lambda: f"{self._stamp()} {self.now}"[: table.line_width() - 1])
-
-    def print_lines(self, *lines: str) -> None:
-        if self._text:
-            self._line.print_lines(*lines)
-
-    def print_event(self, said: str) -> None:
-        self.print_lines(*textwrap.wrap(f"{self._stamp()} {said}", table.line_width(), subsequent_indent=" " * 10))
-
-    def print_command(self, words: Sequence[str], note: str = "") -> None:
-        """Print a command line as typed in a shell, with line breaks between options."""
-        text = re.sub(r"(--\S+) (?!-)", f"\\1{TOGETHER}", " ".join(words))  # an option stays with its value
-        lines = textwrap.wrap(text, table.line_width() - 4, subsequent_indent="    ", break_on_hyphens=False)
-        typed = " \\\n".join(lines).replace(TOGETHER, " ")
-        self.print_lines("", *(format_bold(line) for line in typed.split("\n")), *([note] if note else []))

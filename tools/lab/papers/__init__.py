@@ -1,9 +1,4 @@
-"""Tables of papers with our results, and grids of jobs defined by users.
-
-A table is a grid of jobs in TOML (`grid`). The code of a table is a module of the same name with `observe_run` and
-functions that run a row (`cells.run_case`), the function named by the grid's `run`, `lines(result)` for the text, and
-`picture(result)` for an SVG.
-"""
+"""Tables of papers with our results, and grids of jobs defined by users: jobs in TOML (`grid`)."""
 
 from __future__ import annotations
 
@@ -56,7 +51,7 @@ def make_catalogue(known: Mapping[str, GridTable]) -> list[dict[str, Any]]:
 def list_methods(table: GridTable) -> tuple[str, ...]:
     found = table.grid
     jobs = [found.make_job(points, row, 0, None) for points in found.columns.values() for row in found.rows.values()]
-    return found.covers or tuple(dict.fromkeys(job["method"] for job in jobs))
+    return tuple(dict.fromkeys(job["method"] for job in jobs))
 
 
 def find_tables_of_method(method: str) -> list[tuple[str, str]]:
@@ -112,24 +107,14 @@ def run_table(
     there = table.grid.columns
     if columns and len(there) == 1:
         raise JobError(f"{table.name} is run as a whole: leave --columns out")
-    if rows and not table.grid.job:
-        raise JobError(f"{table.name} is computed without a run: leave --rows out")
     if odd := sorted(set(columns or ()) - there.keys()):
         raise JobError(f"{table.name} has no column {odd[0]!r}; it has: {', '.join(there)}")
     found = table.fill_marks(folder)
     found = found.select_rows(rows) if rows else found
     chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
-    if found.run:
-        made = getattr(cells.import_code(table.code), found.run)(table.name, found, chosen, rounds, out, say)
-        return {**made, "about": found.about}
-    todo = cells.make_cells(found, table.code, str(table.file), chosen, rounds, wanted, out)
+    todo = cells.make_cells(found, str(table.file), chosen, rounds, wanted, out)
     runs = cells.run_all([cell.case for cell in todo], out, say, may_fail=found.may_fail)
     return {**results.make_result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
-
-
-def format_result(table: GridTable, result: Mapping[str, Any]) -> list[str]:
-    own: Callable[[Mapping[str, Any]], list[str]] | None = getattr(cells.import_code(table.code), "lines", None)
-    return results.format_result(table.grid, result) if own is None else own(result)
 
 
 def main(
@@ -148,7 +133,7 @@ def main(
     """List the tables, or run one and print its result. Return 1 if a claim fails, otherwise 0.
 
     Raises:
-        JobError: If the table has no picture, or `find_table` or `run_table` raises.
+        FedquiltError: If `find_table` or `run_table` raises.
     """
     known = load_tables()
     if name is None:
@@ -156,14 +141,13 @@ def main(
         print(msgspec.json.encode(every).decode() if format == "json" else "\n".join(format_catalogue(every)))
         return 0
     table = find_table(name, known)
-    draw: Any = getattr(cells.import_code(table.code), "picture", None)
-    if picture is not None and draw is None:
-        raise JobError(f"{name} has no picture: leave --picture out")
     options: dict[str, Any] = {"seeds": seeds, "rounds": rounds, "folder": folder, "columns": columns, "rows": rows}
     result = run_table(table, **options, out=kept, say=progress.LINE.print_lines)
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
-    print(text if format == "json" else "\n".join([*format_result(table, result), "", result["about"].strip()]))
-    for file, content in ((out, lambda: text + "\n"), (picture, lambda: draw(result))):
-        if file is not None:
-            disk.write_output(file, content())
-    return 0 if all(claim["reached"] for claim in (result.get("figures") or {}).values()) else 1
+    lines = [*results.format_result(table.grid, result), "", result["about"].strip()]
+    print(text if format == "json" else "\n".join(lines))
+    if out is not None:
+        disk.write_output(out, text + "\n")
+    if picture is not None:
+        disk.write_output(picture, results.draw_picture(table.grid, result))
+    return 0 if all(claim["reached"] for claim in result["figures"].values()) else 1

@@ -6,24 +6,24 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.console import progress
 from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import cohort_selection
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.core import Examples, Fit, JobError, Tensors
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.formats import toml
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.experiments import comparison, parallel_runs, run_cache
+from fedquilt.tools.experiments import comparison, parallel_runs, run_cache, single_run
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import SeedRun
 from fedquilt.tools.experiments.single_run import run_seed as play_job
@@ -35,7 +35,7 @@ WEIGHTS: Final = ("weights", "weights_classes")  # keys of [model] that are used
 
 
 class ExecutionOptions(msgspec.Struct, frozen=True):
-    code: str  # the table's own module; "": none
+    observe: str  # function of `custom`, or "" for none
     row: GridRow
     together: bool
     first: bool
@@ -56,7 +56,7 @@ class GridCell(NamedTuple):
 
 
 def make_cells(
-    grid: Grid, code: str, where: str, seeds: Sequence[int], rounds: int | None, columns: Sequence[str], out: Path
+    grid: Grid, where: str, seeds: Sequence[int], rounds: int | None, columns: Sequence[str], out: Path
 ) -> list[GridCell]:
     """Return all runs of a table, and make their bundles in `out`.
 
@@ -76,12 +76,12 @@ def make_cells(
                 before = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
                 targets = [point.target for point in points if point.target is not None]
                 found.append((column, name, job, [None, *filter(None, before)][-1], row, [None, *targets][-1]))
-    bundles = make_bundles(code, [(job, before) for _, _, job, before, _, _ in found], out)
+    bundles = make_bundles([(job, before) for _, _, job, before, _, _ in found], out)
     made = []
     for (column, name, job, _, row, target), folder in zip(found, bundles, strict=True):
         network = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHTS}
         given = settings.parse_job({**job, "model": network})
-        how = ExecutionOptions(code, row, grid.together, grid.first, grid.needs_test_set, grid.device)
+        how = ExecutionOptions(grid.observe, row, grid.together, grid.first, grid.needs_test_set, grid.device)
         written = [msgspec.json.encode(each, order="sorted") for each in (given, how)]
         made.append(
             GridCell(
@@ -94,9 +94,7 @@ def make_cells(
 # -- bundles --------------------------------------------------------------------------------------
 
 
-def make_bundles(
-    code: str, wanted: Sequence[tuple[Mapping[str, Any], PretrainSettings | None]], out: Path
-) -> list[Path]:
+def make_bundles(wanted: Sequence[tuple[Mapping[str, Any], PretrainSettings | None]], out: Path) -> list[Path]:
     """Make the bundles of jobs, with pretraining if requested, and return their folders.
 
     Cached bundles are reused.
@@ -119,23 +117,23 @@ def make_bundles(
         folder = out / "starts" / hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:24]
         found.append(folder / "bundle")
         if not (folder / "bundle" / "bundle.json").exists():
-            todo[folder] = (code, table, before, folder)
+            todo[folder] = (table, before, folder)
     for _ in parallel_runs.run_in_processes(make_bundle, list(todo.values())):
         pass
     return found
 
 
-def make_bundle(code: str, table: dict[str, Any], before: PretrainSettings | None, folder: Path) -> None:
+def make_bundle(table: dict[str, Any], before: PretrainSettings | None, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if before is not None:
         _use_one_thread()
         file = folder / "weights.safetensors"
-        file.write_bytes(tensors.encode_tensors(pretrain_weights(code, table, before)))
+        file.write_bytes(tensors.encode_tensors(pretrain_weights(table, before)))
         table = merge_tables(table, {"model": {"weights": str(file)}})
     prepare.prepare_and_check(settings.parse_job(table), folder / "bundle")
 
 
-def pretrain_weights(code: str, job: Mapping[str, Any], wanted: PretrainSettings) -> Tensors:
+def pretrain_weights(job: Mapping[str, Any], wanted: PretrainSettings) -> Tensors:
     from fedquilt.edge_agent.engines.torch.engine import TorchEngine
     from fedquilt.models.networks import register_trace, registry
 
@@ -144,7 +142,7 @@ def pretrain_weights(code: str, job: Mapping[str, Any], wanted: PretrainSettings
         raise JobError(f"[pretrain.fit] {odd}: there are {', '.join(known)}{toml.suggest_nearest(odd, known)}")
     fit, given = Fit(**wanted.fit), examples.load_split(DataSpec.parse(wanted.data, "[pretrain.data]"))
     if wanted.by:
-        return dict(getattr(import_code(code), wanted.by)(job, given))
+        return dict(find_function(wanted.by)(job, given))
     if wanted.below:
         rows = given.y < wanted.below
         given = Examples(given.x[rows], given.y[rows])
@@ -182,11 +180,7 @@ def _use_one_thread() -> None:
 
 
 def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
-    """Run one case, with the row's `play` function if it has one.
-
-    The code of a table may define `look(folder, how, simulation, hands)`, which is called before the first round,
-    after each round and at the end, and returns values for `SeedRun.figures`. A `play` function takes (job, folder,
-    how) and returns a `SeedRun`.
+    """Run one case, with the `play` function of its row or on single devices if the row requires it.
 
     Raises:
         FedquiltError: If the run has failed.
@@ -194,28 +188,51 @@ def run_case(case: ComparisonCase, tell: comparison.Tell) -> SeedRun:
     how, job, folder = msgspec.json.decode(case.how, type=ExecutionOptions), case.settings, Path(case.folder)
     if choose_job_engine(job, methods.load(job.method)) == "torch":
         _use_one_thread()
-    code = import_code(how.code)
     if how.row.play:
-        run: SeedRun = getattr(code, how.row.play)(job, folder, how)
+        run: SeedRun = find_function(how.row.play)(job, folder, how)
         return run
-    return run_with_options(job, folder, how, tell)
+    return _run_single_devices(job, folder, how) if how.row.alone else run_with_options(job, folder, how, tell)
 
 
 def run_with_options(
     job: JobSettings, folder: Path, how: ExecutionOptions, tell: comparison.Tell = lambda done: None, **changes: Any
 ) -> SeedRun:
     """Run a job with the options of its cell. `changes` override arguments of `run_seed`."""
-    look = getattr(import_code(how.code), "observe_run", None)
     options: dict[str, Any] = {"pick": how.select_devices, "away": how.row.away, "together": how.together}
     options |= {"first": how.first, "tested": how.tested}
-    if look is not None:
-        options["look"] = functools.partial(look, folder, how)
+    if how.observe:
+        options["look"] = functools.partial(find_function(how.observe), folder, how)
     return play_job(job, folder, tell, **{"workers": 0, **options, **changes})
 
 
-def import_code(name: str) -> ModuleType | None:
-    """Import the code of a table, or return None for the name ""."""
-    return importlib.import_module(f"{__package__}.{name}") if name else None
+def _run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+    # each device alone; values are means, held-out accuracy by examples, and such devices send nothing
+    members = how.select_devices(single_run.load_devices(job, folder)[0])
+    names = cohort_selection.select_cohort(job.seed, 0, [each.device for each in members], how.row.alone)
+    chosen = [member for member in members if member.device in names]
+
+    def run_device(device: str) -> SeedRun:
+        def pick(every: list[DeviceData]) -> list[DeviceData]:
+            return [each for each in how.select_devices(every) if each.device == device]
+
+        return run_with_options(job, folder, how, pick=pick)
+
+    runs = [run_device(member.device) for member in chosen]
+    last = [run.marks[-1] for run in runs]
+    figures: dict[str, Any] = {}
+    for name in ("rounds", "test", "mean", "seconds", "real_s", "energy_j", "down_bytes"):
+        values = [getattr(mark, name) for mark in last]
+        figures[name] = None if None in values else statistics.fmean(values)
+    sizes = [len(member.held) for member in chosen]
+    right = sum((mark.held or 0.0) * size for mark, size in zip(last, sizes, strict=True))
+    figures |= {"held": right / sum(sizes) if sum(sizes) else None, "up_bytes": 0}
+    return msgspec.structs.replace(runs[-1], devices=len(runs), marks=(), figures=figures)
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """Return a function of `custom`, which is imported only for tables that name one."""
+    found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.custom"), name)
+    return found
 
 
 def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
@@ -248,8 +265,7 @@ def run_all(
     Raises:
         JobError: If a run has failed. The other runs are cached.
     """
-    found, failed = comparison.run_missing_cases(todo, out, run_case, say, progress.LINE.show_status, abreast=True)
-    progress.LINE.end_operation()
+    found, failed = comparison.run_cases(todo, out, run_case, say, abreast=True)
     if failed and not (may_fail and found):
         raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
     return found

@@ -4,7 +4,7 @@ A file contains one table, named like the file, or several that share everything
 is the job in `[job]`, changed by one point of each of the `axes`, then by one of the `rows`, with one seed. A TOML
 table with `like = NAME` starts from the entries of its sibling of that name. In paths "$mnist", "$cifar" and
 "$weights/NAME" stand for files in the folder of `--data`, and "$digits" for the UCI digits of fedquilt. Tables of
-papers may have code in a Python file of the same name (`cells.run_case`).
+papers may name functions of `fedquilt.tools.lab.papers.custom`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PretrainSettings(GridStruct, frozen=True):
     below: int = 0  # train on classes below this number only; 0: on all
     draw: tuple[str, ...] = ()  # words that, with the seed, determine the mini-batches
     new_head: bool = False  # reinitialise the last dense layer afterwards
-    by: str = ""  # function of the table's own code that computes the weights; "": training
+    by: str = ""  # function of `custom` that computes the weights; "": training
 
 
 class AxisPoint(GridStruct, frozen=True):
@@ -61,7 +61,8 @@ class GridRow(GridStruct, frozen=True):
     more: int = 0  # rounds on top of the table's
     members: tuple[int, ...] = ()  # first and one past the last of the devices that take part; (): all
     away: int = 0  # number of these, the last ones, that are offline at first
-    play: str = ""  # function of the table's own code that plays it; "": as any job is played
+    alone: int = 0  # number of devices that run the job, each alone; the values are their means. 0: all together
+    play: str = ""  # function of `custom` that runs it; "": as any job
     paper: dict[str, tuple[float, ...]] = {}  # value -> mean and deviation
 
 
@@ -105,8 +106,7 @@ class Grid(GridStruct, frozen=True):
     may_fail: bool = False  # a run that fails, as one whose model diverges, leaves its cell without that seed's value
     first: bool = False  # evaluate on the test set before the first round too, as the value "test@0"
     device: str = ""  # prefix of the devices' names, on which their random draws depend; "": names of their boards
-    covers: tuple[str, ...] = ()  # methods whose pages name the table; (): those of its jobs
-    run: str = ""  # function of its own code that returns its result; "": its cells are run
+    observe: str = ""  # function of `custom` that returns further values of a run, or "" for none
     page: str = ""  # page of docs/ with the figures
 
     @property
@@ -118,6 +118,17 @@ class Grid(GridStruct, frozen=True):
     @property
     def points(self) -> list[AxisPoint]:
         return [point for axis in self.axes.values() for point in axis.values()]
+
+    @property
+    def function_names(self) -> list[str]:
+        """Names of functions of `custom`."""
+        befores = [
+            self.pretrain,
+            *(row.pretrain for row in self.rows.values()),
+            *(each.pretrain for each in self.points),
+        ]
+        named = [self.observe, *(row.play for row in self.rows.values()), *(each.by for each in befores if each)]
+        return [name for name in named if name]
 
     @property
     def needs_test_set(self) -> bool:
@@ -188,10 +199,8 @@ class GridTable:
             )
 
     @property
-    def code(self) -> str:
-        """Name of the module with the code of a paper's table, or "" for none."""
-        own = self.file.parent == HERE and self.file.with_suffix(".py").exists()
-        return self.file.stem if own else ""
+    def is_of_paper(self) -> bool:
+        return self.file.parent == HERE
 
     @property
     def takes_data(self) -> bool:
@@ -200,12 +209,9 @@ class GridTable:
     def _parse_grid(self, raw: Any) -> Grid:
         with toml.prefix_errors(f"{self.file}, table {self.name}"):
             found = toml.convert_table(raw, Grid, "the table")
-            if not self.code:  # a table's code may define other values
+            if not self.is_of_paper:  # functions of a paper's table may define other values
                 _require_known("value", {value.partition("@")[0] for value in found.value_names}, VALUES)
-                befores = [found.pretrain, *(row.pretrain for row in found.rows.values())]
-                befores += [point.pretrain for point in found.points]
-                named = [found.run, *(row.play for row in found.rows.values()), *(each.by for each in befores if each)]
-                for function in filter(None, named):
+                for function in found.function_names:
                     raise JobError(
                         f"{function!r} names a function, and only the papers' tables have code: leave it out"
                     )

@@ -1,4 +1,9 @@
-"""Results of a grid: values by column, row and seed, judged claims, and the text table."""
+"""Results of a grid: values by column, row and seed, judged claims, the text table, and a picture.
+
+Each seed gives a claim one value, such as the difference of two runs that differ in nothing else. The interval is the
+95 % confidence interval of the values' mean (Student's t). A claim holds if the whole interval is on the claimed side,
+and is not shown if the interval crosses the limit.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,10 @@ import msgspec
 from fedquilt.console import table as layout
 from fedquilt.tools.experiments.comparison import ComparisonCase
 from fedquilt.tools.experiments.single_run import SeedRun
-from fedquilt.tools.lab.papers import claims
+from fedquilt.tools.experiments.tables import confidence_interval
 from fedquilt.tools.lab.papers.cells import GridCell, read_value
-from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid
+from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn
+from fedquilt.tools.report import plots
 
 
 def make_result(
@@ -83,7 +89,7 @@ def judge_claims(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str
             limits = {"at_most": claim.at_most, "at_least": 0.0 if claim.told else claim.at_least}
             for column, values in by_column.items():
                 name = claim.name.format(column=column, row=row)
-                judged[name] = (claim, claims.judge_claim(values, claim.unit, **limits))
+                judged[name] = (claim, judge_claim(values, claim.unit, **limits))
     return judged
 
 
@@ -103,6 +109,36 @@ def compute_claim_values(claim: ClaimSpec, row: Mapping[str, Any], other: Mappin
     if len(pairs) < len(mine):
         return []
     return [100 * a / b if claim.of else claim.scale * (a - b) for a, b in pairs]
+
+
+def judge_claim(
+    values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
+) -> dict[str, Any]:
+    """Judge a claim about the mean over seeds of a paired difference or a ratio.
+
+    Args:
+        values: One value per seed.
+        unit: Unit of the values.
+        at_least: Claimed lower limit of the mean, or None if `at_most` is claimed.
+        at_most: Claimed upper limit of the mean.
+
+    Returns:
+        "value", the mean, "low" and "high", its 95 % interval or None with one seed, "verdict" ("holds", "not shown",
+        "against", or "one seed: no interval"), and "reached", whether the claim holds.
+    """
+    limit, side = (at_most, -1) if at_least is None else (at_least, 1)
+    assert limit is not None
+    assert values
+    mean = round(statistics.fmean(values), 3) + 0.0  # not -0.0, which is printed with its sign
+    found: dict[str, Any] = {"value": mean, "low": None, "high": None, "unit": unit}
+    found["at_least" if side > 0 else "at_most"] = limit
+    verdict = "one seed: no interval"
+    if len(values) > 1:
+        low, high = confidence_interval(values)
+        found |= {"low": round(low, 3), "high": round(high, 3)}
+        ends = sorted((side * (low - limit), side * (high - limit)))
+        verdict = "holds" if ends[0] > 0 else "against" if ends[1] < 0 else "not shown"
+    return {**found, "seeds": len(values), "verdict": verdict, "reached": verdict == "holds"}
 
 
 # -- text -----------------------------------------------------------------------------------------
@@ -128,17 +164,33 @@ def format_result(grid: Grid, result: Mapping[str, Any]) -> list[str]:
         found += layout.format_table(cells, "<>")
     found += [
         "",
-        *(f"{name}: {claims.format_claim(each)}" for name, each in result["told"].items()),
-        *claims.format_figures(result),
+        *(f"{name}: {format_claim(each)}" for name, each in result["told"].items()),
+        *format_claims(result),
     ]
     return found if found[-1] else found[:-1]
+
+
+def format_claim(found: Mapping[str, Any]) -> str:
+    sign = "+" if found.get("at_least") == 0 else ""
+    mean, unit = f"{found['value']:{sign}.2f}", f" {found['unit']}" if found["unit"] else ""
+    if found["low"] is None:
+        return f"{mean}{unit}, {found['verdict']}"
+    return f"{mean} [{found['low']:{sign}.2f}, {found['high']:{sign}.2f}]{unit}: {found['verdict']}"
+
+
+def format_claims(result: Mapping[str, Any]) -> list[str]:
+    found = []
+    for name, each in result["figures"].items():
+        limit = f"at most {each['at_most']:g}" if "at_most" in each else f"above {each['at_least']:g}"
+        found.append(f"{'ok ' if each['reached'] else 'NOT'} {name:44} {format_claim(each)} (claimed: {limit})")
+    return found
 
 
 def _has_value(values: Sequence[Any]) -> bool:
     return any(value is not None for value in values)
 
 
-def _format_cell(show: Any, row: Mapping[str, Any]) -> str:
+def _format_cell(show: GridColumn, row: Mapping[str, Any]) -> str:
     values, paper = row["values"][show.value], row["paper"].get(show.value)
     own = (
         format_spread(values, show.scale, show.digits, show.each)
@@ -160,3 +212,18 @@ def format_spread(values: Sequence[Any], scale: float, digits: int, each: bool) 
         return ""
     deviation = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
     return f"{statistics.fmean(known):.{digits}f}{deviation}"
+
+
+def draw_picture(grid: Grid, result: Mapping[str, Any]) -> str:
+    """Return an SVG with a plot for each shown value: a line for each row and column, a dot for each seed."""
+    drawn = []
+    for show in {show.title: show for show in grid.show if show.value != "rounds_to"}.values():
+        lines = [
+            plots.DotRow(", ".join(filter(None, [row, column])), [show.scale * value for value in known])
+            for column, rows in result["columns"].items()
+            for row, entry in rows.items()
+            if (known := [value for value in entry["values"][show.value] if value is not None])
+        ]
+        if lines:
+            drawn.append(plots.plot_dots(lines, f"{result['table']}: {show.title}", show.title))
+    return plots.render_file(*drawn)

@@ -25,6 +25,7 @@ TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
 TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
 TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
 TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
+TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS certificate (
   serial TEXT PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, key_id TEXT NOT NULL,

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from fedquilt.arrays import tensors
+from fedquilt.models.networks import registry
 from fedquilt.testing.toy_networks import write_images
 from fedquilt.tools.experiments import single_run
 from fedquilt.tools.lab import papers
@@ -17,15 +19,18 @@ from fedquilt.tools.lab.papers.grid import merge_tables
 pytest.importorskip("torch", reason="networks are built")
 
 
-def test_the_byte_columns_follow_from_resnet18(tmp_path: Path) -> None:
-    """FedAvg's gibibytes, FedFina's and FedLG's mebibytes, with nothing trained."""
-    table = papers.load_tables()["genefl-bytes"]
-    result = papers.run_table(table, out=tmp_path)
-    assert all(claim["reached"] for claim in result["figures"].values())
-    assert result["columns"][""]["FedFina, the four 3x3 convolutions of layer4, MiB"]["values"] == {"size": [31.5]}
-    text = [" ".join(line.split()) for line in papers.format_result(table, result)]
-    assert "FedAvg, 1000 uploads, 10 classes, GiB 41.655 (41.66)" in text
-    assert "FedLG, three convolutions, MiB 18.281 (18.28)" in text
+def test_the_papers_bytes_follow_from_resnet18() -> None:
+    """Tables II and III: 1,000 uploads by FedAvg in GiB, the layers of FedFina and FedLG in MiB."""
+    narrow, wide = (
+        {name: value.detach().numpy() for name, value in registry.build(table).named_parameters()}
+        for table in ({"name": "torchvision/resnet18", "classes": classes} for classes in (10, 100))
+    )
+    last = [narrow[f"layer4.{i}.conv{j}.weight"] for i in (0, 1) for j in (1, 2)]
+    some = [narrow[f"{name}.weight"] for name in ("layer4.1.conv1", "layer4.1.conv2", "layer2.0.conv1")]
+    gib = [1000 * tensors.total_bytes([held]) / 2**30 for held in (narrow, wide)]
+    assert gib == [pytest.approx(41.66, abs=0.01), pytest.approx(41.83, abs=0.01)]
+    assert sum(each.nbytes for each in last) / 2**20 == pytest.approx(31.50, abs=0.01)
+    assert sum(each.nbytes for each in some) / 2**20 == pytest.approx(18.28, abs=0.01)
 
 
 def rows(ours: list[float], local: list[float], inherited: list[float], up: float = 10.0) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def test_newcomers_come_online_in_the_running_job(tmp_path: Path, monkeypatch: p
         | {"GENE-FL": {"away": 2}},
     }
     grid = replace(table, raw=merge_tables(table.raw, over)).fill_marks(None)
-    todo = cells.make_cells(grid, table.code, "genefl", [0], 2, [""], tmp_path)
+    todo = cells.make_cells(grid, "genefl", [0], 2, [""], tmp_path)
     runs = {cell.case: cells.run_case(cell.case, lambda done: None) for cell in todo}
     result = results.make_result("genefl", grid, todo, runs, [0], 2)
     known, new = ("dev-00", "dev-01"), ("dev-02", "dev-03")

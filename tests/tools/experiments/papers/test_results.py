@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
 
 from fedquilt.tools.lab import papers
-from fedquilt.tools.lab.papers import claims, results
+from fedquilt.tools.lab.papers import results
 from fedquilt.tools.lab.papers.grid import ClaimSpec, Grid, GridColumn, GridRow
 
 PEWS: Grid = papers.load_tables()["fedpews-table2"].grid
@@ -133,5 +134,17 @@ def test_a_spread_is_that_of_several_seeds() -> None:
 
 def test_a_claim_is_told_as_before() -> None:
     """Its name, mean, interval and verdict."""
-    told = claims.judge_claim([1.0, 2.0], "points", at_least=0.0)
+    told = results.judge_claim([1.0, 2.0], "points", at_least=0.0)
     assert msgspec.json.decode(msgspec.json.encode(told)) == told
+
+
+def test_a_picture_has_a_dot_for_each_seed_of_each_row() -> None:
+    """A plot for each shown value; a row without values is in none."""
+    made = Grid(about="x", rows={"a": GridRow(), "b": GridRow()}, show=(GridColumn("test", "accuracy %", 100.0),))
+    values = {"a": [0.25, 0.5], "b": [None, None]}
+    rows = {name: {"rounds": 1, "values": {"test": each}, "paper": {}} for name, each in values.items()}
+    drawn = results.draw_picture(made, {"table": "made", "columns": {"even": rows}})
+    words = [each.text for each in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert "a, even" in words
+    assert "b, even" not in words
+    assert drawn.count("a, even: ") == 2

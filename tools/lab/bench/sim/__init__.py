@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,12 +73,6 @@ class Contestant:
     command: tuple[str, ...]
     processes: int
     engine: str = ""  # of our devices, instead of the workload's
-    carrier: str = ""  # who does our devices' work, as of `--engine`; "": a pool
-    cores: frozenset[int] = frozenset()  # that it and all it starts may use; none: as this process
-
-    def is_distinct_for(self, work: FederationWorkload) -> bool:
-        """Return whether the engine differs from the workload's own, which another contestant uses."""
-        return self.engine != work.engine
 
 
 NAMES = {"W1": COMPUTE, "W2": OVERHEAD}
@@ -97,29 +91,32 @@ def select_workloads(only: Sequence[str]) -> Sequence[FederationWorkload]:
 
 
 def measure(
-    path: Path | str,
+    data: Path,
     beside: Sequence[str] = (),
+    only: Sequence[str] = (),
     repeats: int = 3,
-    workloads: Sequence[FederationWorkload] = (COMPUTE, OVERHEAD),
+    workloads: Sequence[FederationWorkload] = (),
     processes: int | None = None,
     show: Callable[[str, float, float], None] = progress.LINE.show_status,
 ) -> dict[str, Any]:
     """Run all contestants on all workloads, in turn.
 
     Args:
-        path: IDX images of 28x28, such as MNIST's `raw` folder.
+        data: Folder of IDX images of 28x28, such as MNIST's `raw` folder.
         beside: Names of other simulators among `environments.OTHERS`, which run once each.
+        only: Names of the workloads to run, or () for all.
         repeats: Number of runs of fedquilt and of the plain loops.
-        workloads: Federations to run.
+        workloads: Workloads to run instead of those named by `only`.
         processes: Number of workers, or None for one per available core.
         show: Function called repeatedly with the name of the current run, the finished and the total number.
 
     Raises:
         DataError: If the images are missing or too few.
-        JobError: If a simulator is unknown.
+        JobError: If a simulator or a workload is unknown.
     """
     for name in beside:
         environments.find_simulator(name)
+    workloads = workloads or select_workloads(only)
     processes = processes or len(os.sched_getaffinity(0))
     contestants, absent = _prepare_contestants(beside, processes)
     found: dict[str, Any] = {
@@ -136,18 +133,18 @@ def measure(
             for work in workloads
             for turn in range(repeats)
             for each in contestants
-            if each.is_distinct_for(work) and (turn == 0 or each.name in (*OURS, *BARE))
+            if each.engine != work.engine and (turn == 0 or each.name in (*OURS, *BARE))
         ]
         runs: dict[str, dict[str, list[dict[str, Any]]]] = {work.name: {} for work in workloads}
         for work in workloads:
-            write_workload(work, path, Path(scratch) / work.name)
+            write_workload(work, data, Path(scratch) / work.name)
         for done, (work, turn, each) in enumerate(turns):
             tell = partial(show, f"{work.name}, turn {turn + 1} of {repeats}: {each.title}", done, len(turns))
             runs[work.name].setdefault(each.name, []).append(
-                run_contestant(each, Path(scratch) / work.name, work, tell)
+                _run_contestant(each, Path(scratch) / work.name, work, tell)
             )
         for work in workloads:
-            found["workloads"][work.name] = summarise_runs(runs[work.name], contestants)
+            found["workloads"][work.name] = _summarise_runs(runs[work.name], contestants)
     found["figures"] = _build_figures(found)
     return found
 
@@ -235,32 +232,14 @@ def _draw_weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
     return tensors.decode_tensors(shown.stdout)
 
 
-@contextlib.contextmanager
-def _restrict_to_cores(cores: frozenset[int]) -> Iterator[None]:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores or before)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-def run_contestant(
+def _run_contestant(
     each: Contestant, folder: Path, work: FederationWorkload, tell: Callable[[], None]
 ) -> dict[str, Any]:
-    """Run a contestant once. Return its output, and peak memory and processor time.
-
-    `tell` is called repeatedly during the run.
-
-    Raises:
-        FedquiltError: If the contestant failed.
-    """
     env = {**os.environ, "BENCH_BEGAN": repr(time.time()), "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
         began_s = time.perf_counter()
-        command = [*each.command, str(folder), str(each.processes), *filter(None, [each.engine, each.carrier])]
-        with _restrict_to_cores(each.cores):
-            process = subprocess.Popen(command, stdout=told, stderr=said, env=env, cwd=folder)
+        command = [*each.command, str(folder), str(each.processes), *filter(None, [each.engine])]
+        process = subprocess.Popen(command, stdout=told, stderr=said, env=env, cwd=folder)
         rss, pss, spent_s = 0, 0, _child_processor_s()
         while process.poll() is None:
             tell()
@@ -272,7 +251,7 @@ def run_contestant(
         last = [line for line in told.read().decode(errors="replace").splitlines() if line.startswith('{"start_s"')]
         if process.returncode or not last:
             words = said.read().decode(errors="replace").strip().splitlines()
-            raise FedquiltError(f"{each.title} failed on {work.name}: {words[-1] if words else 'it said nothing'}")
+            raise FedquiltError(f"{each.title} failed on {work.name}: {words[-1] if words else 'no output'}")
     found = json.loads(last[-1])
     steady = found["rounds_s"][1:]
     return {
@@ -304,12 +283,12 @@ def _memory_bytes(pid: int) -> tuple[int, int]:
     return rss, pss
 
 
-def summarise_runs(runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]) -> dict[str, Any]:
-    kept = ("rate", "start_s", "wall_s", "cpu_s", "accuracy", "rss_mb", "pss_mb")
+def _summarise_runs(runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]) -> dict[str, Any]:
+    columns = ("rate", "start_s", "wall_s", "cpu_s", "accuracy", "rss_mb", "pss_mb")
     return {
         each.name: {
             "title": each.title,
-            **{key: statistics.median(run[key] for run in runs[each.name]) for key in kept},
+            **{key: statistics.median(run[key] for run in runs[each.name]) for key in columns},
             "rates": [run["rate"] for run in runs[each.name]],
         }
         for each in contestants

@@ -1,11 +1,7 @@
-"""Fedquilt's simulated fleet on a workload: `python fedquilt_app.py FOLDER WORKERS [ENGINE [CARRIER]]`.
-
-Without ENGINE the devices have the job's, and without CARRIER (as of `fedquilt fleet --engine`) a pool does their work.
-"""
+"""Fedquilt's simulated fleet on a workload: `python fedquilt_app.py FOLDER WORKERS [ENGINE]`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -17,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples, evaluation
 from fedquilt.tools.simulation import DeviceData
@@ -49,13 +44,10 @@ def main() -> None:
     spec = json.loads((folder / "spec.json").read_text())
     test = Examples(np.load(folder / "test_x.npy"), np.load(folder / "test_y.npy"))
     job = settings.parse_job({**spec["job"], **({"engine": sys.argv[3]} if sys.argv[3:] else {})})
-    carrier = sys.argv[4] if sys.argv[4:] else "pool"
-    began_s, before_s = time.perf_counter(), time.time() - float(os.environ["BENCH_BEGAN"])
+    before_s = time.time() - float(os.environ["BENCH_BEGAN"])
     told: dict[str, float] = {}
-    spent_s: list[float] = []  # of this process before the first round, and after each
 
     def observe(simulation: Simulation, hands: WorkBackend) -> None:
-        spent_s.append(time.process_time())
         if simulation.is_finished:
             told.update(evaluation.compute_metrics(found) if (found := hands.evaluate_test_set(simulation)) else {})
 
@@ -64,7 +56,7 @@ def main() -> None:
         folder / "bundle",
         read_members(folder, spec),
         workers=workers,
-        engine=carrier,
+        engine="pool",
         together=True,
         test=test,
         observe=observe,
@@ -75,10 +67,6 @@ def main() -> None:
                 "start_s": before_s + outcome.start_s,
                 "rounds_s": [round.wall_s for round in outcome.rounds],
                 "accuracy": told["accuracy"],
-                "run_s": time.perf_counter() - began_s,
-                "coordinator_s": spent_s[len(outcome.rounds)]
-                - spent_s[1],  # of its processor, in all rounds but the first
-                "sha256": hashlib.sha256(tensors.encode_tensors(outcome.artefact.tensors)).hexdigest(),
             }
         )
     )

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from ray_client import client
-from workload import ContestantWorkload, arguments, since_start, tell
+from workload import ContestantWorkload, print_result, read_arguments, seconds_since_start
 
 server = ServerApp()
 
@@ -32,7 +32,7 @@ class TimedFedAvg(FedAvg):  # type: ignore[misc]
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
         if not self.began_s:
-            self.start_s = since_start()
+            self.start_s = seconds_since_start()
         self.began_s.append(time.perf_counter())
         return super().configure_train(*args, **options)
 
@@ -51,11 +51,11 @@ def run_rounds(grid: Grid, context: Context) -> None:
     )
     times = [*strategy.began_s, time.perf_counter()]
     model.load_state_dict(result.arrays.to_torch_state_dict())
-    tell(strategy.start_s, [b - a for a, b in zip(times, times[1:])], work.accuracy(model))  # noqa: B905, RUF007
+    print_result(strategy.start_s, [b - a for a, b in zip(times, times[1:])], work.accuracy(model))  # noqa: B905, RUF007
 
 
 if __name__ == "__main__":
-    given, processes = arguments()
+    given, processes = read_arguments()
     run_simulation(
         server_app=server,
         client_app=client,

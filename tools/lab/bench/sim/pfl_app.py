@@ -49,9 +49,9 @@ def run_rank() -> None:
     from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
     from pfl.metrics import Metrics
     from pfl.model.pytorch import PyTorchModel
-    from workload import arguments, since_start, tell
+    from workload import print_result, read_arguments, seconds_since_start
 
-    work, _ = arguments()
+    work, _ = read_arguments()
     torch.set_num_threads(1)
     np.random.seed(work.spec["seed"])  # the same on every process: they draw the same cohorts
     module: Any = work.network()
@@ -71,7 +71,7 @@ def run_rank() -> None:
             self.start_s = 0.0
 
         def on_train_begin(self, *, model: Any) -> Any:
-            self.start_s = since_start()
+            self.start_s = seconds_since_start()
             self.times.append(time.perf_counter())
             return Metrics()
 
@@ -105,7 +105,7 @@ def run_rank() -> None:
     )
     if os.environ["BENCH_RANK"] == "0":
         times = clock.times
-        tell(clock.start_s, [b - a for a, b in zip(times, times[1:])], work.accuracy(module))  # noqa: B905, RUF007
+        print_result(clock.start_s, [b - a for a, b in zip(times, times[1:])], work.accuracy(module))  # noqa: B905, RUF007
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from workload import ContestantWorkload, arguments, since_start, tell
+from workload import ContestantWorkload, print_result, read_arguments, seconds_since_start
 
 
 class TrainingLoop:
@@ -49,7 +49,7 @@ def run_worker(folder: str, start: list[torch.Tensor], total: list[torch.Tensor]
 
 
 def main() -> None:
-    work, processes = arguments()
+    work, processes = read_arguments()
     loop, spawn = TrainingLoop(work), multiprocessing.get_context("spawn")
     start = [value.detach().clone().share_memory_() for value in work.network().parameters()]
     totals = [[torch.zeros_like(value).share_memory_() for value in start] for _ in range(processes)]
@@ -60,7 +60,7 @@ def main() -> None:
         pipes.append(ours)
     for pipe in pipes:
         pipe.recv()
-    start_s, rounds_s = since_start(), []
+    start_s, rounds_s = seconds_since_start(), []
     for cohort in work.cohorts:
         began_s = time.perf_counter()
         for rank, pipe in enumerate(pipes, 1):
@@ -78,7 +78,7 @@ def main() -> None:
     with torch.no_grad():
         for value, end in zip(loop.parameters, start, strict=True):
             value.copy_(end)
-    tell(start_s, rounds_s, work.accuracy(loop.model))
+    print_result(start_s, rounds_s, work.accuracy(loop.model))
 
 
 if __name__ == "__main__":

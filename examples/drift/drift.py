@@ -1,0 +1,140 @@
+"""From drift to a new model, with three boards on this machine. Every step is a `fedquilt` command.
+
+Run it beside a copy of tools/lab/demo/job.toml, digits.npz and bundle/ with the extra `onnx`; it takes about a minute:
+
+1. Boards make a network for digits. `rollout model` brings it to all of them, and `model serve` answers with it.
+2. The inputs get darker and noisier. The runner reports drift, and `fedquilt devices` shows it.
+3. Boards get labels of what they see now, make another network, and `rollout model` replaces the first one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+BOARDS = ("jetson-nano", "jetson-tx2", "raspberry-pi-5")
+FEDQUILT = (sys.executable, "-m", "fedquilt.cli")
+LIMIT_S = 120.0
+
+
+def run(*words: str) -> None:
+    print("\n$ fedquilt", *words, flush=True)
+    subprocess.run([*FEDQUILT, *words], check=True, stdin=subprocess.DEVNULL)
+
+
+def start(stack: contextlib.ExitStack, *words: str) -> None:
+    with Path("processes.log").open("ab") as log:
+        process = subprocess.Popen([*FEDQUILT, *words], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+    stack.callback(process.wait)
+    stack.callback(process.terminate)
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    limit_s = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > limit_s:
+            sys.exit(f"{what}: not within {LIMIT_S:g} s, see processes.log")
+        time.sleep(0.2)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def write_settings(board: str, index: int, broker: str) -> None:
+    Path(board).mkdir()
+    Path(board, "agent.toml").write_text(
+        f'device = "{board}"\nboard = "{board}"\nhome = "."\nbudget = "256MB"\ntelemetry_s = 2.0\n'
+        f'[broker]\nurl = "{broker}"\n'
+        f'[data]\npath = "../seen.npz"\npartition = "iid"\nshare = {index}\nshares = {len(BOARDS)}\n'
+    )
+
+
+def darken(x: np.ndarray, seed: int) -> np.ndarray:
+    noise = np.random.default_rng(seed).normal(0, 10, x.shape)
+    return np.clip(0.5 * x + noise, 0, 255).astype(np.uint8)
+
+
+def store_examples(digits: dict[str, np.ndarray]) -> None:
+    with open("seen.npz.part", "wb") as file:
+        np.savez(file, **digits)  # type: ignore[arg-type]
+    os.replace("seen.npz.part", "seen.npz")  # boards read the file at any time
+
+
+def serve(x: np.ndarray, y: np.ndarray, port: int, count: int) -> float:
+    """Let the runner classify images with their labels. Return the share of right answers."""
+    right, link = 0, http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    draws = np.random.default_rng(0)
+    for _ in range(count // 20):
+        rows, file = draws.integers(len(y), size=20), io.BytesIO()
+        np.savez(file, x=x[rows], y=y[rows])
+        link.request("POST", "/v1/classify", file.getvalue())
+        answers = json.loads(link.getresponse().read())["answers"]
+        right += sum(each["class"] == label for each, label in zip(answers, y[rows].tolist(), strict=True))
+    return right / (count // 20 * 20)
+
+
+def rollouts_are_done() -> bool:
+    words = (*FEDQUILT, "rollouts", "--home", "runs", "--format", "json")
+    return all(each["status"] == "done" for each in json.loads(subprocess.check_output(words)))
+
+
+def served(board: str) -> dict[str, float]:
+    path = Path(board, "models", "served.json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def main() -> None:
+    with np.load("digits.npz") as file:
+        digits = dict(file)
+    store_examples(digits)
+    job = (
+        Path("job.toml").read_text().replace("expansions = 16", "expansions = 0").replace("devices = 6", "devices = 3")
+    )
+    Path("digits.toml").write_text(job.replace("deadline_s = 60", "deadline_s = 60\nstart_devices = 3"))
+    broker_port, port = free_port(), free_port()
+    broker, first = f"mqtt://127.0.0.1:{broker_port}", BOARDS[0]
+    with contextlib.ExitStack() as stack:
+        start(stack, "broker", "--port", str(broker_port))
+        start(stack, "serve", "--home", "runs", "--broker", broker)
+        for index, board in enumerate(BOARDS):
+            write_settings(board, index, broker)
+            start(stack, "agent", f"{board}/agent.toml")
+        wait_until(Path("runs/fedquilt.db").exists, "the coordinator starts")
+        rollout = ("--home", "runs", "--canary", "12%", "--phases", "100", "--soak", "1s")
+        run("run", "digits.toml", "--bundle", "bundle", "--home", "runs")
+        run("deploy", "digits", *rollout)
+        wait_until(Path(first, "models", "current").exists, "the model is in use")
+        start(stack, "serve-model", f"{first}/models", "--http", f"127.0.0.1:{port}", "--threads", "1")
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "the runner starts")
+        x, y, dark = digits["x_test"], digits["y_test"], darken(digits["x_test"], 1)
+        print(f"\nright answers: {serve(x, y, port, 1000):.1%}")
+        print(f"right answers in the dark: {serve(dark, y, port, 1000):.1%}")
+        wait_until(lambda: (served(first).get("drift") or 0.0) > 0.3, "the runner reports drift")
+        time.sleep(3)  # until the agent has reported it
+        run("devices", first, "--home", "runs")
+        store_examples({**digits, "x_train": darken(digits["x_train"], 0), "x_test": dark})
+        before = Path(first, "models", "current").resolve()
+        run("run", "digits.toml", "--bundle", "bundle", "--home", "runs")
+        run("deploy", "digits", *rollout, "--min-gain", "5pt")
+        wait_until(lambda: Path(first, "models", "current").resolve() != before, "the new model is in use")
+        wait_until(rollouts_are_done, "every board keeps the new model")
+        print(f"\nright answers in the dark, with the new model: {serve(dark, y, port, 1000):.1%}")
+        run("rollouts", "--home", "runs")
+
+
+if __name__ == "__main__":
+    main()

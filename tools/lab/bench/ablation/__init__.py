@@ -1,1 +1,0 @@
-"""Ablation of the search for stitched networks."""

@@ -1,0 +1,53 @@
+"""Mosquitto as a process of a benchmark."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from fedquilt.core import JobError, LinkError
+
+START_S: Final = 10.0
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_mosquitto(folder: Path, port: int, settings: str = "") -> subprocess.Popen[bytes]:
+    """Start Mosquitto on a port of this machine, and wait until it accepts connections.
+
+    Args:
+        folder: Folder for its mosquitto.conf.
+        port: TCP port.
+        settings: Further lines of mosquitto.conf.
+
+    Raises:
+        JobError: If Mosquitto is not installed.
+        LinkError: If it does not start.
+    """
+    program = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if program is None:
+        raise JobError("this bench needs Mosquitto: apt install mosquitto")
+    config = folder / "mosquitto.conf"
+    user = psutil.Process().username()  # a broker started by root would change to the user "mosquitto"
+    config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nset_tcp_nodelay true\nuser {user}\n{settings}")
+    process = subprocess.Popen([program, "-c", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    limit_s = time.monotonic() + START_S
+    while time.monotonic() < limit_s:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return process
+        except OSError:
+            time.sleep(0.05)
+    process.kill()
+    raise LinkError(f"mosquitto does not accept connections on port {port} within {START_S:g} s: see {config}")

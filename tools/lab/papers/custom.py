@@ -1,0 +1,259 @@
+"""Functions named by the tables of papers.
+
+`observe` names a function (folder, how, simulation, hands), called before the first round, after each round and at the
+end, which returns values for `SeedRun.figures`. `play` names a function (job, folder, how) that runs a row and returns
+a `SeedRun`. `by` names a function (job, examples) that computes starting weights.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fedquilt import methods
+from fedquilt.arrays import tensors
+from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
+from fedquilt.core import EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors, Trainer
+from fedquilt.data import images
+from fedquilt.edge_agent.settings import parse_size
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.formats import job_bundle
+from fedquilt.tools.artefacts import batchnorm, prepare
+from fedquilt.tools.experiments import single_run
+from fedquilt.tools.experiments.evaluation import Evaluator
+from fedquilt.tools.experiments.single_run import SeedRun
+from fedquilt.tools.lab.papers.cells import ExecutionOptions, run_with_options
+from fedquilt.tools.simulation.run import iterate_states, run_rounds
+from fedquilt.tools.simulation.scratch_folders import ScratchFolder
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, SimulatedRound, Simulation
+from fedquilt.tools.simulation.task_process import TaskProcess
+from fedquilt.tools.simulation.workers.backend import WorkBackend
+
+BUDGETS: Final = ("1GB", "2GB", "4GB")  # of sub-models
+WHOLE: Final = ("fedavg", "fedepth")  # methods that send the whole network to every device
+PAPER_EPOCHS: Final = 10  # in each round of FedStitch's paper
+PAPER_BATCH: Final = 128  # batch size for the memory of tasks, and hence for who takes part
+
+
+# -- observers ------------------------------------------------------------------------------------
+
+
+def observe_gates(folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
+    """Return after the last round the sizes, the uploads in % of the shared part, and FedSDG's gates."""
+    if not simulation.is_finished:
+        return {}
+    tasks = sum(len(each.devices) for each in simulation.rounds)
+    shared = tensors.total_bytes([simulation.state.model])
+    found: dict[str, Any] = {
+        "shared_bytes": shared,
+        "model_bytes": tensors.total_bytes([job_bundle.load_bundle(folder).load("model")]),
+        "sent": 100 * sum(each.up_bytes for each in simulation.rounds) / (tasks * shared),
+    }
+    gates = {
+        device: [value for key, value in sorted(metrics.items()) if key.startswith("gate.")]
+        for device, metrics in simulation.rounds[-1].devices_metrics.items()
+    }
+    if known := [value for values in gates.values() for value in values]:
+        found |= {"gates": gates, "least_gate": min(known), "most_gate": max(known)}
+    return found
+
+
+def observe_submodels(
+    folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend
+) -> dict[str, Any]:
+    """Return after the last round the accuracy of the sub-model for each memory budget."""
+    if not simulation.is_finished or simulation.job.method in WHOLE:
+        return {}
+    state, rounds = simulation.state, simulation.completed_rounds
+    with Evaluator(simulation.job, folder) as judge:
+        scores = {each: judge.score(state, rounds, budget_bytes=parse_size(each)) for each in BUDGETS}
+    return {each: score.value for each, score in scores.items() if score is not None}
+
+
+def observe_newcomers(
+    folder: Path, how: ExecutionOptions, simulation: Simulation, hands: WorkBackend
+) -> dict[str, Any]:
+    """Bring GENE-FL's new devices online for the last two rounds, and return accuracies and sizes."""
+    if not how.row.away:
+        return {}
+    new, left = list(simulation.members)[-how.row.away :], simulation.job.rounds - len(simulation.rounds)
+    if left == 2:
+        simulation.fleet.bring_online(new)
+    if left == 1:  # newcomers train from this state
+        state = simulation.state
+        genes = [state.genes[state.assigned[name]] for name in new]
+        begun = [tensors.total_bytes([state.first[layer] for layer in gene]) for gene in genes]
+        return {"begun_bytes": statistics.fmean(begun), "genes": {str(k): list(g) for k, g in enumerate(state.genes)}}
+    if not simulation.is_finished:
+        return {}
+    before, last = simulation.rounds[:-2], simulation.rounds[-1]
+    return {
+        "mean": _mean_accuracy(before[-1].devices_metrics.values()),
+        "up_bytes": sum(each.up_bytes for each in before),
+        "newcomers": _mean_accuracy(last.devices_metrics[name] for name in new),
+    }
+
+
+def _mean_accuracy(found: Iterable[Mapping[str, float]]) -> float:
+    return statistics.fmean(each["held_correct"] / each["held_examples"] for each in found)
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def train_from_scratch(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+    """Train new devices from the weights in the bundle, each alone."""
+    run = run_with_options(job, folder, how)
+    return msgspec.structs.replace(run, marks=(), figures={"newcomers": run.marks[-1].mean})
+
+
+def train_from_fedavg(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+    """Run FedAvg on the known devices, then train new devices from its result, each alone."""
+    last: list[dict[str, Any]] = []
+
+    def store_model(simulation: Simulation, hands: WorkBackend) -> dict[str, Any]:
+        last[:] = [simulation.state.model]
+        return {}
+
+    known = msgspec.structs.replace(how, row=msgspec.structs.replace(how.row, members=(0, how.row.members[0])))
+    run_with_options(msgspec.structs.replace(job, method="fedavg"), folder, known, look=store_model)
+    with ScratchFolder() as place:
+        file = place / "weights.safetensors"
+        file.write_bytes(tensors.encode_tensors(last[0]))
+        prepare.prepare_bundle({"model": {**job.model, "weights": str(file)}}, place / "bundle")
+        run = train_from_scratch(msgspec.structs.replace(job, rounds=1), place / "bundle", how)
+    return msgspec.structs.replace(run, figures={**run.figures, "begun_bytes": tensors.total_bytes(last)})
+
+
+def run_with_costs(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+    """Run a job, and add the costs of the paper's own schedule and the memory of its tasks.
+
+    The schedule of a search is the search itself. Memory is that of the devices whose budget permits a task.
+    """
+    run = run_with_options(job, folder, how)
+    costs: Mapping[str, Any] = {"planned_s": run.marks[-1].seconds, "planned_j": run.marks[-1].energy_j}
+    heavy = job
+    if "epochs" in job.params:
+        rounds = int(how.row.paper["rounds"][0])
+        params = {**job.params, "epochs": PAPER_EPOCHS}
+        costs = measure_schedule(msgspec.structs.replace(job, rounds=rounds, params=params), folder)
+        heavy = msgspec.structs.replace(job, params={**job.params, "epochs": 1, "batch": PAPER_BATCH})
+    budgets = job.fleet.budgets
+    peaks = {budget: measure_peak_bytes(folder, heavy, budget) for budget in dict.fromkeys(budgets)}
+    known = [peak for peak in map(peaks.__getitem__, budgets) if peak is not None]
+    memory = {"takes_part": len(known) / len(budgets)}
+    memory |= {"peak_bytes": statistics.fmean(known), "most_bytes": max(known)} if known else {}
+    return msgspec.structs.replace(run, figures={**costs, **memory})
+
+
+def measure_schedule(given: JobSettings, folder: Path) -> dict[str, float]:
+    """Return simulated seconds and joules of a whole job, run without training.
+
+    The cost of a task on a simulated board depends on its work and the number of examples, never on values.
+    Selection, declines and bytes are therefore as in a real run, while the weights stay unchanged.
+
+    Raises:
+        JobError: If the run has failed.
+        ModelError: If a board's profile has no power, so that its energy is unknown.
+    """
+    from fedquilt.edge_agent.engines.torch.engine import TorchEngine
+
+    unchecked = msgspec.structs.replace(given, check=EvaluationSettings())
+    rounds: list[SimulatedRound] = []
+
+    def observe(simulation: Simulation, hands: WorkBackend) -> None:
+        rounds[:] = simulation.rounds
+
+    members, engine = single_run.load_devices(given, folder)[0], FrozenEngine(TorchEngine(ROOM_BYTES))
+    for _ in iterate_states(unchecked, folder, members, engine=engine, observe=observe):
+        pass
+    joules = [round.energy_j for round in rounds if round.energy_j is not None]
+    if len(joules) < len(rounds):
+        raise ModelError("a simulated board's profile has no power: the schedule's joules are not known")
+    return {"planned_s": sum(round.duration_s for round in rounds), "planned_j": sum(joules)}
+
+
+class FrozenEngine:
+    """Engine that trains without any step and evaluates the first example only."""
+
+    def __init__(self, engine: Trainer) -> None:
+        self.name, self._engine = engine.name, engine
+
+    def train(
+        self,
+        network: Mapping[str, Any],
+        start: Tensors,
+        examples: Examples,
+        fit: Fit,
+        rng: np.random.Generator,
+        **_: Any,
+    ) -> tuple[Tensors, dict[str, float]]:
+        return dict(start), {"loss": 0.0, "steps": 0.0}
+
+    def evaluate(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
+    ) -> EvaluationSums:
+        return self._engine.evaluate(network, model, Examples(examples.x[:1], examples.y[:1]), hooks=hooks)
+
+
+def measure_peak_bytes(folder: Path, given: JobSettings, budget: str) -> int | None:
+    """Return the peak memory of a task process in one round of training or a whole search.
+
+    The device is alone in its job and has the first share of the examples. The result is None if it declines because
+    the budget is too small.
+
+    Raises:
+        ModelError: If a task failed, or the kernel reports no peaks.
+    """
+    alone = msgspec.structs.replace(
+        given,
+        cohort=msgspec.structs.replace(given.cohort, size=0, attempts=1),
+        check=EvaluationSettings(),
+        fleet=msgspec.structs.replace(given.fleet, budgets=(budget,)),
+    )
+    member, engine = single_run.load_devices(given, folder)[0][0], methods.load(given.method).engines[0]
+    peaks: list[int] = []
+    with ScratchFolder() as scratch:
+        own = scratch / "own.npz"
+        np.savez(own, x_train=member.train.x, y_train=member.train.y)
+        data = {"path": str(own)}
+        with (
+            TaskProcess(given.method, engine, parse_size(budget), data, Path, scratch) as process,
+            Simulation(alone, folder, {member.device: 0}, scratch / "home", engine=engine) as simulation,
+        ):
+
+            def run_requests(asked: Sequence[tuple[Simulation, WorkRequest]]) -> list[WorkResult]:
+                outcomes = [process.run_request(order) for _, order in asked]
+                for outcome in outcomes:
+                    if outcome.code != "ok":
+                        raise ModelError(f"a task of {given.method} in {budget}: {outcome.reason}")
+                    if outcome.peak_bytes is None:
+                        raise ModelError("this kernel does not report the peak memory of a process")
+                    peaks.append(outcome.peak_bytes)
+                return outcomes
+
+            for each in run_rounds([simulation], run_requests):
+                if "epochs" in given.params and each.rounds:
+                    break
+    return max(peaks, default=None)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def restore_batchnorm(job: Mapping[str, Any], seen: Examples) -> Tensors:
+    """Return a donor's weights. Folded batch normalisation is restored with statistics of `seen`."""
+    import torch
+
+    from fedquilt.models.networks import registry
+
+    model = registry.load_network({"name": job["model"]["name"]}, job["model"]["weights"])
+    if batchnorm.is_folded(model):
+        given = images.prepare_images(seen.x, msgspec.convert(job["input"], images.ImageInput))
+        batchnorm.restore_statistics(model, torch.from_numpy(given))
+    return {name: value.numpy() for name, value in model.state_dict().items()}
