@@ -85,7 +85,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
     with archive.open_bundle(path) as bundle:
         manifest, signature = bundle.signed, bundle.signature
     assert signature is not None
-    order = environment_build.BuildRequest("b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False)
+    order = environment_build.BuildRequest("b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False, newest=0, parent=0)
 
     def opened(payload: bytes) -> object:
         path.write_bytes(payload)

@@ -142,12 +142,11 @@ class JobRow(NamedTuple):
     origin: str
     epoch: int = 0
     head: bytes = FIRST  # checksum of the job's last fact
-    submitter: str = ""  # user of the system; "": not known, as in rows of version 2
+    submitter: str = ""  # user of the system; "" where a test or a tool has none
 
     @property
     def row_checksum(self) -> bytes:
-        """Checksum of the row. A row without a submitter has the checksum of version 2."""
-        return checksum(*(self if self.submitter else self[:-1]))
+        return checksum(*self)
 
 
 def current_user() -> str:
@@ -246,8 +245,9 @@ class RowStore:
         self._whole[row.id] = row, sum
 
     def delete_job(self, id: str) -> None:
-        """Delete a job and its events. Requires an open transaction."""
-        self._db.execute("delete from facts where job = ?", (id,))
+        """Delete a job and all rows about it. Requires an open transaction."""
+        for table in ("facts", "snapshots", "suspended"):
+            self._db.execute(f"delete from {table} where job = ?", (id,))  # noqa: S608
         self._db.execute("delete from jobs where id = ?", (id,))
 
     # -- counters --

@@ -31,13 +31,10 @@ RULES: Final = 9  # raise it whenever the same facts come to another state, or a
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 
-_THERE: Final = "select 1 from sqlite_master where name = 'snapshots'"
-_MADE: Final = (
-    """create table if not exists snapshots (
-        job text primary key, version text not null, log blob not null, body blob not null, sum blob not null)""",
-    """create trigger if not exists snapshots_of_removed_jobs after delete on jobs begin
-        delete from snapshots where job = old.id; end""",
-)
+SCHEMA: Final = """
+create table if not exists snapshots (
+    job text primary key, version text not null, log blob not null, body blob not null, sum blob not null);
+"""
 
 logger = logging.getLogger("fedquilt.coordinator")
 
@@ -69,7 +66,7 @@ class ValidSnapshot(NamedTuple):
 
 
 class SnapshotTable:
-    """Table of snapshots in a database, created with the first snapshot.
+    """Table of snapshots in a database.
 
     Every method raises sqlite3.Error if the database cannot be read or written.
     """
@@ -79,8 +76,6 @@ class SnapshotTable:
         self._told: set[str] = set()  # jobs whose snapshot was passed over
 
     def read_snapshot(self, job: str) -> ValidSnapshot | None:
-        if self._db.execute(_THERE).fetchone() is None:
-            return None
         row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
         if row is None:
             return None
@@ -102,8 +97,6 @@ class SnapshotTable:
     def write_snapshot(self, job: str, log: IndexedLog, body: bytes) -> None:
         """Replace the snapshot of a job. Requires an open transaction."""
         packed = msgspec.msgpack.encode(log)
-        for statement in _MADE if self._db.execute(_THERE).fetchone() is None else ():
-            self._db.execute(statement)
         values = job, VERSION, packed, body, _row_checksum(job, VERSION, packed, body)
         self._db.execute("insert or replace into snapshots values (?, ?, ?, ?, ?)", values)
 

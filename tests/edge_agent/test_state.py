@@ -185,17 +185,6 @@ def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
     assert f"{file} is damaged" in caplog.text
 
 
-def test_a_home_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
-    """Its private states had no round and no checksum; those of jobs that it had forgotten are not taken."""
-    AgentState(tmp_path)
-    write_tensors(tmp_path / "private/j-1.safetensors", {"c": np.array([1.0])})
-    (tmp_path / "counted.json").write_text('{"j-1":3,"other":5}')
-    local = AgentState(tmp_path)
-    assert local.load_outbox() == ({}, {"j-1": CountedRound(3), "other": CountedRound(5)})
-    assert state_of(local) == 1.0
-    assert local.find_private_state("other", 5) == PrivateState()
-
-
 def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_last(tmp_path: Path) -> None:
     """Of two rounds it is here; for any other it is said to be lost, and nothing else takes its place."""
     local, counted = AgentState(tmp_path), {}

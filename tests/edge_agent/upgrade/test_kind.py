@@ -233,7 +233,7 @@ def order(board: Board, file: Path) -> environment_build.BuildRequest:
     packages = tuple(path for path in sys.path if path.endswith("site-packages"))
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     return environment_build.BuildRequest(
-        str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True
+        str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True, newest=0, parent=0
     )
 
 
