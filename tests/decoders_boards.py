@@ -31,8 +31,9 @@ from fedquilt.coordinator.rounds.rollout import (
     StatusReported,
     release_for_device,
 )
-from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum, checksum
+from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
+from fedquilt.coordinator.storage.rows import JobRow
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
 from fedquilt.edge_agent import messages
@@ -380,12 +381,12 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
             for body in lines:
                 head = chain_checksum(head, id, 1.0, body)
                 store._db.execute(
-                    "insert into rollout_facts (rollout, at, body, sum) values (?, ?, ?, ?)", (id, 1.0, body, head)
+                    "insert into rollout_facts (job, at, body, sum) values (?, ?, ?, ?)", (id, 1.0, body, head)
                 )
-            line = (id, text, 1.0, "x", "", head)
+            row = JobRow(id, text, "", "", 1.0, head=head, submitter="x")
             store._db.execute(
-                "update rollouts set plan = ?, created = 1.0, submitter = 'x', head = ?, sum = ?",
-                (text, head, checksum(*line)),
+                "update rollouts set settings = ?, created = 1.0, submitter = 'x', head = ?, sum = ?",
+                (text, head, row.row_checksum),
             )
         log = RolloutLog(store._db, store._rows, home, store._write_transaction)
         log.referenced_blobs()

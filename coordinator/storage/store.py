@@ -15,7 +15,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, cast
 
@@ -24,7 +24,7 @@ import msgspec
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded, NoteRecorded
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.storage import rollout_log, snapshots, suspended_jobs, write_ahead_log
+from fedquilt.coordinator.storage import rollout_log, rows, snapshots, suspended_jobs, write_ahead_log
 from fedquilt.coordinator.storage.log_index import IndexedLog
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import (
@@ -45,14 +45,8 @@ from fedquilt.host.disk import PRIVATE, Disk, Lock
 
 VERSION: Final = 5  # of the tables
 CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
+JOBS: Final = rows.SCHEMA.format(table="jobs", facts="facts")
 _SCHEMA: Final = """
-create table if not exists jobs (
-    id text primary key, settings text not null, bundle text not null, status text not null, created real not null,
-    origin text not null, epoch integer not null, head blob not null, submitter text not null, sum blob not null);
-create table if not exists facts (
-    seq integer primary key, job text not null references jobs(id), at real not null, body text not null,
-    sum blob not null);
-create index if not exists facts_by_job on facts(job, seq);
 create table if not exists counters (name text primary key, value integer not null, sum blob not null);
 -- what can be asked of facts: a damaged one says nothing
 create view if not exists sound as
@@ -73,7 +67,7 @@ def require_tables(db: sqlite3.Connection, home: Path) -> None:
 
 def _make_tables(db: sqlite3.Connection) -> None:
     if db.execute("select 1 from sqlite_master").fetchone() is None:
-        schema = "".join((_SCHEMA, rollout_log.SCHEMA, snapshots.SCHEMA, suspended_jobs.SCHEMA))
+        schema = "".join((JOBS, rollout_log.SCHEMA, _SCHEMA, snapshots.SCHEMA, suspended_jobs.SCHEMA))
         db.executescript(f"begin immediate; {schema} pragma user_version = {VERSION}; commit;")
 
 
@@ -271,7 +265,7 @@ class Store:
 
     def _decode_row(self, row: JobRow, whole: bool) -> StoredJob | UnreadableRow:
         if not whole:
-            damaged = self._rows.damage_error(row.id, "its row in the list of runs is not what was written")
+            damaged = self._rows.damage_error(row.id, "its row in the list of jobs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
             id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
             return UnreadableRow(id, status, created, reason)
@@ -417,10 +411,7 @@ class Store:
     def _write_transaction(self) -> Iterator[None]:
         self._require_undamaged()
         try:
-            with (
-                database_errors(self.home),
-                nullcontext() if self._db.in_transaction else self._rows.open_transaction(),
-            ):
+            with database_errors(self.home), self._rows.open_transaction():
                 yield
         except DamagedRunError as error:
             raise StoreError(str(error)) from None

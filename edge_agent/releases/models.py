@@ -33,7 +33,7 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.power.energy import EnergyAccount
 from fedquilt.edge_agent.releases.acceptance import accuracy_loss_reason, judge_check, needs_more_labels
 from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TIMED, CheckRequest, SplitModelFiles
-from fedquilt.edge_agent.releases.hook import ReleaseHook
+from fedquilt.edge_agent.releases.process import ReleaseHook
 from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
 from fedquilt.edge_agent.runner_status import RunnerStatus, RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings
