@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from fedquilt import wire
 from fedquilt.core import Count, FedquiltError, JobError, ModelError, WireError, WireMessage
 from fedquilt.edge_agent.power.governor import Policy
-from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
+from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.formats import labels, toml
 from fedquilt.host.disk import REAL, Disk, disk_errors
@@ -187,11 +187,6 @@ class SettingsKind(ReleaseKind):
         except FedquiltError as error:
             raise ModelError(str(error)) from None
 
-    def start_check(self, release: DesiredRelease) -> None: ...
-
-    def poll_check(self) -> CheckResult | None:
-        return CheckResult("", {})
-
     def activate(self, release: DesiredRelease) -> None:
         kept = self._read_stored()
         if kept is not None and kept.serial == release.serial and not kept.returned:
@@ -200,9 +195,6 @@ class SettingsKind(ReleaseKind):
             StoredSettings(release.serial, dict(release.settings), {} if kept is None else kept.set)
         )
 
-    def unhealthy_reason(self) -> str:
-        return ""
-
     def roll_back(self) -> bool:
         kept = self._read_stored()
         if kept is None or (kept.before is None and not kept.returned):
@@ -210,5 +202,3 @@ class SettingsKind(ReleaseKind):
         if kept.before is not None:
             self._store_and_apply(StoredSettings(kept.serial, kept.before, returned=True))
         return True
-
-    def discard_unused(self) -> None: ...
