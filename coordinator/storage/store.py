@@ -38,7 +38,7 @@ from fedquilt.coordinator.storage.rows import (
     encode_lossless,
     is_served,
 )
-from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore, SnapshotTable
+from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.host.disk import PRIVATE, Disk, Lock
@@ -153,17 +153,19 @@ class Store:
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
                 _make_tables(self._db)
                 require_tables(self._db, home)
-                table = SnapshotTable(self._db, home)
-                self._rows, self.damage = RowStore(self._db, home, table.read_log), find_damage(self._db)
+                self._rows, self.damage = RowStore(self._db, home, self._read_snapshot_log), find_damage(self._db)
             except BaseException:  # also that the tables are of another version
                 self._db.close()
                 raise
-        self.snapshots = SnapshotStore(table, self._rows.read_log, home, self._write_transaction, every)
+        self.snapshots = SnapshotStore(self._db, self._rows.read_log, home, self._write_transaction, every)
         self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction, disk.wall_clock_s)
         self.holds = SuspendedJobs(self._db, home, self._write_transaction, self._read_epoch)
         self.depot = BlobStore(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
         self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `batch_events`: job, time, body
+
+    def _read_snapshot_log(self, job: str) -> IndexedLog | None:
+        return self.snapshots.read_log(job)
 
     def __enter__(self) -> Store:
         return self
