@@ -44,9 +44,6 @@ class RolloutRunner:
     """All rollouts of a store.
 
     Args:
-        executor: The link to the devices.
-        store: The home of the rollouts.
-        registry: The devices of the coordinator.
         poll_s: The interval at which the store is searched for new rollouts and requests.
         tell: The callback for each new event, with the rollout after the event.
 

@@ -35,8 +35,6 @@ class JobLoader:
     """Jobs of a coordinator that are starting up, or waiting for a retry after a failed disk read.
 
     Args:
-        desk: The services shared by all jobs.
-        load: The function that returns a method by its name.
         around: The function that adapts a job's method to the coordinator's place in a hierarchy of sites.
         serve: The callback for loaded jobs, `serve(jobs, now_s)`.
         by_wall: Whether time goes by the wall clock. For a job that was active here before, no time has passed

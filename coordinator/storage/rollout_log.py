@@ -45,13 +45,6 @@ class StoredRollout(NamedTuple):
 class RolloutLog:
     """Rollouts of one database.
 
-    Args:
-        db: The database, whose tables exist.
-        counters: The counters of the database.
-        home: The home of the database, for error messages.
-        writing: The function that opens a write transaction.
-        wall_s: The clock, in wall-clock seconds.
-
     Every method raises StoreError if the database cannot be read or written, and DamagedRunError if the rows of its
     rollout are damaged. A request is the status of the rollout's row.
     """

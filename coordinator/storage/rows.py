@@ -187,11 +187,7 @@ class RowStore:
     """Tables of the jobs of one database, or of its rollouts.
 
     Args:
-        db: The database.
-        home: The home of the database, for error messages.
         kept: The function that returns a job's log up to its valid snapshot, or None.
-        table: Table of the rows.
-        facts: Table of the events.
 
     Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError, with the fix, if
     the rows of its job are damaged.

@@ -64,10 +64,7 @@ class SnapshotStore:
     """Snapshots of the jobs of a home.
 
     Args:
-        db: The database.
         look: The function that returns the current log of a job, or None.
-        home: The home, for error messages.
-        writing: The function that opens a write transaction.
         every: The least number of events between two snapshots of a job.
     """
 

@@ -131,10 +131,8 @@ class Store:
     """Home folder of a coordinator.
 
     Args:
-        home: The folder.
         durable: Whether to wait for the disk, so that accepted updates survive a power failure. Otherwise they survive
             a killed process.
-        disk: The disk of the folder.
         every: The least number of events between two snapshots of a job.
 
     Every method raises StoreError if the folder or the database cannot be read or written.

@@ -66,9 +66,6 @@ class SuspendedJobs:
     """Suspended jobs of a database.
 
     Args:
-        db: Database.
-        home: Folder of the home, for error messages.
-        writing: Returns a write transaction, as in `Store`.
         epoch: Returns the number of the coordinator's last start.
 
     Raises, from every method:

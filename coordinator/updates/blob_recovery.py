@@ -96,12 +96,7 @@ def _convert_blob_read_errors(what: str, ref: BlobRef, again: bool) -> AbstractC
 
 
 class _BlobReadDisk(Disk):
-    """Disk whose read errors name the blob and the devices it came from.
-
-    Args:
-        disk: Disk of the blob.
-        naming: Context that converts read errors, see `convert_read_errors`.
-    """
+    """Disk whose read errors name the blob and the devices it came from."""
 
     def __init__(self, disk: Disk, naming: Callable[[], AbstractContextManager[None]]) -> None:
         self._disk, self._naming = disk, naming

@@ -107,13 +107,7 @@ def load_wait(kept: StoredRollout, log: RolloutLog, around: RolloutContext) -> s
 def describe_rollout_wait(
     state: Rollout, facts: Sequence[tuple[int, float, AnyRolloutEvent]], around: RolloutContext
 ) -> str:
-    """Return what a rollout waits for, as the end of a sentence, or "" if it does not wait.
-
-    Args:
-        state: The rollout.
-        facts: Its events, with their wall-clock times.
-        around: The context of the home's rollouts.
-    """
+    """Return what a rollout waits for, as the end of a sentence, or "" if it does not wait."""
     if not state.is_under_way:
         return ""
     if not around.served:

@@ -50,11 +50,7 @@ class ReleaseManager:
     """Releases of all kinds on one device.
 
     Args:
-        local: State folder of the device.
         kinds: Kinds by their names on the wire. Releases of other kinds are refused.
-        duty: Tasks of the device, which pause while a release is checked.
-        around: Services of the agent.
-        settings: Conditions under which a release waits.
         clock: Device clock in seconds since 1970, or None if the device has no clock.
 
     Raises:

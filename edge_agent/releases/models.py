@@ -76,14 +76,9 @@ class ModelReleases(ReleaseKind):
     """Releases of models on one device.
 
     Args:
-        settings: Settings of the agent.
         board: Device whose meter measures the energy of an answer.
-        worker: Worker that runs one check at a time.
         budget_bytes: Function that returns the memory budget of a check, or None for the budget in the settings.
-        disk: Disk of the models.
-        kept: Function that returns the device's private state of a job.
         examine: Check of a graph's file before anything runs the graph.
-        clock: Monotonic clock in seconds.
     """
 
     def __init__(

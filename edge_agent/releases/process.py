@@ -92,13 +92,7 @@ class ReleaseProcess:
 
 
 class ReleaseHook:
-    """Command of the device's owner.
-
-    Args:
-        command: Command with arguments, or () for no command.
-        timeout_s: Longest duration of a run.
-        clock: Monotonic clock in seconds.
-    """
+    """Command of the device's owner."""
 
     def __init__(self, command: Sequence[str], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._command, self._timeout_s, self._process = list(command), timeout_s, ReleaseProcess(clock)

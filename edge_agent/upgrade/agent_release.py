@@ -70,12 +70,7 @@ class AgentKind(ReleaseKind):
 
     Args:
         started: Information from the launcher, or None without one. Every release is refused then.
-        settings: Settings in agent.toml.
-        connected: Function that returns whether the broker is reachable.
-        restart: Function that shuts this process down.
         quiet: Function that cancels the launcher's alarm.
-        command: Command of the process that builds and checks.
-        clock: Monotonic clock in seconds, for the time limit of that process.
     """
 
     def __init__(

@@ -66,11 +66,6 @@ def parse_remote_settings(table: Mapping[str, Any]) -> RemoteSettings:
 def apply_remote_settings(own: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> AgentSettings:
     """Return the settings of agent.toml, overridden by remote settings.
 
-    Args:
-        own: Settings in agent.toml.
-        table: Remote settings.
-        memory_bytes: Memory of the board.
-
     Raises:
         JobError: If a key or value is invalid, or beyond the limits in agent.toml.
     """
@@ -124,9 +119,6 @@ class SettingsKind(ReleaseKind):
     """Releases of settings on one device.
 
     Args:
-        own: Settings in agent.toml.
-        memory_bytes: Memory of the board.
-        home: Home folder of the agent.
         take: Function that applies settings to the agent at once.
     """
 
