@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from fedquilt import wire
 from fedquilt.coordinator.rounds.next_event import elapsed_at_restart_s
-from fedquilt.core import BlobRef, Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
+from fedquilt.core import Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
 from fedquilt.core.messages import UPGRADES
 from fedquilt.formats import labels
 from fedquilt.onnx import schema
@@ -27,22 +27,13 @@ _WINDOW: Final = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
-class RolloutPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    kind: wire.Kind
-    name: Label  # what people call it: the run, or the version
-    blob: BlobRef | None = None
+class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
     select: tuple[str, ...] = ()  # of boards, by labels as [cohort] select has them
     canary: Share = 0.05  # share of the online devices
     phases: tuple[Share, ...] = (0.25, 1.0)  # cumulative; 1.0 includes devices that appear later
     abort_above: Share = 0.1  # share of the boards that have answered, above which it is undone
     patience_s: Seconds = 600.0  # for which a board that says nothing holds up the next phase
-    limits: wire.ReleaseLimits = wire.ReleaseLimits()
-    input_shape: wire.InputShape | None = None  # of one example of a model; None: as its graph declares it
     versions: schema.Versions | None = None  # of a model that is a file; fedquilt's own are for every runtime
-    soak_s: Seconds = 60.0
-    window: Label = ""
-    force: bool = False
-    settings: dict[Label, Any] = {}
 
     @property
     def cumulative_shares(self) -> tuple[float, ...]:
@@ -269,19 +260,8 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
     if device not in state.offered:
         return None
     if not state.is_reverted:
-        return wire.DesiredRelease(
-            rollout=state.id,
-            kind=plan.kind,
-            serial=state.serial,
-            blob=plan.blob,
-            name=plan.name,
-            limits=plan.limits,
-            input_shape=plan.input_shape,
-            soak_s=plan.soak_s,
-            window=plan.window,
-            force=plan.force,
-            settings=plan.settings,
-        )
+        content = {name: getattr(plan, name) for name in wire.ReleaseContent.__struct_fields__}
+        return wire.DesiredRelease(rollout=state.id, serial=state.serial, **content)
     if before is not None and before.serial == state.serial and before.phase in FAILED:
         return None
     return wire.DesiredRelease(
