@@ -23,10 +23,9 @@ from fedquilt.coordinator.rounds.rollout import (
     AnyRolloutEvent,
     PhasePassed,
     ReleaseOffered,
-    RolloutAborted,
     RolloutCompleted,
     RolloutPlan,
-    RolloutRolledBack,
+    RolloutReverted,
     RolloutStarted,
     StatusReported,
     release_for_device,
@@ -368,8 +367,8 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
         StatusReported("a", 1, "committed", "it is well", {"accuracy": 0.5}),
         PhasePassed(0, ("b",)),
         RolloutCompleted(),
-        RolloutAborted("two of two", 2),
-        RolloutRolledBack(2),
+        RolloutReverted(2, "two of two"),
+        RolloutReverted(2, "why"),
     )
     bodies = tuple(msgspec.json.encode(fact) for fact in facts)
 

@@ -114,26 +114,18 @@ class RolloutCompleted(RolloutEvent, frozen=True):
     """Success of all steps. Devices that connect later still receive the release."""
 
 
-class RolloutAborted(RolloutEvent, frozen=True):
-    """Abort of a rollout. Releases with this serial number restore the devices' earlier versions."""
+class RolloutReverted(RolloutEvent, frozen=True):
+    """Abort of a rollout under way, or roll-back of a completed one.
 
-    reason: Sentence
+    Releases with this serial number restore the devices' earlier versions.
+    """
+
     serial: Count
-
-
-class RolloutRolledBack(RolloutEvent, frozen=True):
-    serial: Count
+    reason: Sentence = ""
 
 
 AnyRolloutEvent: TypeAlias = (
-    RolloutStarted
-    | ReleaseOffered
-    | StatusReported
-    | RolloutResumed
-    | PhasePassed
-    | RolloutCompleted
-    | RolloutAborted
-    | RolloutRolledBack
+    RolloutStarted | ReleaseOffered | StatusReported | RolloutResumed | PhasePassed | RolloutCompleted | RolloutReverted
 )
 ALLOWED: Final[Mapping[type[RolloutEvent], tuple[Status, ...]]] = {
     RolloutStarted: ("queued",),
@@ -142,8 +134,7 @@ ALLOWED: Final[Mapping[type[RolloutEvent], tuple[Status, ...]]] = {
     RolloutResumed: ("running",),
     PhasePassed: ("running",),
     RolloutCompleted: ("running",),
-    RolloutAborted: ("queued", "running"),
-    RolloutRolledBack: ("done",),
+    RolloutReverted: ("queued", "running", "done"),
 }
 """Fact -> states of a rollout in which it may happen."""
 
@@ -225,10 +216,9 @@ def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
             return replace(state, step=step + 1, silent=state.silent.union(silent))
         case RolloutCompleted():
             return replace(state, status="done", step=len(state.plan.cumulative_shares))
-        case RolloutAborted(reason, serial):
-            return replace(state, status="aborted", reason=reason, back=serial)
-        case RolloutRolledBack(serial):
-            return replace(state, status="rolled back", back=serial)
+        case RolloutReverted(serial, reason):
+            status: Status = "rolled back" if state.status == "done" else "aborted"
+            return replace(state, status=status, reason=reason, back=serial)
 
 
 def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) -> StatusReported | None:
@@ -367,7 +357,7 @@ def decide_rollout_event(
             f"no selected device can take the release: {format_incompatible_devices(state.without, 1)}; select "
             "other devices"
         )
-        return RolloutAborted(shorten_error(why), serial)
+        return RolloutReverted(serial, shorten_error(why))
     failed, answered = (
         _find_failed_devices(state),
         [device for device in state.offered if state.device_phase(device) in SETTLED],
@@ -375,7 +365,7 @@ def decide_rollout_event(
     most = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())
     if len(failed) > most * max(len(answered), canary):
-        return RolloutAborted(_abort_reason(state, failed, len(answered)), serial)
+        return RolloutReverted(serial, _abort_reason(state, failed, len(answered)))
     if not state.is_step_open:
         # the canary waits for a device, and phases that would reach no further device are left out
         for step in range(state.step, len(state.plan.cumulative_shares)) if state.step else (0,):
@@ -387,7 +377,7 @@ def decide_rollout_event(
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
     lost = [device for device in pending if state.device_phase(device) in SWAPPED]
     if len(failed) + len(lost) > most * (len(answered) + len(lost)):
-        return RolloutAborted(_abort_reason(state, [*failed, *lost], len(answered) + len(lost)), serial)
+        return RolloutReverted(serial, _abort_reason(state, [*failed, *lost], len(answered) + len(lost)))
     return PhasePassed(state.step, tuple(sorted(each for each in pending if state.offered[each] == state.step)))
 
 

@@ -15,9 +15,8 @@ import msgspec
 from fedquilt.coordinator.rounds.rollout import (
     AnyRolloutEvent,
     Rollout,
-    RolloutAborted,
     RolloutPlan,
-    RolloutRolledBack,
+    RolloutReverted,
     RolloutStarted,
     apply_rollout_event,
 )
@@ -117,10 +116,9 @@ class RolloutLog:
         """
         now = self._wall_s()
         bodies = [(id, now, encode_lossless(id, fact, _decoded)) for id, fact in facts]
-        began = RolloutStarted | RolloutAborted | RolloutRolledBack
         with self._writing():
             self._rows.append_events(bodies)
-            if serials := [fact.serial for _, fact in facts if isinstance(fact, began)]:
+            if serials := [fact.serial for _, fact in facts if isinstance(fact, RolloutStarted | RolloutReverted)]:
                 self._counters.set_counter(_SERIAL, max(serials))
 
     def set_request(self, id: str, wish: Wish) -> None:

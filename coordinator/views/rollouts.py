@@ -15,12 +15,11 @@ from fedquilt.coordinator.rounds.rollout import (
     PhasePassed,
     ReleaseOffered,
     Rollout,
-    RolloutAborted,
     RolloutCompleted,
     RolloutDevice,
     RolloutPlan,
     RolloutResumed,
-    RolloutRolledBack,
+    RolloutReverted,
     RolloutStarted,
     StatusReported,
     format_incompatible_devices,
@@ -223,10 +222,9 @@ def format_event(state: Rollout, fact: AnyRolloutEvent) -> str:
             return f"{_format_step_name(state.plan, number)} passed{without}"
         case RolloutCompleted():
             return "done: boards that come later get it too" if state.plan.includes_all_devices else "done"
-        case RolloutAborted(reason):
-            return f"aborted: {reason}; boards that have it return to what they ran before"
-        case RolloutRolledBack():
-            return "rolled back: boards return to what they ran before"
+        case RolloutReverted(reason=reason):
+            what = f"aborted: {reason}; boards that have it" if state.status == "aborted" else "rolled back: boards"
+            return f"{what} return to what they ran before"
 
 
 def format_step(state: Rollout) -> str:

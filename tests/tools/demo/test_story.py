@@ -15,7 +15,7 @@ import pytest
 
 from fedquilt.coordinator.fleet.telemetry_store import TelemetryStore
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
-from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutAborted, StatusReported
+from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutReverted, StatusReported
 from fedquilt.coordinator.storage.reader import StoreReader
 from fedquilt.coordinator.storage.rows import is_served
 from fedquilt.coordinator.views.run_summary import summarise_events
@@ -70,7 +70,7 @@ def test_the_bad_model_was_on_the_canary_alone(ended: Ended) -> None:
         kept = store.rollouts.find_rollout(ended.bad).state
     offered = [device for fact in facts if isinstance(fact, ReleaseOffered) for device in fact.devices]
     assert len(offered) == 1
-    assert any(isinstance(fact, RolloutAborted) for fact in facts)
+    assert any(isinstance(fact, RolloutReverted) for fact in facts)
     assert not any(isinstance(fact, StatusReported) and fact.phase == "committed" for fact in facts)
     assert [each["status"] for each in ended.told["rollouts"]] == ["done", "aborted", "done"]
     boards = ended.boards()
