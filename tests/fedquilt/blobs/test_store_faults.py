@@ -89,7 +89,7 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
     payload = bytes(1000)
     for ask in (
         lambda depot, ref: depot.load(ref.sha256),
-        lambda depot, ref: depot.path(ref.sha256),
+        lambda depot, ref: depot.blob_path(ref.sha256),
         lambda depot, ref: depot.has(ref) or None,
     ):
         ref = BlobStore(tmp_path).store_bytes(payload)
