@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -23,11 +23,14 @@ from fedquilt.core import UNDECODABLE, ModelError, shorten_error
 from fedquilt.edge_agent.releases.process import ReleaseProcess
 from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.edge_agent.upgrade import archive, environment_build, launcher
+from fedquilt.edge_agent.upgrade import launcher
 from fedquilt.edge_agent.upgrade.launcher import VersionChoice
 from fedquilt.host import threads
 from fedquilt.host.disk import REAL, Disk, disk_errors
 from fedquilt.wire import DesiredRelease
+
+if TYPE_CHECKING:
+    from fedquilt.edge_agent.upgrade.environment_build import BuildRequest
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -88,7 +91,7 @@ class AgentKind(ReleaseKind):
         self._started, self._settings = started, settings
         self._connected, self._restart, self._quiet = connected, restart, quiet
         self._disk, self._command, self._check, self._killed = disk, command, ReleaseProcess(clock), 0
-        self._staged: environment_build.BuildRequest | None = None
+        self._staged: BuildRequest | None = None
 
     # -- choice.json --
 
@@ -129,6 +132,8 @@ class AgentKind(ReleaseKind):
     def _version_number(self, name: str) -> int:
         if self._settings.upgrade.unsigned:
             return 0
+        from fedquilt.edge_agent.upgrade import archive
+
         try:
             payload = self._disk.read(self._versions_folder() / name / archive.MANIFEST, 0, archive.MANIFEST_MOST)
             return msgspec.json.decode(payload, type=archive.UpgradeManifest).number
@@ -162,6 +167,8 @@ class AgentKind(ReleaseKind):
         started = self._require_launcher()
         if blob is None or release.blob is None:
             raise ModelError("a release of the agent needs a bundle of wheels")
+        from fedquilt.edge_agent.upgrade import archive, environment_build  # here: an idle agent reads no bundle
+
         with archive.open_bundle(blob) as bundle:
             environment_build.require_fitting_machine(bundle.manifest)
         choice = self._read_choice()
