@@ -21,9 +21,8 @@ from fedquilt.coordinator.rounds.rollout import (
     AnyRolloutEvent,
     ReleaseOffered,
     Rollout,
-    RolloutAborted,
     RolloutDevice,
-    RolloutRolledBack,
+    RolloutReverted,
     StatusReported,
 )
 from fedquilt.coordinator.storage.store import Store
@@ -44,9 +43,6 @@ class RolloutRunner:
     """All rollouts of a store.
 
     Args:
-        executor: The link to the devices.
-        store: The home of the rollouts.
-        registry: The devices of the coordinator.
         poll_s: The interval at which the store is searched for new rollouts and requests.
         tell: The callback for each new event, with the rollout after the event.
 
@@ -131,10 +127,9 @@ class RolloutRunner:
                 log.error("%s", why)
 
     def _apply_request(self, state: Rollout, wish: str, now_s: float) -> None:
-        if wish == "abort" and state.is_under_way:
-            self._record_events([(state.id, RolloutAborted("by request", self._store.rollouts.next_serial()))], now_s)
-        elif wish == "roll back" and state.status == "done":
-            self._record_events([(state.id, RolloutRolledBack(self._store.rollouts.next_serial()))], now_s)
+        if state.is_under_way if wish == "abort" else state.status == "done":
+            reason = "by request" if wish == "abort" else ""
+            self._record_events([(state.id, RolloutReverted(self._store.rollouts.next_serial(), reason))], now_s)
         self._store.rollouts.set_request(state.id, "")
 
     def _record_reports(self, heard: Iterable[tuple[str, wire.ReleaseStatus]], now_s: float) -> None:
@@ -204,7 +199,7 @@ class RolloutRunner:
                     self._set_owner(state, devices)
                     self._told_s.update(dict.fromkeys(devices, now_s))
                     self._send_releases(state, devices, now_s)
-                case RolloutAborted() | RolloutRolledBack():
+                case RolloutReverted():
                     self._arrived = True
                     self._send_releases(state, state.offered, now_s)
                 case StatusReported(device):
@@ -234,9 +229,8 @@ class RolloutRunner:
             if not state.is_reverted:
                 log.error("%s cannot be sent to %s: %s", state.id, device, error, extra=log_ids(device=device))
             if state.status == "running":
-                self._record_events(
-                    [(state.id, RolloutAborted(shorten_error(str(error)), self._store.rollouts.next_serial()))], now_s
-                )
+                reverted = RolloutReverted(self._store.rollouts.next_serial(), shorten_error(str(error)))
+                self._record_events([(state.id, reverted)], now_s)
             return
         if (phase := state.device_phase(device)) not in rollout.SETTLED:
             sends = self._sent.get((kind, device), (0.0, None))[1] or 0

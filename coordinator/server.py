@@ -290,12 +290,14 @@ class Server:
             wanted = [*wanted, *started]
         rows = [row for row in wanted if fair_share.is_schedulable(row, self._only)]
         waits = {serving.id: serving.measure_idle_time(now_s) for serving in self._jobs.values()}
-        able = [row for row in rows if not self._opening.is_waiting_for_disk(row.id, now_s)]
+        inactive = [row for row in rows if row.id not in self._jobs and row.id not in opening]
+        suspended = self._opening.find_suspended_jobs(now_s) if inactive else set()
+        able = [row for row in rows if row.id not in suspended]
         here = {**waits, **dict.fromkeys(opening, fair_share.IdleTime(0.0))}
         served = fair_share.select_jobs(able, here, self._gave_way_s, self._limits)
         for serving in [serving for serving in self._jobs.values() if serving.id not in served]:
             self._preempt_job(serving, waits[serving.id], now_s)
-        if begun := [row for row in rows if row.id in served and row.id not in self._jobs and row.id not in opening]:
+        if begun := [row for row in inactive if row.id in served]:
             self._opening.open_jobs(begun, now_s)
         elif not self._jobs and not opening and len(able) == len(rows):
             self.finished = self._only is not None

@@ -104,7 +104,7 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
     budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
-    adversaries: AdversarySettings | None = None  # of `compare`, `reproduce` and `fedquilt.simulate` alone
+    adversaries: AdversarySettings | None = None  # of `compare`, `lab reproduce` and `fedquilt.simulate` alone
     labels: tuple[str, ...] = ()  # of one board each, separated by spaces, taken in turn; (): none has any
     links: tuple[str, ...] = ()  # of boards on virtual time, taken in turn: "2MB/s 50ms"; (): transfers take no time
 

@@ -50,7 +50,7 @@ def run_agent(settings: AgentSettings) -> None:
     sandbox.protect_memory()
     before = os.umask(0o077)  # models, updates and private state are nobody else's on this board
     lock = AgentState(Path(settings.home)).lock_home()
-    with contextlib.suppress(PermissionError):  # of an earlier version's home, unless it is another user's
+    with contextlib.suppress(PermissionError):  # also of a home that its owner has made
         os.chmod(settings.home, 0o700)
     client = f"fedquilt-{settings.fleet}-{settings.device}"
     plain = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))

@@ -23,7 +23,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from fedquilt.core import REFETCH, RESEND, BlobRef, Reading, Task, Update, shorten_error
+from fedquilt.core import REFETCH, RESEND, BlobRef, Reading, Task, shorten_error
 from fedquilt.edge_agent.events import (
     Action,
     BlobFetched,
@@ -105,7 +105,7 @@ def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = R
 def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading: Reading) -> Step:
     task, open = event.task, state.open
     key = (task.job, task.round)
-    if key in state.outbox and _is_from_same_state(state.outbox[key].update, task):
+    if key in state.outbox and state.outbox[key].update.state == task.state:
         offer = state.outbox[key]
         update = replace(offer.update, attempt=task.attempt, epoch=max(task.epoch, offer.update.epoch))
         again = _with_send(replace(offer, update=update, sends=0), now_s)
@@ -198,10 +198,6 @@ def _is_same_work(one: Task, other: Task) -> bool:
 def _task_order(task: Task) -> tuple[int, int]:
     # A restored coordinator begins at an earlier round, with a later epoch.
     return task.epoch, task.round
-
-
-def _is_from_same_state(update: Update, task: Task) -> bool:
-    return update.state == task.state or not update.state or not task.state
 
 
 def _acceptance_claim(state: DeviceState, task: Task) -> Claim:

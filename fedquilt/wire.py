@@ -176,21 +176,26 @@ class ReleaseLimits(WireMessage, frozen=True, omit_defaults=True):
 InputShape: TypeAlias = Annotated[tuple[Annotated[int, Meta(ge=1, le=2**31)], ...], Meta(max_length=15)]
 
 
-class DesiredRelease(WireMessage, frozen=True, omit_defaults=True):
-    """Desired release of a device on dev/<device>/dn/<kind>, retained for devices that are offline."""
+class ReleaseContent(WireMessage, frozen=True, omit_defaults=True):
+    """What a rollout brings to a device, and when the device installs it."""
 
-    rollout: Name
     kind: Kind
-    serial: Count  # grows with each release for this device and kind: a smaller one is old news
-    blob: BlobRef | None = None  # None for settings and for a return
     name: Label = ""  # what people call it: the run, or the version
-    back: bool = False  # return to what ran before
+    blob: BlobRef | None = None  # None for settings and for a return
     limits: ReleaseLimits = ReleaseLimits()
     input_shape: InputShape | None = None  # of one example of a model; None: as its graph declares it
     soak_s: Seconds = 60.0  # time for which it has to hold before it counts as committed
     window: Label = ""  # of the board's local time, "02:00-05:00"; "": at any time
     force: bool = False  # swap also while a task runs
     settings: Annotated[dict[Label, Any], Meta(max_length=100)] = msgspec.field(default_factory=dict)
+
+
+class DesiredRelease(ReleaseContent, frozen=True, omit_defaults=True, kw_only=True):
+    """Desired release of a device on dev/<device>/dn/<kind>, retained for devices that are offline."""
+
+    rollout: Name
+    serial: Count  # grows with each release for this device and kind: a smaller one is old news
+    back: bool = False  # return to what ran before
 
 
 class ReleaseStatus(DeviceReport, frozen=True, omit_defaults=True):

@@ -4,7 +4,7 @@
 
 The files follow documented layouts (NVIDIA's developer guides, the kernel's ABI notes and public logs) and are not
 copied from a board. All files are plain, so that a value written is the value read, without a reaction of a kernel. For
-tests, `fedquilt bench` and trials of commands.
+tests, `fedquilt lab bench` and trials of commands.
 """
 
 from __future__ import annotations

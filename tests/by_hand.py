@@ -67,6 +67,7 @@ class Hand:
         task = next(task for task in reversed(self.tasks) if task)
         ref = self.depot.store_bytes(tensors.encode_tensors(model))
         values = {"job": task.job, "round": task.round, "attempt": task.attempt, "device": self.name, "weight": 1.0}
+        values["state"] = task.state
         update = Update(**{**values, "bundles": {"model": ref}, "metrics": {}, "usage": Usage(), **changes})
         self.say("update", update)
         return update

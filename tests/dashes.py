@@ -33,8 +33,8 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.rounds.rollout import (
     PhasePassed,
     ReleaseOffered,
-    RolloutAborted,
     RolloutPlan,
+    RolloutReverted,
     RolloutStarted,
     StatusReported,
 )
@@ -244,7 +244,7 @@ def add_rollout(home: Path, devices: list[str], name: str = "digits-20261123-041
         found: list[Any] = [RolloutStarted(7), ReleaseOffered(0, tuple(canary))]
         found += [StatusReported(device, 7, phase, why, measured) for device in canary]  # type: ignore[arg-type]
         found += (
-            [RolloutAborted("2 of 2 boards failed", 8)] if bad else [PhasePassed(0), ReleaseOffered(1, tuple(rest))]
+            [RolloutReverted(8, "2 of 2 boards failed")] if bad else [PhasePassed(0), ReleaseOffered(1, tuple(rest))]
         )
         store.rollouts.append_events([(id, fact) for fact in found])
     return id

@@ -23,16 +23,16 @@ from fedquilt.coordinator.rounds.rollout import (
     AnyRolloutEvent,
     PhasePassed,
     ReleaseOffered,
-    RolloutAborted,
     RolloutCompleted,
     RolloutPlan,
-    RolloutRolledBack,
+    RolloutReverted,
     RolloutStarted,
     StatusReported,
     release_for_device,
 )
-from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum, checksum
+from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
+from fedquilt.coordinator.storage.rows import JobRow
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import UNDECODABLE, BlobRef, DataError, JobError, ModelError, Reading
 from fedquilt.edge_agent import messages
@@ -85,7 +85,7 @@ def _upgrades(folder: Path) -> dict[str, Decoder]:
     with archive.open_bundle(path) as bundle:
         manifest, signature = bundle.signed, bundle.signature
     assert signature is not None
-    order = environment_build.BuildRequest("b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False)
+    order = environment_build.BuildRequest("b", SHA, "f", ("agent",), ("/p",), ca, unsigned=False, newest=0, parent=0)
 
     def opened(payload: bytes) -> object:
         path.write_bytes(payload)
@@ -367,8 +367,8 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
         StatusReported("a", 1, "committed", "it is well", {"accuracy": 0.5}),
         PhasePassed(0, ("b",)),
         RolloutCompleted(),
-        RolloutAborted("two of two", 2),
-        RolloutRolledBack(2),
+        RolloutReverted(2, "two of two"),
+        RolloutReverted(2, "why"),
     )
     bodies = tuple(msgspec.json.encode(fact) for fact in facts)
 
@@ -380,12 +380,12 @@ def _rollouts(home: Path) -> dict[str, Decoder]:
             for body in lines:
                 head = chain_checksum(head, id, 1.0, body)
                 store._db.execute(
-                    "insert into rollout_facts (rollout, at, body, sum) values (?, ?, ?, ?)", (id, 1.0, body, head)
+                    "insert into rollout_facts (job, at, body, sum) values (?, ?, ?, ?)", (id, 1.0, body, head)
                 )
-            line = (id, text, 1.0, "x", "", head)
+            row = JobRow(id, text, "", "", 1.0, head=head, submitter="x")
             store._db.execute(
-                "update rollouts set plan = ?, created = 1.0, submitter = 'x', head = ?, sum = ?",
-                (text, head, checksum(*line)),
+                "update rollouts set settings = ?, created = 1.0, submitter = 'x', head = ?, sum = ?",
+                (text, head, row.row_checksum),
             )
         log = RolloutLog(store._db, store._rows, home, store._write_transaction)
         log.referenced_blobs()

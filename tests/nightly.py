@@ -32,7 +32,7 @@ SEEDS: Final = "0-99999"  # that `python -m tests.faults` plays
 KILLS: Final = "200"
 INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 FLOODS: Final = ("15", "100", "1000")  # messages a second: not much more than a board may send, and far more
-BENCHES: Final = tuple(name for name in bench.OPTIONS if name != "sim")  # `bench sim` needs data
+BENCHES: Final = tuple(name for name in bench.OPTIONS if name != "sim")  # `lab bench sim` needs data
 STORE: Final = ("tests/examples/test_s3_blobs.py", "tests/end_to_end/test_large_by_store.py")
 CONTAINERS: Final = "tests/examples/test_containers.py"
 RAY: Final = tuple(f"tests/tools/simulation/test_ray{name}.py" for name in ("", "_methods", "_client"))
@@ -79,7 +79,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
     """Every stage, in the order in which they run.
 
     Args:
-        data: a folder with MNIST's IDX files, for `bench sim`.
+        data: a folder with MNIST's IDX files, for `lab bench sim`.
         python: the interpreter of the checkout's own environment.
     """
     command = (python, "-m", "fedquilt.cli")
@@ -147,8 +147,16 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             ((*tests, "-m", "nightly", "-rs", CONTAINERS),),
             "" if shutil.which("podman-compose") else "podman-compose is not installed: apt install podman-compose",
         ),
-        *(Stage(f"bench-{name}", f"fedquilt bench {name}", ((*command, "bench", name),)) for name in BENCHES),
-        Stage("bench-sim", "fedquilt bench sim", ((*command, "bench", "sim", "--data", str(_images(data))),), given),
+        *(
+            Stage(f"bench-{name}", f"fedquilt lab bench {name}", ((*command, "lab", "bench", name),))
+            for name in BENCHES
+        ),
+        Stage(
+            "bench-sim",
+            "fedquilt lab bench sim",
+            ((*command, "lab", "bench", "sim", "--data", str(_images(data))),),
+            given,
+        ),
         *(without_torch(version) for version in PYTHONS),
         *(with_onnxruntime(version) for version in ONNXRUNTIMES),
         with_a_store(),

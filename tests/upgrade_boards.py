@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import select
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,11 +67,7 @@ class Board:
         except FedquiltError as error:
             return CheckResult(str(error), {})
 
-        def ended() -> CheckResult | None:
-            select.select(self.kind.fds(), [], [], 0.1)
-            return self.kind.poll_check()
-
-        return until(ended, "the check ends")
+        return until(self.kind.poll_check, "the check ends")
 
     def take(self, file: Path) -> str:
         """Check a bundle, put it on trial, and begin anew as its version; the version's name."""

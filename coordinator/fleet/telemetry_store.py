@@ -21,7 +21,7 @@ from fedquilt.core import StoreError
 from fedquilt.host.disk import PRIVATE
 
 NAME: Final = "boards.db"
-VERSION: Final = 2  # of the tables
+VERSION: Final = 3  # of the tables
 STEPS: Final = ((30, 2 * 3600), (300, 2 * 86400), (3600, 30 * 86400))  # seconds of a reading, and how long it is kept
 FORGOTTEN_S: Final = 30 * 86400.0
 LATE_S: Final = 60  # after which the readings of a step are complete
@@ -40,16 +40,13 @@ create table if not exists contact (id integer primary key check (id = 1), away 
 create table if not exists removals (device text primary key);
 """
 _decoded: Final = msgspec.json.Decoder(DeviceStatus).decode
-_ADDED: Final = {"served": "integer", "drift": "real", "accuracy": "real"}  # columns that version 1 had not
-_VALUES: Final = ("power_w", "power_most_w", "temperature_c", "available_bytes", "task_bytes", "battery", *_ADDED)
-_COARSER: Final = """
-insert or replace into readings
-    (step, at, board, power_w, power_most_w, temperature_c, available_bytes, task_bytes, battery,
-    served, drift, accuracy)
+_VALUES: Final = "power_w, power_most_w, temperature_c, available_bytes, task_bytes, battery, served, drift, accuracy"
+_COARSER: Final = f"""
+insert or replace into readings (step, at, board, {_VALUES})
 select :to, at / :to * :to, board, avg(power_w), max(power_most_w), max(temperature_c), min(available_bytes),
     max(task_bytes), avg(battery), max(served), max(drift), min(accuracy)
 from readings where step = :step and at >= :begin and at < :end group by at / :to, board
-"""
+"""  # noqa: S608
 
 
 class TelemetryStore:
@@ -60,7 +57,7 @@ class TelemetryStore:
         writes: Whether to create missing tables and to replace a damaged file.
 
     Raises, from every method:
-        StoreError: If the database cannot be read or written, or was written by a later version.
+        StoreError: If the database cannot be read or written, or has tables of another version.
     """
 
     def __init__(self, home: Path, *, writes: bool = False) -> None:
@@ -75,8 +72,6 @@ class TelemetryStore:
                 for end in ("-wal", "-shm"):
                     (home / f"{NAME}{end}").unlink(missing_ok=True)
                 self._db = self._open_database(writes)
-            there = self._column_names(self._db)  # a reader may find those of an earlier version
-            self._values = ", ".join(name if name in there else f"null as {name}" for name in _VALUES)
 
     def __enter__(self) -> TelemetryStore:
         return self
@@ -98,10 +93,10 @@ class TelemetryStore:
             db = open_read_only(path, check_same_thread=False)
         try:
             found = int(db.execute("pragma user_version").fetchone()[0])
-            if found > VERSION:
+            if found not in (0, VERSION):
                 raise StoreError(
-                    f"{self._home / NAME} was written by a newer fedquilt (tables of version {found}, this one knows "
-                    f"{VERSION}): install that version, or remove the file, on which no run depends"
+                    f"{self._home / NAME} has tables of version {found}, and this fedquilt uses {VERSION}: use the "
+                    "fedquilt that wrote it, or remove the file, on which no run depends"
                 )
             if not found and not writes:  # whoever writes has not made all tables yet
                 db.close()
@@ -110,18 +105,12 @@ class TelemetryStore:
                 db.execute("pragma journal_mode=wal")
                 db.execute("pragma synchronous=off")
                 db.executescript(_SCHEMA)
-                for name in _ADDED.keys() - self._column_names(db):
-                    db.execute(f"alter table readings add column {name} {_ADDED[name]}")
                 db.execute(f"pragma user_version = {VERSION}")
             db.execute("select id, device, body from boards limit 1").fetchone()
         except BaseException:
             db.close()
             raise
         return db
-
-    @staticmethod
-    def _column_names(db: sqlite3.Connection) -> set[str]:
-        return {str(row[1]) for row in db.execute("pragma table_info(readings)")}
 
     # -- writing --
 
@@ -137,8 +126,8 @@ class TelemetryStore:
                 [(board.device, msgspec.json.encode(board)) for board in boards],
             )
             self._db.executemany(
-                f"insert or replace into readings (step, at, board, {', '.join(_VALUES)}) "  # noqa: S608
-                f"select {STEPS[0][0]}, ?, id{', ?' * len(_VALUES)} from boards where device = ?",
+                f"insert or replace into readings (step, at, board, {_VALUES}) "  # noqa: S608
+                f"select {STEPS[0][0]}, ?, id{', ?' * (_VALUES.count(',') + 1)} from boards where device = ?",
                 [(*msgspec.structs.astuple(reading), device) for device, reading in readings],
             )
 
@@ -182,8 +171,6 @@ class TelemetryStore:
     def broker_outage_start(self) -> float | None:
         """Return since when the coordinator is disconnected from its broker, or None if connected."""
         with _database_errors(self._home):
-            if not self._db.execute("select 1 from sqlite_master where name = 'contact'").fetchone():
-                return None  # written by an earlier version
             found: tuple[float | None] | None = self._db.execute("select away from contact").fetchone()
         return None if found is None else found[0]
 
@@ -209,7 +196,7 @@ class TelemetryStore:
             devices = dict(self._db.execute("select id, device from boards"))
             at = self._db.execute("select max(at) from readings where step = ?", (step,)).fetchone()[0] or 0
             while at > now - FRESH_S and len(found) < len(devices):  # the newest have most boards
-                query = f"select board, at, {self._values} from readings where step = ? and at = ?"  # noqa: S608
+                query = f"select board, at, {_VALUES} from readings where step = ? and at = ?"  # noqa: S608
                 for board, *values in self._db.execute(query, (step, at)):
                     if board not in found:
                         found[board] = TelemetrySample(*values)
@@ -229,7 +216,7 @@ class TelemetryStore:
         return [TelemetrySample(*row) for row in rows if row is not None]
 
     def _load_row(self, step: int, at: int, board: int) -> tuple[Any, ...] | None:
-        query = f"select at, {self._values} from readings where step = ? and at = ? and board = ?"  # noqa: S608
+        query = f"select at, {_VALUES} from readings where step = ? and at = ? and board = ?"  # noqa: S608
         row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
         return row
 

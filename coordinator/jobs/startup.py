@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, NamedTuple
 
 import msgspec
 
@@ -20,58 +19,12 @@ from fedquilt.coordinator.jobs.controller import CoordinatorContext
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.rounds import events
 from fedquilt.coordinator.storage.store import StoredJob
-from fedquilt.coordinator.storage.suspended_jobs import Suspension
+from fedquilt.coordinator.storage.suspended_jobs import count_failure
 from fedquilt.coordinator.updates import blob_recovery
 from fedquilt.coordinator.updates.blob_recovery import UnreadableError
 from fedquilt.coordinator.updates.model_states import LoadedState
 from fedquilt.core import FedquiltError, Method, StoreError
 from fedquilt.host.logs import log_ids
-
-TRIES: Final = 3
-AGAIN_S: Final = 30.0  # from one to the next
-NEW_S: Final = 3600.0  # after a failed try, from which on another one has nothing to do with it
-
-
-class ReadAttempts(NamedTuple):
-    what: str
-    number: int  # of tries so far
-    since_s: float  # the first
-    again_s: float  # the next
-
-
-class DiskRetries:
-    def __init__(self) -> None:
-        self._tried: dict[str, ReadAttempts] = {}  # by job
-
-    def is_waiting(self, job: str, now_s: float) -> bool:
-        return job in self._tried and now_s < self._tried[job].again_s
-
-    def record_failure(
-        self, job: str, what: str, now_s: float, *, counts: bool = True, before: ReadAttempts | None = None
-    ) -> ReadAttempts | None:
-        """Count a failed read of a job's file. Return the time of the retry, or None to give the file up.
-
-        Args:
-            job: The id of the job.
-            what: The file that could not be read.
-            now_s: The time of the coordinator's clock, in seconds.
-            counts: Whether the number of attempts is limited. Without a limit, the job waits as long as necessary.
-            before: The attempts under earlier coordinators. An attempt before their next due time does not count, so
-                that restarts within seconds do not give a job up.
-        """
-        known = self._tried.pop(job, before)
-        if known is None or known.what != what or now_s >= known.again_s + NEW_S:
-            known = ReadAttempts(what, 0, now_s, now_s)
-        early = 0 < known.again_s - now_s <= AGAIN_S  # a wall clock that was set back shows a later time
-        number = known.number + (counts and not early)
-        if number >= TRIES:
-            return None
-        self._tried[job] = ReadAttempts(what, number, known.since_s, known.again_s if early else now_s + AGAIN_S)
-        return self._tried[job]
-
-    def forget(self, job: str) -> None:
-        self._tried.pop(job, None)
-
 
 log = logging.getLogger("fedquilt.coordinator")
 Serve = Callable[[Sequence[tuple[StoredJob, RunningJob]], float], None]
@@ -82,8 +35,6 @@ class JobLoader:
     """Jobs of a coordinator that are starting up, or waiting for a retry after a failed disk read.
 
     Args:
-        desk: The services shared by all jobs.
-        load: The function that returns a method by its name.
         around: The function that adapts a job's method to the coordinator's place in a hierarchy of sites.
         serve: The callback for loaded jobs, `serve(jobs, now_s)`.
         by_wall: Whether time goes by the wall clock. For a job that was active here before, no time has passed
@@ -98,10 +49,18 @@ class JobLoader:
         self._desk, self._load, self._around, self._serve, self._by_wall = desk, load, around, serve, by_wall
         self._served: set[str] = set()  # jobs that have been at work here
         self.jobs: dict[str, RunningJob] = {}  # by id
-        self._held = DiskRetries()
+        self._ahead_s: float | None = None  # of the wall clock before the coordinator's clock
 
-    def is_waiting_for_disk(self, id: str, now_s: float) -> bool:
-        return self._held.is_waiting(id, now_s)
+    def find_suspended_jobs(self, now_s: float) -> set[str]:
+        """Return the jobs that wait for the next try of the disk."""
+        holds = self._desk.store.holds.current_suspensions()
+        return {job for job, hold in holds.items() if self._wall_clock(now_s) < hold.again}
+
+    def _wall_clock(self, now_s: float) -> float:
+        # Steps of the wall clock change no retry.
+        if self._ahead_s is None:
+            self._ahead_s = self._desk.store.depot.disk.wall_clock_s() - now_s
+        return now_s + self._ahead_s
 
     def open_jobs(self, rows: Sequence[StoredJob], now_s: float) -> None:
         found = []
@@ -168,7 +127,6 @@ class JobLoader:
 
     def end_inactive_job(self, job: StoredJob | RunningJob, fact: events.JobEnded) -> job_view.EndedJob:
         """Store and publish the end of an inactive job, and forget its failed reads."""
-        self._held.forget(job.id)
         self._desk.store.holds.delete_suspension(job.id)
         self._desk.news[job.id] = over = job_view.end_and_view_job(self._desk.store, job, fact)
         return over
@@ -179,15 +137,11 @@ class JobLoader:
         After the last retry, discard the damaged blob if it can be rebuilt or requested again. Otherwise end the job as
         failed.
         """
-        ids, holds, before = log_ids(run=job.id), self._desk.store.holds, None
-        ahead_s = self._desk.store.depot.disk.wall_clock_s() - now_s
-        if (last := holds.latest_suspension(job.id)) is not None:
-            before = ReadAttempts(last.what, last.tries, last.since - ahead_s, last.again - ahead_s)
-        tried = self._held.record_failure(job.id, error.what, now_s, counts=not error.lasts, before=before)
-        if tried is not None:
-            log.error("%s; %s is taken up again in %.3g s", error, job.id, tried.again_s - now_s, extra=ids)
-            since, again = tried.since_s + ahead_s, tried.again_s + ahead_s
-            return holds.record_suspension(job.id, Suspension(since, again, str(error), error.what, tried.number))
+        ids, holds, now = log_ids(run=job.id), self._desk.store.holds, self._wall_clock(now_s)
+        hold = count_failure(holds.latest_suspension(job.id), error.what, str(error), now, counts=not error.lasts)
+        if hold is not None:
+            log.error("%s; %s is taken up again in %.3g s", error, job.id, hold.again - now, extra=ids)
+            return holds.record_suspension(job.id, hold)
         holds.delete_suspension(job.id)
         if error.again:
             log.error("%s; it is put aside, and made or asked for again", error, extra=ids)

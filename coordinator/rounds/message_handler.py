@@ -244,8 +244,8 @@ def _decide_on_announcement(job: str, state: JobState | None, arriving: Arriving
         return _reject_unexpected_update(
             state, arriving, event, f"round {update.round} is closed or did not ask for this"
         )
-    if update.state and state.state is not None and update.state != state.state.sha256:
-        reason = f"it was computed from the state {update.state[:12]}, and this round began with another"
+    if state.state is not None and update.state != state.state.sha256:
+        reason = f"it was computed from the state {update.state[:12] or '(none)'}, and this round began with another"
         return _reject_unexpected_update(state, arriving, event, reason)
     if (site := state.through.get(device)) is not None:
         return _reject_update(device, update, _duplicate_device_text(device, site))

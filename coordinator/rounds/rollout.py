@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from fedquilt import wire
 from fedquilt.coordinator.rounds.next_event import elapsed_at_restart_s
-from fedquilt.core import BlobRef, Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
+from fedquilt.core import Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
 from fedquilt.core.messages import UPGRADES
 from fedquilt.formats import labels
 from fedquilt.onnx import schema
@@ -27,22 +27,13 @@ _WINDOW: Final = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
-class RolloutPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    kind: wire.Kind
-    name: Label  # what people call it: the run, or the version
-    blob: BlobRef | None = None
+class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
     select: tuple[str, ...] = ()  # of boards, by labels as [cohort] select has them
     canary: Share = 0.05  # share of the online devices
     phases: tuple[Share, ...] = (0.25, 1.0)  # cumulative; 1.0 includes devices that appear later
     abort_above: Share = 0.1  # share of the boards that have answered, above which it is undone
     patience_s: Seconds = 600.0  # for which a board that says nothing holds up the next phase
-    limits: wire.ReleaseLimits = wire.ReleaseLimits()
-    input_shape: wire.InputShape | None = None  # of one example of a model; None: as its graph declares it
     versions: schema.Versions | None = None  # of a model that is a file; fedquilt's own are for every runtime
-    soak_s: Seconds = 60.0
-    window: Label = ""
-    force: bool = False
-    settings: dict[Label, Any] = {}
 
     @property
     def cumulative_shares(self) -> tuple[float, ...]:
@@ -123,26 +114,18 @@ class RolloutCompleted(RolloutEvent, frozen=True):
     """Success of all steps. Devices that connect later still receive the release."""
 
 
-class RolloutAborted(RolloutEvent, frozen=True):
-    """Abort of a rollout. Releases with this serial number restore the devices' earlier versions."""
+class RolloutReverted(RolloutEvent, frozen=True):
+    """Abort of a rollout under way, or roll-back of a completed one.
 
-    reason: Sentence
+    Releases with this serial number restore the devices' earlier versions.
+    """
+
     serial: Count
-
-
-class RolloutRolledBack(RolloutEvent, frozen=True):
-    serial: Count
+    reason: Sentence = ""
 
 
 AnyRolloutEvent: TypeAlias = (
-    RolloutStarted
-    | ReleaseOffered
-    | StatusReported
-    | RolloutResumed
-    | PhasePassed
-    | RolloutCompleted
-    | RolloutAborted
-    | RolloutRolledBack
+    RolloutStarted | ReleaseOffered | StatusReported | RolloutResumed | PhasePassed | RolloutCompleted | RolloutReverted
 )
 ALLOWED: Final[Mapping[type[RolloutEvent], tuple[Status, ...]]] = {
     RolloutStarted: ("queued",),
@@ -151,8 +134,7 @@ ALLOWED: Final[Mapping[type[RolloutEvent], tuple[Status, ...]]] = {
     RolloutResumed: ("running",),
     PhasePassed: ("running",),
     RolloutCompleted: ("running",),
-    RolloutAborted: ("queued", "running"),
-    RolloutRolledBack: ("done",),
+    RolloutReverted: ("queued", "running", "done"),
 }
 """Fact -> states of a rollout in which it may happen."""
 
@@ -234,10 +216,9 @@ def apply_rollout_event(state: Rollout, fact: AnyRolloutEvent) -> Rollout:
             return replace(state, step=step + 1, silent=state.silent.union(silent))
         case RolloutCompleted():
             return replace(state, status="done", step=len(state.plan.cumulative_shares))
-        case RolloutAborted(reason, serial):
-            return replace(state, status="aborted", reason=reason, back=serial)
-        case RolloutRolledBack(serial):
-            return replace(state, status="rolled back", back=serial)
+        case RolloutReverted(serial, reason):
+            status: Status = "rolled back" if state.status == "done" else "aborted"
+            return replace(state, status=status, reason=reason, back=serial)
 
 
 def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) -> StatusReported | None:
@@ -269,19 +250,8 @@ def release_for_device(state: Rollout, device: str) -> wire.DesiredRelease | Non
     if device not in state.offered:
         return None
     if not state.is_reverted:
-        return wire.DesiredRelease(
-            rollout=state.id,
-            kind=plan.kind,
-            serial=state.serial,
-            blob=plan.blob,
-            name=plan.name,
-            limits=plan.limits,
-            input_shape=plan.input_shape,
-            soak_s=plan.soak_s,
-            window=plan.window,
-            force=plan.force,
-            settings=plan.settings,
-        )
+        content = {name: getattr(plan, name) for name in wire.ReleaseContent.__struct_fields__}
+        return wire.DesiredRelease(rollout=state.id, serial=state.serial, **content)
     if before is not None and before.serial == state.serial and before.phase in FAILED:
         return None
     return wire.DesiredRelease(
@@ -387,7 +357,7 @@ def decide_rollout_event(
             f"no selected device can take the release: {format_incompatible_devices(state.without, 1)}; select "
             "other devices"
         )
-        return RolloutAborted(shorten_error(why), serial)
+        return RolloutReverted(serial, shorten_error(why))
     failed, answered = (
         _find_failed_devices(state),
         [device for device in state.offered if state.device_phase(device) in SETTLED],
@@ -395,7 +365,7 @@ def decide_rollout_event(
     most = state.plan.abort_above
     canary = sum(step == 0 for step in state.offered.values())
     if len(failed) > most * max(len(answered), canary):
-        return RolloutAborted(_abort_reason(state, failed, len(answered)), serial)
+        return RolloutReverted(serial, _abort_reason(state, failed, len(answered)))
     if not state.is_step_open:
         # the canary waits for a device, and phases that would reach no further device are left out
         for step in range(state.step, len(state.plan.cumulative_shares)) if state.step else (0,):
@@ -407,7 +377,7 @@ def decide_rollout_event(
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
     lost = [device for device in pending if state.device_phase(device) in SWAPPED]
     if len(failed) + len(lost) > most * (len(answered) + len(lost)):
-        return RolloutAborted(_abort_reason(state, [*failed, *lost], len(answered) + len(lost)), serial)
+        return RolloutReverted(serial, _abort_reason(state, [*failed, *lost], len(answered) + len(lost)))
     return PhasePassed(state.step, tuple(sorted(each for each in pending if state.offered[each] == state.step)))
 
 

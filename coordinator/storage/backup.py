@@ -252,7 +252,7 @@ def restore_backup(file: Path, home: Path) -> BackupSummary:
 
     Raises:
         JobError: If the home exists, or another command is restoring it.
-        StoreError: If the backup is damaged, incomplete or of a later version, or the home cannot be written.
+        StoreError: If the backup is damaged, incomplete or of another format, or the home cannot be written.
     """
     home = Path(os.path.abspath(home))
     if home.is_symlink() or not _is_missing_or_empty(home):
@@ -299,7 +299,7 @@ def _verify_manifest(file: Path, text: bytes, stated: str, found: Mapping[str, t
             raise StoreError(f"{file} is damaged: its manifest is not what was written; take another backup")
         known = msgspec.json.decode(text)["format"]
         if known != FORMAT:
-            raise StoreError(f"{file} was made by a newer fedquilt (format {known}): install that version")
+            raise StoreError(f"{file} has format {known}, and this fedquilt reads {FORMAT}: use the one that wrote it")
         manifest = msgspec.json.decode(text, type=BackupManifest)
     except (*UNDECODABLE, KeyError, TypeError):
         raise StoreError(f"{file} is no backup of fedquilt: its manifest cannot be read") from None

@@ -67,7 +67,6 @@ class LogIndex:
     """Index of the event logs in one database.
 
     Args:
-        db: Database with the tables `jobs` and `facts`.
         kept: Returns the index in a job's snapshot, or None without a valid snapshot.
 
     Raises, from every method:

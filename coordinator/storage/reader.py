@@ -1,7 +1,7 @@
 """Read-only access to a coordinator's home, for processes that watch it for long.
 
-A reader writes nothing, does not upgrade tables, and never blocks a coordinator, which may start and end meanwhile. A
-replaced database file is detected.
+A reader writes nothing, and never blocks a coordinator, which may start and end meanwhile. A replaced database file is
+detected.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.coordinator.storage import store
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import DatabaseIdentity, RowStore, database_errors, open_read_only
-from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.store import Store, require_tables
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
-from fedquilt.core import StoreError
 from fedquilt.host.disk import REAL
 
 NAME: Final = "fedquilt.db"
@@ -56,17 +54,11 @@ class StoreReader(Store):
         with database_errors(home):
             self._db = open_read_only(home / NAME)
             try:
-                found = int(self._db.execute("pragma user_version").fetchone()[0])
+                require_tables(self._db, home)
                 self._rows = RowStore(self._db, home)
             except BaseException:
                 self._db.close()
                 raise
-        if found != store.VERSION:
-            self._db.close()
-            raise StoreError(
-                f"{home} has tables of version {found}, and this fedquilt reads {store.VERSION}: "
-                f"`fedquilt ls --home {home}` brings earlier ones up to date; for later ones install that version"
-            )
         self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction)
         self.holds = SuspendedJobs(self._db, home, self._write_transaction, self._read_epoch)
         self.depot = BlobStore(home / "blobs", make=False)

@@ -6,7 +6,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -15,40 +15,22 @@ import msgspec
 from fedquilt.coordinator.rounds.rollout import (
     AnyRolloutEvent,
     Rollout,
-    RolloutAborted,
     RolloutPlan,
-    RolloutRolledBack,
+    RolloutReverted,
     RolloutStarted,
     apply_rollout_event,
 )
-from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum, checksum
-from fedquilt.coordinator.storage.rows import DamagedRunError, RowStore, current_user, database_errors, encode_lossless
+from fedquilt.coordinator.storage import rows
+from fedquilt.coordinator.storage.checksums import FIRST
+from fedquilt.coordinator.storage.rows import JobRow, RowStore, current_user, database_errors, encode_lossless
 from fedquilt.core import UNDECODABLE, JobError, StoreError
 
 Wish: TypeAlias = Literal["", "abort", "roll back"]
 
-SCHEMA: Final = """
-create table if not exists rollouts (
-    id text primary key, plan text not null, created real not null, submitter text not null, wish text not null,
-    head blob not null, sum blob not null);
-create table if not exists rollout_facts (
-    seq integer primary key, rollout text not null references rollouts(id), at real not null, body text not null,
-    sum blob not null);
-create index if not exists rollout_facts_by_rollout on rollout_facts(rollout, seq);
-"""
-_COLUMNS: Final = "id, plan, created, submitter, wish, head"
+SCHEMA: Final = rows.SCHEMA.format(table="rollouts", facts="rollout_facts")
 _SERIAL: Final = "release"  # counter of the releases: the latest one's
 _decoded: Final = msgspec.json.Decoder(AnyRolloutEvent).decode
 _plan: Final = msgspec.json.Decoder(RolloutPlan).decode
-
-
-class RolloutRow(NamedTuple):
-    id: str
-    plan: str  # JSON
-    created: float  # wall-clock seconds
-    submitter: str
-    wish: str = ""  # what somebody asks of the coordinator: a `Wish`
-    head: bytes = FIRST  # checksum of its last fact
 
 
 class StoredRollout(NamedTuple):
@@ -62,27 +44,20 @@ class StoredRollout(NamedTuple):
 class RolloutLog:
     """Rollouts of one database.
 
-    Args:
-        db: The database, whose tables exist.
-        rows: The other tables of the database.
-        home: The home of the database, for error messages.
-        writing: The function that opens a write transaction.
-        wall_s: The clock, in wall-clock seconds.
-
     Every method raises StoreError if the database cannot be read or written, and DamagedRunError if the rows of its
-    rollout are damaged.
+    rollout are damaged. A request is the status of the rollout's row.
     """
 
     def __init__(
         self,
         db: sqlite3.Connection,
-        rows: RowStore,
+        counters: RowStore,
         home: Path,
         writing: Callable[[], AbstractContextManager[None]],
         wall_s: Callable[[], float] = time.time,
     ) -> None:
-        self._wall_s = wall_s
-        self._db, self._rows, self._home, self._writing = db, rows, home, writing
+        self._wall_s, self._counters, self._home, self._writing = wall_s, counters, home, writing
+        self._rows = RowStore(db, home, table="rollouts", facts="rollout_facts")
         self._read: dict[str, tuple[int, bytes, Rollout, float]] = {}  # id -> last fact read, its sum, state and time
 
     def add_rollout(self, plan: RolloutPlan, *, id: str = "") -> str:
@@ -101,12 +76,8 @@ class RolloutLog:
                         f"{kept.state.id} of {kept.state.plan.name} is {kept.state.status}: wait for its end, or "
                         f"`fedquilt rollout back {kept.state.id} --home {self._home}`"
                     )
-            line = RolloutRow(id, encode_lossless(id, plan, _plan), now, current_user())
-            marks = ", ".join("?" * (len(line) + 1))
-            self._db.execute(
-                f"insert into rollouts ({_COLUMNS}, sum) values ({marks})",  # noqa: S608
-                (*line, checksum(*line)),
-            )
+            body = encode_lossless(id, plan, _plan)
+            self._rows.insert_job(JobRow(id, body, "", "", now, submitter=current_user()))
         return id
 
     def readable_rollouts(self) -> list[StoredRollout]:
@@ -135,7 +106,7 @@ class RolloutLog:
     def read_events(self, id: str) -> list[tuple[int, float, AnyRolloutEvent]]:
         """Return the events of a rollout, oldest first, as (sequence number, wall-clock seconds, event)."""
         with self._read_transaction():
-            return list(self._load_events(self._load_row(id), 0, FIRST))
+            return list(self._load_events(id, 0))
 
     def append_events(self, facts: Sequence[tuple[str, AnyRolloutEvent]]) -> None:
         """Write (rollout, event) pairs in one transaction, to the disk if the store is durable.
@@ -143,33 +114,22 @@ class RolloutLog:
         Raises:
             JobError: If an event cannot be encoded without loss.
         """
-        rows = [(id, fact, encode_lossless(id, fact, _decoded)) for id, fact in facts]
+        now = self._wall_s()
+        bodies = [(id, now, encode_lossless(id, fact, _decoded)) for id, fact in facts]
         with self._writing():
-            heads: dict[str, bytes] = {}
-            now = self._wall_s()
-            for id, _, body in rows:
-                heads[id] = chain_checksum(heads[id] if id in heads else self._load_row(id).head, id, now, body)
-                self._db.execute(
-                    "insert into rollout_facts (rollout, at, body, sum) values (?, ?, ?, ?)", (id, now, body, heads[id])
-                )
-            for id, head in heads.items():
-                self._update_row(self._load_row(id)._replace(head=head))
-            if serials := [
-                fact.serial
-                for _, fact, _ in rows
-                if isinstance(fact, RolloutStarted | RolloutAborted | RolloutRolledBack)
-            ]:
-                self._rows.set_counter(_SERIAL, max(serials))
+            self._rows.append_events(bodies)
+            if serials := [fact.serial for _, fact in facts if isinstance(fact, RolloutStarted | RolloutReverted)]:
+                self._counters.set_counter(_SERIAL, max(serials))
 
     def set_request(self, id: str, wish: Wish) -> None:
         """Store a request to the coordinator, or "" once the request has been handled."""
         with self._writing():
-            self._update_row(self._load_row(id)._replace(wish=wish))
+            self._rows.update_job(id, status=wish)
 
     def next_serial(self) -> int:
         """Return a release number above all earlier ones, even after a restored backup."""
         with database_errors(self._home):
-            return max((self._rows.read_counter(_SERIAL) or 0) + 1, int(time.time()))
+            return max((self._counters.read_counter(_SERIAL) or 0) + 1, int(time.time()))
 
     def referenced_blobs(self) -> set[str]:
         """Return the blobs that devices may still fetch: of rollouts under way and of latest releases."""
@@ -188,70 +148,42 @@ class RolloutLog:
 
     @contextmanager
     def _read_transaction(self) -> Iterator[None]:
-        with (
-            database_errors(self._home),
-            nullcontext() if self._db.in_transaction else self._rows.open_transaction("deferred"),
-        ):
+        with database_errors(self._home), self._rows.open_transaction("deferred"):
             yield
 
     # -- within: nothing here turns SQLite's errors into a sentence --
 
     def _load_all(self) -> tuple[list[StoredRollout], dict[str, str]]:
         found, odd = list[StoredRollout](), dict[str, str]()
-        for (id,) in self._db.execute("select id from rollouts order by rowid").fetchall():
+        for row, _ in self._rows.read_jobs():
             try:
-                found.append(self._load_rollout(self._load_row(id)))
+                found.append(self._load_rollout(row.id))
             except JobError as error:
-                odd[ascii(id)[1:-1]] = str(error)
+                odd[ascii(row.id)[1:-1]] = str(error)
         return found, odd
 
-    def _load_row(self, id: str) -> RolloutRow:
-        found = self._db.execute(f"select {_COLUMNS}, sum from rollouts where id = ?", (id,)).fetchone()  # noqa: S608
-        if found is None:
-            raise StoreError(f"no rollout {id!r} in {self._home}")
-        line = RolloutRow(*found[:-1])
-        if checksum(*line) != found[-1]:
-            raise self._damage_error(id, "its row in the list of rollouts is not what was written")
-        return line
-
-    def _update_row(self, line: RolloutRow) -> None:
-        self._db.execute(
-            "update rollouts set wish = ?, head = ?, sum = ? where id = ?",
-            (line.wish, line.head, checksum(*line), line.id),
-        )
-
-    def _load_rollout(self, line: RolloutRow) -> StoredRollout:
+    def _load_rollout(self, id: str) -> StoredRollout:
         # events that were read before are not read again
-        seq, before, state, at = self._read.get(line.id) or (0, FIRST, None, line.created)
+        row = self._rows.find_job(id)
+        assert row is not None, "rollouts are not deleted"
+        seq, before, state, at = self._read.get(id) or (0, FIRST, None, row.created)
         if state is None:
             try:
-                state = Rollout(line.id, _plan(line.plan))
+                state = Rollout(id, _plan(row.settings))
             except UNDECODABLE as error:
-                raise self._version_error(line.id, str(error)) from None
-        if before != line.head:
-            for last, when, fact in self._load_events(line, seq, before):
+                raise self._version_error(id, str(error)) from None
+        if before != row.head:
+            for last, when, fact in self._load_events(id, seq):
                 seq, at, state = last, when, apply_rollout_event(state, fact)
-        self._read[line.id] = (seq, line.head, state, at)
-        return StoredRollout(state, line.created, line.submitter, line.wish, at)
+        self._read[id] = (seq, row.head, state, at)
+        return StoredRollout(state, row.created, row.submitter, row.status, at)
 
-    def _load_events(self, line: RolloutRow, after: int, before: bytes) -> Iterator[tuple[int, float, AnyRolloutEvent]]:
-        query = "select seq, at, body, sum from rollout_facts where rollout = ? and seq > ? order by seq"
-        for seq, at, body, sum in self._db.execute(query, (line.id, after)).fetchall():
-            before = chain_checksum(before, line.id, at, body)
-            if sum != before:
-                raise self._damage_error(line.id, f"fact {seq}, or the one before it, is not what was written")
+    def _load_events(self, id: str, after: int) -> Iterator[tuple[int, float, AnyRolloutEvent]]:
+        for seq, at, body in self._rows.read_events(id, after):
             try:
                 yield seq, at, _decoded(body)
             except UNDECODABLE as error:
-                raise self._version_error(line.id, f"fact {seq}: {error}") from None
-        if before != line.head:
-            raise self._damage_error(line.id, "its last facts are missing")
-
-    def _damage_error(self, id: str, what: str) -> DamagedRunError:
-        return DamagedRunError(
-            f"the log of {ascii(id)[1:-1]} in {self._home} is damaged: {what}; put back a copy of the whole home, or "
-            "deploy anew from another home"
-        )
+                raise self._version_error(id, f"fact {seq}: {error}") from None
 
     def _version_error(self, id: str, what: str) -> JobError:
         return JobError(f"{self._home}: {id} was written by another version of fedquilt ({what}): use that version")

@@ -1,8 +1,8 @@
 """Rows of the coordinator's database, protected by checksums.
 
-Each row of `jobs` and `counters` has a checksum of its own. The checksum of an event also covers the previous event of
-the job, and the job's row contains the checksum of the latest event. So lost, added, changed or reordered events are
-detected.
+Jobs and rollouts have the same tables: a row for each, and a row for each of its events. The checksum of an event also
+covers the previous event, and the row of the job or rollout contains the checksum of the latest event. So lost, added,
+changed or reordered events are detected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import getpass
 import os
 import sqlite3
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -28,7 +28,15 @@ T = TypeVar("T")
 BUSY_S: Final = 5.0  # that a reader waits for a writer
 KNOWN: Final = 100  # rows of jobs of which it is remembered that they were whole
 _COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head, submitter"
-
+SCHEMA: Final = """
+create table if not exists {table} (
+    id text primary key, settings text not null, bundle text not null, status text not null, created real not null,
+    origin text not null, epoch integer not null, head blob not null, submitter text not null, sum blob not null);
+create table if not exists {facts} (
+    seq integer primary key, job text not null references {table}(id), at real not null, body text not null,
+    sum blob not null);
+create index if not exists {facts}_by_job on {facts}(job, seq);
+"""
 
 decoded: Final = msgspec.json.Decoder(AnyEvent).decode
 
@@ -134,20 +142,21 @@ class UnreadableRow(NamedTuple):
 
 
 class JobRow(NamedTuple):
+    """Row of a job, or of a rollout, whose plan is in `settings` and whose request is the status."""
+
     id: str
     settings: str  # JSON
     bundle: str
     status: str
     created: float  # wall-clock seconds
-    origin: str
+    origin: str = ""
     epoch: int = 0
     head: bytes = FIRST  # checksum of the job's last fact
-    submitter: str = ""  # user of the system; "": not known, as in rows of version 2
+    submitter: str = ""  # user of the system; "" where a test or a tool has none
 
     @property
     def row_checksum(self) -> bytes:
-        """Checksum of the row. A row without a submitter has the checksum of version 2."""
-        return checksum(*(self if self.submitter else self[:-1]))
+        return checksum(*self)
 
 
 def current_user() -> str:
@@ -175,11 +184,9 @@ def encode_lossless(id: str, fact: msgspec.Struct, decode: Callable[[str], objec
 
 
 class RowStore:
-    """Tables of one database.
+    """Tables of the jobs of one database, or of its rollouts.
 
     Args:
-        db: The database.
-        home: The home of the database, for error messages.
         kept: The function that returns a job's log up to its valid snapshot, or None.
 
     Every method raises sqlite3.Error if the database cannot be read or written, and DamagedRunError, with the fix, if
@@ -187,8 +194,14 @@ class RowStore:
     """
 
     def __init__(
-        self, db: sqlite3.Connection, home: Path, kept: Callable[[str], IndexedLog | None] = lambda job: None
+        self,
+        db: sqlite3.Connection,
+        home: Path,
+        kept: Callable[[str], IndexedLog | None] = lambda job: None,
+        table: str = "jobs",
+        facts: str = "facts",
     ) -> None:
+        self._table, self._facts = table, facts
         db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # checksums report damaged text
         self._db, self._home = db, home
         self._made: tuple[object, list[Any]] = None, []  # what `map_jobs` made last, and of which state
@@ -196,7 +209,8 @@ class RowStore:
         self._logs = LogIndex(db, kept)
 
     def open_transaction(self, kind: str = "immediate") -> AbstractContextManager[None]:
-        return transaction(self._db, kind)
+        """Open a transaction, or join the one that is open."""
+        return nullcontext() if self._db.in_transaction else transaction(self._db, kind)
 
     # -- jobs --
 
@@ -209,23 +223,25 @@ class RowStore:
 
     def read_jobs(self) -> list[tuple[JobRow, bool]]:
         """Return the row of every job in submission order, and whether the row is intact."""
-        found = self._db.execute(f"select {_COLUMNS}, sum from jobs order by rowid").fetchall()  # noqa: S608
+        found = self._db.execute(f"select {_COLUMNS}, sum from {self._table} order by rowid").fetchall()  # noqa: S608
         return [(row := JobRow(*each[:-1]), row.row_checksum == each[-1]) for each in found]
 
     def find_job(self, id: str) -> JobRow | None:
-        found = self._db.execute(f"select {_COLUMNS}, sum from jobs where id = ?", (id,)).fetchone()  # noqa: S608
+        query = f"select {_COLUMNS}, sum from {self._table} where id = ?"  # noqa: S608
+        found = self._db.execute(query, (id,)).fetchone()
         if found is None:
             return None
         row = JobRow(*found[:-1])
         if (row, found[-1]) != self._whole.get(id):  # a row takes longer to hash than to compare
             if row.row_checksum != found[-1]:
-                raise self.damage_error(id, "its row in the list of runs is not what was written")
+                raise self.damage_error(id, f"its row in the list of {self._table} is not what was written")
             self._remember_intact(row, found[-1])
         return row
 
     def insert_job(self, row: JobRow) -> None:
         marks = ", ".join("?" * (len(row) + 1))
-        self._db.execute(f"insert into jobs ({_COLUMNS}, sum) values ({marks})", (*row, row.row_checksum))  # noqa: S608
+        query = f"insert into {self._table} ({_COLUMNS}, sum) values ({marks})"  # noqa: S608
+        self._db.execute(query, (*row, row.row_checksum))
 
     def update_job(self, id: str, **values: Any) -> None:
         """Change columns of a job, if the job exists. Requires an open transaction."""
@@ -237,7 +253,8 @@ class RowStore:
         named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
         changed = row._replace(**values)
         sum = changed.row_checksum
-        self._db.execute(f"update jobs set {named} where id = ?", (*values.values(), sum, row.id))  # noqa: S608
+        query = f"update {self._table} set {named} where id = ?"  # noqa: S608
+        self._db.execute(query, (*values.values(), sum, row.id))
         self._remember_intact(changed, sum)
 
     def _remember_intact(self, row: JobRow, sum: bytes) -> None:
@@ -246,8 +263,9 @@ class RowStore:
         self._whole[row.id] = row, sum
 
     def delete_job(self, id: str) -> None:
-        """Delete a job and its events. Requires an open transaction."""
-        self._db.execute("delete from facts where job = ?", (id,))
+        """Delete a job and all rows about it. Requires an open transaction."""
+        for table in ("facts", "snapshots", "suspended"):
+            self._db.execute(f"delete from {table} where job = ?", (id,))  # noqa: S608
         self._db.execute("delete from jobs where id = ?", (id,))
 
     # -- counters --
@@ -274,7 +292,8 @@ class RowStore:
                 heads[job] = FIRST if row is None else row.head
             before, heads[job] = heads[job], chain_checksum(heads[job], job, at, body)
             values = job, at, body, heads[job]
-            seq = self._db.execute("insert into facts (job, at, body, sum) values (?, ?, ?, ?)", values).lastrowid
+            query = f"insert into {self._facts} (job, at, body, sum) values (?, ?, ?, ?)"  # noqa: S608
+            seq = self._db.execute(query, values).lastrowid
             self._logs.add_written_event(job, before, int(seq or 0), at, body, heads[job])
         for row in found.values():
             if row is not None:
@@ -289,14 +308,11 @@ class RowStore:
         with self.open_transaction("deferred"):  # the row and the facts of one moment
             row, before = self.find_job(id), FIRST
             if after:
-                found = self._db.execute(
-                    "select sum from facts where job = ? and seq <= ? order by seq desc limit 1", (id, after)
-                ).fetchone()
+                query = f"select sum from {self._facts} where job = ? and seq <= ? order by seq desc limit 1"  # noqa: S608
+                found = self._db.execute(query, (id, after)).fetchone()
                 before = found[0] if found else FIRST
-            rows = self._db.execute(
-                "select seq, at, body, sum from facts where job = ? and seq > ? order by seq limit ?",
-                (id, after, most),
-            ).fetchall()
+            query = f"select seq, at, body, sum from {self._facts} where job = ? and seq > ? order by seq limit ?"  # noqa: S608
+            rows = self._db.execute(query, (id, after, most)).fetchall()
         for seq, at, body, sum in rows:
             before = chain_checksum(before, id, at, body)
             if sum != before:
@@ -331,7 +347,7 @@ class RowStore:
 
     def damage_error(self, id: str, what: str) -> DamagedRunError:
         return DamagedRunError(
-            f"the log of {id} in {self._home} is damaged: {what}; put back a copy of the whole home, or run it anew"
+            f"the log of {id} in {self._home} is damaged: {what}; put back a copy of the whole home, or begin it anew"
         )
 
     def is_update_counted(self, update: Update) -> bool:

@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
@@ -31,13 +31,10 @@ RULES: Final = 9  # raise it whenever the same facts come to another state, or a
 VERSION: Final = f"{__version__} {RULES}"
 EVERY: Final = 1000  # facts, and one for each device, from one snapshot of a job to the next
 
-_THERE: Final = "select 1 from sqlite_master where name = 'snapshots'"
-_MADE: Final = (
-    """create table if not exists snapshots (
-        job text primary key, version text not null, log blob not null, body blob not null, sum blob not null)""",
-    """create trigger if not exists snapshots_of_removed_jobs after delete on jobs begin
-        delete from snapshots where job = old.id; end""",
-)
+SCHEMA: Final = """
+create table if not exists snapshots (
+    job text primary key, version text not null, log blob not null, body blob not null, sum blob not null);
+"""
 
 logger = logging.getLogger("fedquilt.coordinator")
 
@@ -63,78 +60,55 @@ class Snapshot(msgspec.Struct):
             self.weights.set_number(update.device, update.weight / boards)
 
 
-class ValidSnapshot(NamedTuple):
-    log: IndexedLog
-    body: bytes  # a `Snapshot`; b"": of a job that is done, whose log is all that is asked for
-
-
-class SnapshotTable:
-    """Table of snapshots in a database, created with the first snapshot.
-
-    Every method raises sqlite3.Error if the database cannot be read or written.
-    """
-
-    def __init__(self, db: sqlite3.Connection, home: Path) -> None:
-        self._db, self._home = db, home
-        self._told: set[str] = set()  # jobs whose snapshot was passed over
-
-    def read_snapshot(self, job: str) -> ValidSnapshot | None:
-        if self._db.execute(_THERE).fetchone() is None:
-            return None
-        row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
-        if row is None:
-            return None
-        version, packed, body, sum = row
-        if sum != _row_checksum(job, version, packed, body):
-            self.warn_of_unusable_snapshot(job, "it is not what was written")
-        elif version != VERSION:
-            self.warn_of_unusable_snapshot(job, f"it is of another version of fedquilt ({version}; this is {VERSION})")
-        elif not has_event(self._db, job, (log := msgspec.msgpack.decode(packed, type=IndexedLog)).seq, log.head):
-            self.warn_of_unusable_snapshot(job, "the log has another fact, or none, where it ends")
-        else:
-            return ValidSnapshot(log, body)
-        return None
-
-    def read_log(self, job: str) -> IndexedLog | None:
-        kept = self.read_snapshot(job)
-        return kept.log if kept else None
-
-    def write_snapshot(self, job: str, log: IndexedLog, body: bytes) -> None:
-        """Replace the snapshot of a job. Requires an open transaction."""
-        packed = msgspec.msgpack.encode(log)
-        for statement in _MADE if self._db.execute(_THERE).fetchone() is None else ():
-            self._db.execute(statement)
-        values = job, VERSION, packed, body, _row_checksum(job, VERSION, packed, body)
-        self._db.execute("insert or replace into snapshots values (?, ?, ?, ?, ?)", values)
-
-    def warn_of_unusable_snapshot(self, job: str, why: str) -> None:
-        if job not in self._told:
-            self._told.add(job)
-            said = "the snapshot of %s in %s is passed over, and its log read from the first fact: %s"
-            logger.warning(said, job, self._home, why, extra=log_ids(run=job))
-
-
 class SnapshotStore:
     """Snapshots of the jobs of a home.
 
     Args:
-        table: The table of snapshots.
         look: The function that returns the current log of a job, or None.
-        home: The home, for error messages.
-        writing: The function that opens a write transaction.
         every: The least number of events between two snapshots of a job.
     """
 
     def __init__(
         self,
-        table: SnapshotTable,
+        db: sqlite3.Connection,
         look: Callable[[str], IndexedLog | None],
         home: Path,
         writing: Callable[[], AbstractContextManager[None]],
         every: int = EVERY,
     ) -> None:
-        self._table, self._look, self._home, self._writing, self._every = table, look, home, writing, every
+        self._db, self._look, self._home, self._writing, self._every = db, look, home, writing, every
         self._facts: dict[str, int] = {}  # job -> number of facts in its latest snapshot
+        self._told: set[str] = set()  # jobs whose snapshot was passed over
+
+    def read_log(self, job: str) -> IndexedLog | None:
+        """Return a job's log up to its valid snapshot, or None.
+
+        Raises:
+            sqlite3.Error: If the database cannot be read.
+        """
+        found = self._read_snapshot(job)
+        return None if found is None else found[0]
+
+    def _read_snapshot(self, job: str) -> tuple[IndexedLog, bytes] | None:
+        row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
+        if row is None:
+            return None
+        version, packed, body, sum = row
+        if sum != _row_checksum(job, version, packed, body):
+            self._pass_over(job, "it is not what was written")
+        elif version != VERSION:
+            self._pass_over(job, f"it is of another version of fedquilt ({version}; this is {VERSION})")
+        elif not has_event(self._db, job, (log := msgspec.msgpack.decode(packed, type=IndexedLog)).seq, log.head):
+            self._pass_over(job, "the log has another fact, or none, where it ends")
+        else:
+            return log, body
+        return None
+
+    def _pass_over(self, job: str, why: str) -> None:
+        if job not in self._told:
+            self._told.add(job)
+            said = "the snapshot of %s in %s is passed over, and its log read from the first fact: %s"
+            logger.warning(said, job, self._home, why, extra=log_ids(run=job))
 
     def load_state(self, job: str, plan: JobConstants, now_s: float) -> tuple[Snapshot, int]:
         """Return the state of a job's latest snapshot, and the sequence number of its last event.
@@ -145,23 +119,23 @@ class SnapshotStore:
             StoreError: If the database cannot be read.
         """
         with database_errors(self._home):
-            kept = self._table.read_snapshot(job)
-        if kept is None or not kept.body:
+            log, body = self._read_snapshot(job) or (IndexedLog(), b"")
+        if not body:  # none, or of a job that is done, whose log is all that is needed
             return Snapshot(JobState(plan)), 0
         try:
-            standing = decode(kept.body)
+            standing = decode(body)
         except UNDECODABLE as error:
-            self._table.warn_of_unusable_snapshot(job, f"its state cannot be read ({error})")
+            self._pass_over(job, f"its state cannot be read ({error})")
             return Snapshot(JobState(plan)), 0
         if standing.rounds.plan != plan:
-            self._table.warn_of_unusable_snapshot(job, "the job's settings have changed since")
+            self._pass_over(job, "the job's settings have changed since")
             return Snapshot(JobState(plan)), 0
-        self._facts[job] = kept.log.facts
+        self._facts[job] = log.facts
         rounds = standing.rounds
         asked_s = dict.fromkeys(rounds.asked_s, now_s)
         opened_s = now_s - rounds.passed_s
         standing.rounds = replace(rounds, opened_s=opened_s, began_s=now_s, asked_s=asked_s)
-        return standing, kept.log.seq
+        return standing, log.seq
 
     def save_if_due(self, job: str, standing: Snapshot) -> None:
         """Store a snapshot of a job after enough events, or at the end of the job.
@@ -179,8 +153,10 @@ class SnapshotStore:
                 known = self._look(job)
             if known is None or not known.whole or known.facts != standing.facts:
                 return
+            packed = msgspec.msgpack.encode(known)
+            values = job, VERSION, packed, body, _row_checksum(job, VERSION, packed, body)
             with self._writing():
-                self._table.write_snapshot(job, known, body)
+                self._db.execute("insert or replace into snapshots values (?, ?, ?, ?, ?)", values)
         except (DamagedRunError, StoreError) as error:
             logger.warning("no snapshot of %s is kept: %s", job, error, extra=log_ids(run=job))
         else:

@@ -4,8 +4,8 @@ HOME/fedquilt.db    jobs, rollouts, events (write-ahead log, synchronous: an eve
 HOME/blobs/         states, updates and bundles by sha256
 HOME/lock           locked while a coordinator runs here
 
-The tables of an earlier version are upgraded when the database is opened, and those of a later version are refused. A
-single unreadable run is reported and hides no other. A database that SQLite finds damaged is read-only.
+A database with tables of another version is refused. A single unreadable run is reported and hides no other. A
+database that SQLite finds damaged is read-only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, cast
 
@@ -24,8 +24,7 @@ import msgspec
 from fedquilt.blobs.storage.store import BlobStore
 from fedquilt.coordinator.rounds.events import AnyEvent, JobEnded, NoteRecorded
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.storage import rollout_log, write_ahead_log
-from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum
+from fedquilt.coordinator.storage import rollout_log, rows, snapshots, suspended_jobs, write_ahead_log
 from fedquilt.coordinator.storage.log_index import IndexedLog
 from fedquilt.coordinator.storage.rollout_log import RolloutLog
 from fedquilt.coordinator.storage.rows import (
@@ -39,85 +38,37 @@ from fedquilt.coordinator.storage.rows import (
     encode_lossless,
     is_served,
 )
-from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore, SnapshotTable
+from fedquilt.coordinator.storage.snapshots import EVERY, SnapshotStore
 from fedquilt.coordinator.storage.suspended_jobs import SuspendedJobs
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.host.disk import PRIVATE, Disk, Lock
 
-VERSION = 4  # of the tables
+VERSION: Final = 5  # of the tables
 CHECK_S: Final = 0.5  # that a look at the whole database may take when it is opened
-_SCHEMA = """
-create table if not exists jobs (
-    id text primary key, settings text not null, bundle text not null, status text not null, created real not null,
-    origin text not null default 'run', epoch integer not null default 0,
-    head blob not null default x'', sum blob not null default x'', submitter text not null default '');
-create table if not exists facts (
-    seq integer primary key, job text not null references jobs(id), at real not null, body text not null,
-    sum blob not null default x'');
-create index if not exists facts_by_job on facts(job, seq);
-create table if not exists counters (name text primary key, value integer not null, sum blob not null default x'');
+JOBS: Final = rows.SCHEMA.format(table="jobs", facts="facts")
+_SCHEMA: Final = """
+create table if not exists counters (name text primary key, value integer not null, sum blob not null);
 -- what can be asked of facts: a damaged one says nothing
 create view if not exists sound as
     select seq, job, case when json_valid(body) then body else '{}' end as body from facts;
 """
-_ADDED = {  # columns that versions 0, 1 and 2 had not
-    "jobs": {
-        "origin": "text not null default 'run'",
-        "epoch": "integer not null default 0",
-        "head": "blob not null default x''",
-        "sum": "blob not null default x''",
-        "submitter": "text not null default ''",
-    },
-    "facts": {"sum": "blob not null default x''"},
-    "counters": {"sum": "blob not null default x''"},
-}
 _OF_INDEX: Final = ("missing from index", "wrong # of entries in index", "non-unique entry in index")
 
 
-def upgrade_tables(db: sqlite3.Connection, home: Path) -> None:
-    """Create the tables, or upgrade those of an earlier version.
-
-    Raises:
-        StoreError: If the tables are of a later version.
-    """
+def require_tables(db: sqlite3.Connection, home: Path) -> None:
+    """Raise StoreError unless the database has the tables of this version."""
     found = int(db.execute("pragma user_version").fetchone()[0])
-    if found > VERSION:
+    if found != VERSION:
         raise StoreError(
-            f"{home} was written by a newer fedquilt (tables of version {found}, this one knows {VERSION}): "
-            "install that version, or give another --home"
+            f"{home} has tables of version {found}, and this fedquilt uses {VERSION}: use the fedquilt that wrote it, "
+            "or name another --home"
         )
-    if found == VERSION:
-        return
-    db.executescript(_SCHEMA + rollout_log.SCHEMA)  # version 4 has rollouts
-    with RowStore(db, home).open_transaction():
-        for table, columns in _ADDED.items():
-            there = {row[1] for row in db.execute(f"pragma table_info({table})")}
-            for column, kind in columns.items():
-                if column not in there:
-                    db.execute(f"alter table {table} add column {column} {kind}")
-        if found < 1:
-            for (id,) in db.execute("select id from jobs where sum = x''").fetchall():
-                if (home / "agents" / id).is_dir():  # as only the boards of a simulated fleet leave behind
-                    db.execute("update jobs set origin = 'fleet' where id = ?", (id,))
-        _add_missing_checksums(db, home)
-        db.execute(f"pragma user_version = {VERSION}")
 
 
-def _add_missing_checksums(db: sqlite3.Connection, home: Path) -> None:
-    rows = RowStore(db, home)
-    for (id,) in db.execute("select id from jobs where sum = x''").fetchall():
-        head = FIRST
-        facts = db.execute("select seq, at, body from facts where job = ? order by seq", (id,)).fetchall()
-        for seq, at, body in facts:
-            head = chain_checksum(head, id, at, body)
-            db.execute("update facts set sum = ? where seq = ?", (head, seq))
-        found = db.execute(
-            "select id, settings, bundle, status, created, origin, epoch from jobs where id = ?", (id,)
-        ).fetchone()
-        row = JobRow(*found)._replace(head=head)
-        db.execute("update jobs set head = ?, sum = ? where id = ?", (head, row.row_checksum, id))
-    for name, value in db.execute("select name, value from counters where sum = x''").fetchall():
-        rows.set_counter(name, value)
+def _make_tables(db: sqlite3.Connection) -> None:
+    if db.execute("select 1 from sqlite_master").fetchone() is None:
+        schema = "".join((JOBS, rollout_log.SCHEMA, _SCHEMA, snapshots.SCHEMA, suspended_jobs.SCHEMA))
+        db.executescript(f"begin immediate; {schema} pragma user_version = {VERSION}; commit;")
 
 
 def find_damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
@@ -180,10 +131,8 @@ class Store:
     """Home folder of a coordinator.
 
     Args:
-        home: The folder.
         durable: Whether to wait for the disk, so that accepted updates survive a power failure. Otherwise they survive
             a killed process.
-        disk: The disk of the folder.
         every: The least number of events between two snapshots of a job.
 
     Every method raises StoreError if the folder or the database cannot be read or written.
@@ -200,18 +149,21 @@ class Store:
                 before.report_damage(disk, self._db)
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
-                upgrade_tables(self._db, home)
-                table = SnapshotTable(self._db, home)
-                self._rows, self.damage = RowStore(self._db, home, table.read_log), find_damage(self._db)
-            except BaseException:  # also that the tables are of a later version
+                _make_tables(self._db)
+                require_tables(self._db, home)
+                self._rows, self.damage = RowStore(self._db, home, self._read_snapshot_log), find_damage(self._db)
+            except BaseException:  # also that the tables are of another version
                 self._db.close()
                 raise
-        self.snapshots = SnapshotStore(table, self._rows.read_log, home, self._write_transaction, every)
+        self.snapshots = SnapshotStore(self._db, self._rows.read_log, home, self._write_transaction, every)
         self.rollouts = RolloutLog(self._db, self._rows, home, self._write_transaction, disk.wall_clock_s)
         self.holds = SuspendedJobs(self._db, home, self._write_transaction, self._read_epoch)
         self.depot = BlobStore(home / "blobs", durable=durable, disk=disk)
         self._lock: Lock | None = None
         self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `batch_events`: job, time, body
+
+    def _read_snapshot_log(self, job: str) -> IndexedLog | None:
+        return self.snapshots.read_log(job)
 
     def __enter__(self) -> Store:
         return self
@@ -313,7 +265,7 @@ class Store:
 
     def _decode_row(self, row: JobRow, whole: bool) -> StoredJob | UnreadableRow:
         if not whole:
-            damaged = self._rows.damage_error(row.id, "its row in the list of runs is not what was written")
+            damaged = self._rows.damage_error(row.id, "its row in the list of jobs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
             id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
             return UnreadableRow(id, status, created, reason)
@@ -459,10 +411,7 @@ class Store:
     def _write_transaction(self) -> Iterator[None]:
         self._require_undamaged()
         try:
-            with (
-                database_errors(self.home),
-                nullcontext() if self._db.in_transaction else self._rows.open_transaction(),
-            ):
+            with database_errors(self.home), self._rows.open_transaction():
                 yield
         except DamagedRunError as error:
             raise StoreError(str(error)) from None

@@ -1,7 +1,7 @@
-"""Table of suspended jobs, whose data the disk fails to return.
+"""Suspended jobs, whose data the disk fails to return, and the times of their retries.
 
-The table is created when the first job is suspended. The next coordinator tries at once, and counts the tries of
-earlier ones, so that a job fails after a limited number of tries even if coordinators are killed.
+A job is tried TRIES times, AGAIN_S apart. A new coordinator tries at once and counts the tries of earlier ones, so that
+a job fails after a limited number of tries even if coordinators are killed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Final, NamedTuple
 
 from fedquilt.coordinator.storage.rows import database_errors
 
-_THERE: Final = "select 1 from sqlite_master where name = 'suspended'"
-_MADE: Final = (
-    """create table if not exists suspended (
-        job text primary key, epoch integer not null, since real not null, again real not null, why text not null,
-        what text not null, tries integer not null)""",
-    """create trigger if not exists suspended_of_removed_jobs after delete on jobs begin
-        delete from suspended where job = old.id; end""",
-)
+TRIES: Final = 3
+AGAIN_S: Final = 30.0  # from one to the next
+NEW_S: Final = 3600.0  # after a failed try, from which on another one has nothing to do with it
+
+SCHEMA: Final = """
+create table if not exists suspended (
+    job text primary key, epoch integer not null, since real not null, again real not null, why text not null,
+    what text not null, tries integer not null);
+"""
 
 
 class Suspension(NamedTuple):
@@ -31,21 +32,40 @@ class Suspension(NamedTuple):
     since: float
     again: float  # when it is tried again
     why: str
-    what: str = ""  # what cannot be read
-    tries: int = 0
+    what: str  # what cannot be read
+    tries: int
 
     def __str__(self) -> str:
         since, again = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in (self.since, self.again))
         return f"the disk since {since}, and is tried again at {again}: {self.why}"
 
 
+def count_failure(
+    known: Suspension | None, what: str, why: str, now: float, *, counts: bool = True
+) -> Suspension | None:
+    """Return a job's suspension after a failed read, or None after the last try.
+
+    Args:
+        known: The job's latest suspension by any coordinator.
+        what: The file that could not be read.
+        why: The error.
+        now: The wall-clock seconds.
+        counts: Whether the number of tries is limited. Without a limit, the job waits as long as necessary.
+    """
+    if known is None or known.what != what or now >= known.again + NEW_S:
+        known = Suspension(now, now, why, what, 0)
+    # A try of a restarted coordinator before its time does not count. A clock that was set back shows a later time.
+    early = 0 < known.again - now <= AGAIN_S
+    tries = known.tries + (counts and not early)
+    if tries >= TRIES:
+        return None
+    return Suspension(known.since, known.again if early else now + AGAIN_S, why, what, tries)
+
+
 class SuspendedJobs:
     """Suspended jobs of a database.
 
     Args:
-        db: Database.
-        home: Folder of the home, for error messages.
-        writing: Returns a write transaction, as in `Store`.
         epoch: Returns the number of the coordinator's last start.
 
     Raises, from every method:
@@ -63,40 +83,37 @@ class SuspendedJobs:
 
     def record_suspension(self, job: str, hold: Suspension) -> None:
         with self._writing():
-            for statement in _MADE:
-                self._db.execute(statement)
             self._db.execute(
                 "insert or replace into suspended values (?, ?, ?, ?, ?, ?, ?)", (job, self._epoch(), *hold)
             )
 
     def delete_suspension(self, job: str) -> None:
         with self._writing():
-            if self._db.execute(_THERE).fetchone() is not None:
-                self._db.execute("delete from suspended where job = ?", (job,))
+            self._db.execute("delete from suspended where job = ?", (job,))
 
     def end_suspension(self, job: str) -> None:
         """Record that a job continues. The number of tries is kept for the next failure."""
         with self._writing():
-            if self._db.execute(_THERE).fetchone() is not None:
-                self._db.execute("update suspended set epoch = -1 where job = ?", (job,))
+            self._db.execute("update suspended set epoch = -1 where job = ?", (job,))
 
     def current_suspension(self, job: str) -> Suspension | None:
         """Return a job's suspension by the latest coordinator of the home, or None."""
-        found = self._load_row(job)
-        return None if found is None or found[0] != self._epoch() else found[1]
+        return self.current_suspensions().get(job)
+
+    def current_suspensions(self) -> dict[str, Suspension]:
+        """Return the suspended jobs of the home's latest coordinator."""
+        query = "select job, epoch, since, again, why, what, tries from suspended"
+        with database_errors(self._home):
+            rows = self._db.execute(query).fetchall()
+            last = self._epoch() if rows else 0
+        return {job: Suspension(*found) for job, epoch, *found in rows if epoch == last}
 
     def latest_suspension(self, job: str) -> Suspension | None:
         """Return a job's latest suspension by any coordinator, or None.
 
         The suspension may have ended.
         """
-        found = self._load_row(job)
-        return None if found is None else found[1]
-
-    def _load_row(self, job: str) -> tuple[int, Suspension] | None:
+        query = "select since, again, why, what, tries from suspended where job = ?"
         with database_errors(self._home):
-            if self._db.execute(_THERE).fetchone() is None:
-                return None
-            query = "select epoch, since, again, why, what, tries from suspended where job = ?"
             found = self._db.execute(query, (job,)).fetchone()
-        return None if found is None else (found[0], Suspension(*found[1:]))
+        return None if found is None else Suspension(*found)

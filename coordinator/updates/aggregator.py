@@ -307,9 +307,8 @@ class Aggregator:
             raise
 
     def _open_update(self, update: Update) -> DeviceUpdate:
-        if partial_aggregate.total_blob_bytes(update) <= WHOLE_BYTES:
-            return blob_recovery.load_update(self._depot, update)
-        return blob_recovery.open_update(self._depot, update)
+        lazily = partial_aggregate.total_blob_bytes(update) > WHOLE_BYTES
+        return blob_recovery.load_update(self._depot, update, lazily=lazily)
 
     def _decode_update(self, given: DeviceUpdate, base: BaseTensors) -> DeviceUpdate:
         if has_site_bundles(

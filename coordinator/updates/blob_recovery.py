@@ -96,12 +96,7 @@ def _convert_blob_read_errors(what: str, ref: BlobRef, again: bool) -> AbstractC
 
 
 class _BlobReadDisk(Disk):
-    """Disk whose read errors name the blob and the devices it came from.
-
-    Args:
-        disk: Disk of the blob.
-        naming: Context that converts read errors, see `convert_read_errors`.
-    """
+    """Disk whose read errors name the blob and the devices it came from."""
 
     def __init__(self, disk: Disk, naming: Callable[[], AbstractContextManager[None]]) -> None:
         self._disk, self._naming = disk, naming
@@ -119,22 +114,26 @@ class _BlobReadDisk(Disk):
             return self._disk.read_into(path, buffer, offset)
 
 
-def open_update(depot: BlobStore, update: Update) -> DeviceUpdate:
-    """Return an update whose tensors are read from disk each time they are used.
+def load_update(depot: BlobStore, update: Update, *, lazily: bool = False) -> DeviceUpdate:
+    """Return an update, with its tensors in memory or, `lazily`, read from disk each time they are used.
 
     Raises:
         LostUpdateError: If a blob of the update is missing or damaged.
         UnreadableError: If the disk fails.
-        UpdateError: If a bundle is no safetensors blob.
+        UpdateError: If a bundle is no safetensors blob, or contains values that are not finite and are in memory.
     """
-    bundles = {}
+    bundles: dict[str, Tensors] = {}
     for name, ref in update.bundles.items():
         naming = partial(_convert_blob_read_errors, f"{update.device}'s update", ref, again=True)
         with naming():
-            path = depot.verified_path(ref.sha256)
-        if path is None:
+            found = depot.verified_path(ref.sha256) if lazily else depot.load(ref.sha256)
+        if found is None:
             raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
-        bundles[name] = safetensors_files.SafetensorsReader(path, _BlobReadDisk(depot.disk, naming))
+        if isinstance(found, bytes):
+            bundles[name] = tensors.decode_tensors(found)
+            tensors.require_finite(bundles[name])
+        else:
+            bundles[name] = safetensors_files.SafetensorsReader(found, _BlobReadDisk(depot.disk, naming))
     return DeviceUpdate(update.device, update.round, update.weight, update.metrics, bundles)
 
 
@@ -169,25 +168,6 @@ def load_partial_aggregate(depot: BlobStore, folded: UpdatesAggregated, kind: ty
     except tensors.NoStateError as error:
         log.warning("%s cannot be used: %s", told, error)
     raise LostUpdateError(folded.devices[0], f"{told} is gone from {depot.folder}, or damaged")
-
-
-def load_update(depot: BlobStore, update: Update) -> DeviceUpdate:
-    """Return an update with all tensors in memory.
-
-    Raises:
-        LostUpdateError: If a blob of the update is missing or damaged.
-        UnreadableError: If the disk fails.
-        UpdateError: If a bundle is no safetensors blob, or contains values that are not finite.
-    """
-    bundles = {}
-    for name, ref in update.bundles.items():
-        with _convert_blob_read_errors(f"{update.device}'s update", ref, again=True):
-            payload = depot.load(ref.sha256)
-        if payload is None:
-            raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
-        bundles[name] = tensors.decode_tensors(payload)
-        tensors.require_finite(bundles[name])
-    return DeviceUpdate(update.device, update.round, update.weight, update.metrics, bundles)
 
 
 def load_or_rebuild_state(

@@ -15,12 +15,11 @@ from fedquilt.coordinator.rounds.rollout import (
     PhasePassed,
     ReleaseOffered,
     Rollout,
-    RolloutAborted,
     RolloutCompleted,
     RolloutDevice,
     RolloutPlan,
     RolloutResumed,
-    RolloutRolledBack,
+    RolloutReverted,
     RolloutStarted,
     StatusReported,
     format_incompatible_devices,
@@ -107,13 +106,7 @@ def load_wait(kept: StoredRollout, log: RolloutLog, around: RolloutContext) -> s
 def describe_rollout_wait(
     state: Rollout, facts: Sequence[tuple[int, float, AnyRolloutEvent]], around: RolloutContext
 ) -> str:
-    """Return what a rollout waits for, as the end of a sentence, or "" if it does not wait.
-
-    Args:
-        state: The rollout.
-        facts: Its events, with their wall-clock times.
-        around: The context of the home's rollouts.
-    """
+    """Return what a rollout waits for, as the end of a sentence, or "" if it does not wait."""
     if not state.is_under_way:
         return ""
     if not around.served:
@@ -229,10 +222,9 @@ def format_event(state: Rollout, fact: AnyRolloutEvent) -> str:
             return f"{_format_step_name(state.plan, number)} passed{without}"
         case RolloutCompleted():
             return "done: boards that come later get it too" if state.plan.includes_all_devices else "done"
-        case RolloutAborted(reason):
-            return f"aborted: {reason}; boards that have it return to what they ran before"
-        case RolloutRolledBack():
-            return "rolled back: boards return to what they ran before"
+        case RolloutReverted(reason=reason):
+            what = f"aborted: {reason}; boards that have it" if state.status == "aborted" else "rolled back: boards"
+            return f"{what} return to what they ran before"
 
 
 def format_step(state: Rollout) -> str:

@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from fedquilt.core import AnyDigest, BlobRef, Label, Metrics, Reading, Sentence, WireMessage
+from fedquilt.core import AnyDigest, Label, Metrics, Reading, Sentence, WireMessage
+from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.wire import DesiredRelease
 
 # -- state ----------------------------------------------------------------------------------------
@@ -40,7 +41,10 @@ class ReleaseState(msgspec.Struct, frozen=True):
     failures: int = 0  # to fetch the blob
 
 
-# -- events ---------------------------------------------------------------------------------------
+# -- events and actions ---------------------------------------------------------------------------
+
+Action = Literal["publish", "fetch", "cancel fetch", "check", "activate", "roll back", "confirm", "delete"]
+"""Action on the release of the new state. "cancel fetch" is about the one of the state before."""
 
 
 class ReleaseReceived(msgspec.Struct, frozen=True):
@@ -54,31 +58,18 @@ class ReleaseFetched(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class CheckFinished(msgspec.Struct, frozen=True):
-    refused: str
-    metrics: dict[str, float]
-    note: str = ""
+class ActionDone(msgspec.Struct, frozen=True):
+    """Completed action. `found` is whether a roll-back had a previous release."""
+
+    action: Action
+    found: bool = True
 
 
 class ActionFailed(msgspec.Struct, frozen=True):
+    """Failed action. `in_use` is whether the release has been activated nevertheless."""
+
     reason: str
-
-
-class ReleaseActivated(msgspec.Struct, frozen=True): ...
-
-
-class ReleaseConfirmed(msgspec.Struct, frozen=True):
-    """Confirmation of the release in use by its kind."""
-
-
-class ReleaseUnhealthy(msgspec.Struct, frozen=True):
-    reason: str
-
-
-class ReleaseRolledBack(msgspec.Struct, frozen=True):
-    """Completed roll-back. `found` is whether there was a previous release."""
-
-    found: bool = True
+    in_use: bool = False
 
 
 class ProcessStarted(msgspec.Struct, frozen=True):
@@ -109,59 +100,11 @@ Event = (
     ReleaseReceived
     | ReleaseCancelled
     | ReleaseFetched
-    | CheckFinished
+    | CheckResult
+    | ActionDone
     | ActionFailed
-    | ReleaseActivated
-    | ReleaseConfirmed
-    | ReleaseUnhealthy
-    | ReleaseRolledBack
     | ProcessStarted
     | DeviceIdle
     | StatusPolled
-)
-
-# -- actions --------------------------------------------------------------------------------------
-
-
-class FetchRelease(msgspec.Struct, frozen=True):
-    ref: BlobRef
-
-
-class CancelReleaseFetch(msgspec.Struct, frozen=True):
-    sha256: str
-
-
-class CheckRelease(msgspec.Struct, frozen=True):
-    release: DesiredRelease
-
-
-class ActivateRelease(msgspec.Struct, frozen=True):
-    release: DesiredRelease
-
-
-class RollBackRelease(msgspec.Struct, frozen=True):
-    """Request to activate the release `before` again. `ReleaseRolledBack` or `ActionFailed` follows."""
-
-    before: str
-
-
-class ConfirmRelease(msgspec.Struct, frozen=True): ...
-
-
-class DeleteReleases(msgspec.Struct, frozen=True): ...
-
-
-class PublishStatus(msgspec.Struct, frozen=True): ...
-
-
-Action = (
-    FetchRelease
-    | CancelReleaseFetch
-    | CheckRelease
-    | ActivateRelease
-    | RollBackRelease
-    | ConfirmRelease
-    | DeleteReleases
-    | PublishStatus
 )
 Step = tuple[ReleaseState, tuple[Action, ...]]

@@ -50,11 +50,7 @@ class ReleaseManager:
     """Releases of all kinds on one device.
 
     Args:
-        local: State folder of the device.
         kinds: Kinds by their names on the wire. Releases of other kinds are refused.
-        duty: Tasks of the device, which pause while a release is checked.
-        around: Services of the agent.
-        settings: Conditions under which a release waits.
         clock: Device clock in seconds since 1970, or None if the device has no clock.
 
     Raises:
@@ -119,7 +115,7 @@ class ReleaseManager:
 
     def _advance_release(self, name: str, now_s: float) -> None:
         if self._is_checking_kind(name) and (verdict := self._kinds[name].poll_check()) is not None:
-            self._handle_event(name, events.CheckFinished(verdict.refused, dict(verdict.metrics), verdict.note), now_s)
+            self._handle_event(name, verdict, now_s)
         for _ in range(LOOKS_MOST):
             if self._states[name].again_s > now_s:
                 break
@@ -245,60 +241,51 @@ class ReleaseManager:
             self._rests = False
             self._duty.set_task_pause(False, now_s)
         for action in actions:
-            self._carry_out(name, action, now_s)
+            if action == "cancel fetch" and before.noted is not None and before.noted.release.blob is not None:
+                self._around.cancel_fetch(before.noted.release.blob.sha256)
+            elif state.noted is not None:
+                self._carry_out(name, action, state.noted, now_s)
 
-    def _carry_out(self, name: str, action: events.Action, now_s: float) -> None:
-        kind = self._kinds[name]
-        match action:
-            case events.PublishStatus():
-                self._told.pop(name, None)
-                self._publish_progress(name)
-            case events.FetchRelease(ref):
-                self._start_fetch(name, ref, now_s)
-            case events.CancelReleaseFetch(sha256):
-                self._around.cancel_fetch(sha256)
-            case events.CheckRelease(release):
-                self._start_check(name, release, now_s)
-            case events.ActivateRelease(release):
-                self._handle_event(name, _activate(kind, release), now_s)
-            case events.RollBackRelease(before):
-                try:
-                    event: events.Event = events.ReleaseRolledBack(kind.roll_back() or kind.current_sha256() == before)
-                except FedquiltError as error:
-                    event = events.ActionFailed(str(error))
-                self._handle_event(name, event, now_s)
-            case events.ConfirmRelease():
-                try:
-                    kind.confirm()
-                except FedquiltError as error:
-                    log.error("the release of kind %s in use cannot be kept yet: %s", name, error)
-                    return self._handle_event(name, events.ActionFailed(str(error)), now_s)
-                self._handle_event(name, events.ReleaseConfirmed(), now_s)
-            case events.DeleteReleases():
-                try:
-                    kind.discard_unused()
-                except FedquiltError as error:
-                    log.warning("what is left of a release of kind %s cannot be deleted: %s", name, error)
-
-    def _start_fetch(self, name: str, ref: BlobRef, now_s: float) -> None:
-        if self._local.depot.has_blob(ref):
+    def _carry_out(self, name: str, action: events.Action, noted: events.ReleaseRecord, now_s: float) -> None:
+        kind, release = self._kinds[name], noted.release
+        if action == "publish":
+            self._told.pop(name, None)
+            return self._publish_progress(name)
+        if action == "fetch" and release.blob is not None and self._local.depot.has_blob(release.blob):
             return self._handle_event(name, events.ReleaseFetched(), now_s)
+        if action == "check":
+            self._rests = True
+            self._duty.set_task_pause(True, now_s)
         try:
-            self._around.fetch_blobs([ref])
-        except StoreError as error:
-            self._handle_event(name, events.ActionFailed(str(error)), now_s)
-
-    def _start_check(self, name: str, release: DesiredRelease, now_s: float) -> None:
-        kind, path = self._kinds[name], None
-        self._rests = True
-        self._duty.set_task_pause(True, now_s)
-        try:
-            if release.blob is not None and (path := self._local.depot.blob_path(release.blob.sha256)) is None:
-                raise StoreError(f"its blob {release.blob.sha256[:12]} is damaged on this device's disk")
-            kind.stage(release, path)
-            kind.start_check(release)
+            found = self._perform(kind, action, noted)
         except FedquiltError as error:
-            self._handle_event(name, events.ActionFailed(str(error)), now_s)
+            if action in ("confirm", "delete"):
+                log.error("releases of kind %s: %s failed: %s", name, action, error)
+            if action == "delete":
+                return None
+            in_use = action == "activate" and release.blob is not None and kind.current_sha256() == release.blob.sha256
+            return self._handle_event(name, events.ActionFailed(str(error), in_use), now_s)
+        return self._handle_event(name, events.ActionDone(action, found), now_s)
+
+    def _perform(self, kind: ReleaseKind, action: events.Action, noted: events.ReleaseRecord) -> bool:
+        release, blob, path = noted.release, noted.release.blob, None
+        match action:
+            case "fetch":
+                self._around.fetch_blobs([blob] if blob is not None else [])
+            case "check":
+                if blob is not None and (path := self._local.depot.blob_path(blob.sha256)) is None:
+                    raise StoreError(f"its blob {blob.sha256[:12]} is damaged on this device's disk")
+                kind.stage(release, path)
+                kind.start_check(release)
+            case "activate":
+                kind.activate(release)
+            case "roll back":
+                return kind.roll_back() or kind.current_sha256() == noted.before
+            case "confirm":
+                kind.confirm()
+            case "delete":
+                kind.discard_unused()
+        return True
 
     # -- records and published status --
 
@@ -323,12 +310,3 @@ class ReleaseManager:
 
 def _record_name(name: str) -> str:
     return f"releases/{name}.json"
-
-
-def _activate(kind: ReleaseKind, release: DesiredRelease) -> events.Event:
-    try:
-        kind.activate(release)
-    except FedquiltError as error:
-        exchanged = release.blob is not None and kind.current_sha256() == release.blob.sha256
-        return events.ReleaseUnhealthy(str(error)) if exchanged else events.ActionFailed(str(error))
-    return events.ReleaseActivated()

@@ -33,7 +33,7 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.power.energy import EnergyAccount
 from fedquilt.edge_agent.releases.acceptance import accuracy_loss_reason, judge_check, needs_more_labels
 from fedquilt.edge_agent.releases.check.protocol import DONE, TENSORRT, TIMED, CheckRequest, SplitModelFiles
-from fedquilt.edge_agent.releases.hook import ReleaseHook
+from fedquilt.edge_agent.releases.process import ReleaseHook
 from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
 from fedquilt.edge_agent.runner_status import RunnerStatus, RunnerStatusReader
 from fedquilt.edge_agent.settings import AgentSettings
@@ -81,14 +81,9 @@ class ModelReleases(ReleaseKind):
     """Releases of models on one device.
 
     Args:
-        settings: Settings of the agent.
         board: Device whose meter measures the energy of an answer.
-        worker: Worker that runs one check at a time.
         budget_bytes: Function that returns the memory budget of a check, or None for the budget in the settings.
-        disk: Disk of the models.
-        kept: Function that returns the device's private state of a job.
         examine: Check of a graph's file before anything runs the graph.
-        clock: Monotonic clock in seconds.
     """
 
     def __init__(

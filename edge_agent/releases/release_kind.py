@@ -36,12 +36,6 @@ class ReleaseKind(Protocol):
         """
         ...
 
-    def start_check(self, release: DesiredRelease) -> None: ...
-
-    def poll_check(self) -> CheckResult | None:
-        """Return the result of the check, or None while it runs. A killed check is started again."""
-        ...
-
     def activate(self, release: DesiredRelease) -> None:
         """Activate a release atomically, and keep the release before as the previous one.
 
@@ -49,15 +43,6 @@ class ReleaseKind(Protocol):
 
         Raises:
             StoreError: If the change cannot be written. The release before stays in use.
-        """
-        ...
-
-    def unhealthy_reason(self) -> str:
-        """Return why the release in use is unhealthy, or "" if it is not.
-
-        This is called while a release soaks, and by a starting agent whose release was activated or about to be. The
-        result is then the reason why this process runs without that release, if something outside the agent has rolled
-        it back.
         """
         ...
 
@@ -69,9 +54,25 @@ class ReleaseKind(Protocol):
         """
         ...
 
+    def start_check(self, release: DesiredRelease) -> None:
+        return
+
+    def poll_check(self) -> CheckResult | None:
+        """Return the result of the check, or None while it runs. A killed check is started again."""
+        return CheckResult("", {})
+
+    def unhealthy_reason(self) -> str:
+        """Return why the release in use is unhealthy, or "" if it is not.
+
+        This is called while a release soaks, and by a starting agent whose release was activated or about to be. The
+        result is then the reason why this process runs without that release, if something outside the agent has rolled
+        it back.
+        """
+        return ""
+
     def discard_unused(self) -> None:
         """End a running check, and delete staged releases that are not in use."""
-        ...
+        return
 
     def confirm(self) -> None:
         """Record that the release in use has passed its soak, before this is reported.

@@ -29,31 +29,20 @@ from fedquilt.core import REFETCH, shorten_error
 from fedquilt.edge_agent.releases import window
 from fedquilt.edge_agent.releases.events import (
     Action,
+    ActionDone,
     ActionFailed,
-    ActivateRelease,
-    CancelReleaseFetch,
-    CheckFinished,
-    CheckRelease,
-    ConfirmRelease,
-    DeleteReleases,
     DeviceIdle,
     Event,
-    FetchRelease,
     ProcessStarted,
-    PublishStatus,
-    ReleaseActivated,
     ReleaseCancelled,
-    ReleaseConfirmed,
     ReleaseFetched,
     ReleaseReceived,
     ReleaseRecord,
-    ReleaseRolledBack,
     ReleaseState,
-    ReleaseUnhealthy,
-    RollBackRelease,
     StatusPolled,
     Step,
 )
+from fedquilt.edge_agent.releases.release_kind import CheckResult
 from fedquilt.edge_agent.task.memory_budget import format_megabytes
 from fedquilt.wire import DesiredRelease, ReleaseStatus
 
@@ -116,7 +105,7 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
                 return replace(state, stage="fetched", waits="", again_s=now_s, failures=0), ()
             later_s, failures = now_s + REFETCH.delay_s(state.failures), state.failures + 1
             return replace(state, waits=shorten_error(event.error), again_s=later_s, failures=failures), ()
-        case CheckFinished() if noted.step == "wanted" and state.stage == "checking":
+        case CheckResult() if noted.step == "wanted" and state.stage == "checking":
             noted = replace(noted, metrics=dict(event.metrics))
             if event.refused:
                 return _end_release(replace(state, noted=noted), "refused", event.refused, now_s)
@@ -124,13 +113,11 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
             return replace(state, noted=noted, stage="checked", again_s=now_s), ()
         case ActionFailed():
             return _handle_failure(state, noted, event, now_s)
-        case ReleaseActivated() if noted.step in ("swapping", "soaking"):
+        case ActionDone("activate") if noted.step in ("swapping", "soaking"):
             return _handle_activation(state, noted, now_s)
-        case ReleaseConfirmed() if noted.step == "soaking":
+        case ActionDone("confirm") if noted.step == "soaking":
             return _end_release(state, "committed", noted.reason, now_s)
-        case ReleaseUnhealthy() if noted.step in ("swapping", "soaking"):
-            return _start_roll_back(_with_release_in_use(state, noted), event.reason)
-        case ReleaseRolledBack() if noted.step == "returning":
+        case ActionDone("roll back") if noted.step == "returning":
             if not event.found:
                 return _end_release(state, "refused", "there is nothing before it to return to", now_s)
             return replace(state, stage="undone", again_s=now_s), ()
@@ -148,7 +135,7 @@ def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -
         return _start_release(state, release, now_s)
     latest = noted.next or noted.release
     if release.serial <= latest.serial:
-        return state, (PublishStatus(),)
+        return state, ("publish",)
     if noted.step == "soaking" and release.back and release.rollout == noted.rollout:
         return _start_roll_back(replace(state, noted=replace(noted, release=release, next=None)), "")
     if noted.step in ("swapping", "soaking", "returning"):
@@ -178,9 +165,7 @@ def _start_release(state: ReleaseState, release: DesiredRelease, now_s: float) -
 def _cancel_actions(state: ReleaseState) -> tuple[Action, ...]:
     if state.noted is None or state.noted.step != "wanted":
         return ()
-    blob = state.noted.release.blob
-    abandon = (CancelReleaseFetch(blob.sha256),) if blob is not None and state.stage == "fetching" else ()
-    return (*abandon, DeleteReleases())
+    return ("cancel fetch", "delete") if state.stage == "fetching" else ("delete",)
 
 
 def _handle_cancellation(state: ReleaseState, noted: ReleaseRecord) -> Step:
@@ -200,22 +185,24 @@ def _resume_release(state: ReleaseState, noted: ReleaseRecord, event: ProcessSta
         case "wanted":
             return replace(state, again_s=now_s), ()
         case "swapping" if not event.ill or runs:
-            return state, (ActivateRelease(noted.release),)
+            return state, ("activate",)
         case "soaking" if runs:
-            return state, (ActivateRelease(noted.release),)
+            return state, ("activate",)
         case "swapping" | "soaking":
             why = event.ill or "this process began without it: something has returned to what ran before"
             state = _with_release_in_use(state, noted)
             assert state.noted is not None
             return _end_release(_with_previous_in_use(state, state.noted), "returned", why, now_s)
         case "returning":
-            return state, (RollBackRelease(noted.before),)
+            return state, ("roll back",)
         case _:
-            return replace(state, again_s=inf if noted.next is None else now_s), (DeleteReleases(),)
+            return replace(state, again_s=inf if noted.next is None else now_s), ("delete",)
 
 
 def _handle_failure(state: ReleaseState, noted: ReleaseRecord, event: ActionFailed, now_s: float) -> Step:
-    """End a release that is not in use yet as refused. Retry a return or a soak later."""
+    """End a release that is not in use yet as refused, and return from one that is. Retry a return or a soak later."""
+    if event.in_use and noted.step in ("swapping", "soaking"):
+        return _start_roll_back(_with_release_in_use(state, noted), event.reason)
     if noted.step in ("wanted", "swapping"):
         return _end_release(state, "refused", event.reason, now_s)
     if noted.step == "returning":
@@ -252,7 +239,7 @@ def _with_release_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseSt
 def _start_roll_back(state: ReleaseState, reason: str) -> Step:
     assert state.noted is not None
     noted = replace(state.noted, step="returning", reason=shorten_error(reason))
-    return replace(state, noted=noted, stage="gate", again_s=inf), (RollBackRelease(noted.before),)
+    return replace(state, noted=noted, stage="gate", again_s=inf), ("roll back",)
 
 
 def _with_previous_in_use(state: ReleaseState, noted: ReleaseRecord) -> ReleaseState:
@@ -265,7 +252,7 @@ def _end_release(
     """End the release with this step and reason. A next release starts afterwards."""
     assert state.noted is not None
     noted = replace(state.noted, step=step, reason=shorten_error(reason), origin="")
-    return ReleaseState(noted=noted, again_s=inf if noted.next is None else now_s), (DeleteReleases(),)
+    return ReleaseState(noted=noted, again_s=inf if noted.next is None else now_s), ("delete",)
 
 
 # -- when it is time to look ----------------------------------------------------------------------
@@ -276,16 +263,16 @@ def _handle_poll(state: ReleaseState, noted: ReleaseRecord, seen: StatusPolled, 
         case "wanted":
             return _continue_release(state, noted, seen, now_s)
         case "swapping":  # the link was not up the first time
-            return replace(state, again_s=inf), (ActivateRelease(noted.release),)
+            return replace(state, again_s=inf), ("activate",)
         case "soaking":
             if seen.ill:
                 return _start_roll_back(state, seen.ill)
             if now_s >= state.until_s and seen.settled:
-                return replace(state, again_s=inf), (ConfirmRelease(),)
+                return replace(state, again_s=inf), ("confirm",)
             late_s = now_s + SOAK_LOOK_S
             return replace(state, again_s=late_s if now_s >= state.until_s else min(state.until_s, late_s)), ()
         case "returning" if state.stage != "undone":
-            return replace(state, again_s=inf), (RollBackRelease(noted.before),)
+            return replace(state, again_s=inf), ("roll back",)
         case "returning" if not seen.settled:
             return replace(state, again_s=now_s + SOAK_LOOK_S), ()
         case "returning":
@@ -303,8 +290,7 @@ def _continue_release(state: ReleaseState, noted: ReleaseRecord, seen: StatusPol
     if state.stage == "gate" and release.blob is not None and release.blob.sha256 == seen.current:
         return _end_release(state, "committed", "it ran here already", now_s)
     if state.stage == "fetching":  # the fetch before has failed
-        assert release.blob is not None
-        return replace(state, again_s=inf), (FetchRelease(release.blob),)
+        return replace(state, again_s=inf), ("fetch",)
     if state.stage == "checking":
         return replace(state, again_s=inf), ()
     if waits := waiting_reason(release, state, seen):
@@ -315,13 +301,13 @@ def _continue_release(state: ReleaseState, noted: ReleaseRecord, seen: StatusPol
     if state.stage == "gate":
         if release.blob is None or seen.here:
             return replace(state, stage="fetched"), ()
-        return replace(state, stage="fetching", again_s=inf), (FetchRelease(release.blob),)
+        return replace(state, stage="fetching", again_s=inf), ("fetch",)
     if state.stage == "fetched":
         if release.blob is not None and not seen.here:  # dropped, or damaged meanwhile
             return replace(state, stage="gate"), ()
-        return replace(state, stage="checking", again_s=inf), (CheckRelease(release),)
+        return replace(state, stage="checking", again_s=inf), ("check",)
     swapping = replace(noted, step="swapping", origin=seen.current)
-    return replace(state, noted=swapping, again_s=inf), (ActivateRelease(release),)
+    return replace(state, noted=swapping, again_s=inf), ("activate",)
 
 
 def waiting_reason(release: DesiredRelease, state: ReleaseState, seen: StatusPolled) -> str:

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from fedquilt import wire
-from fedquilt.core import UNDECODABLE, AnyDigest, Count, Name, WireError, WireMessage
+from fedquilt.core import AnyDigest, Count, Name, WireError, WireMessage
 from fedquilt.host.disk import Disk
 
 log = logging.getLogger("fedquilt.agent")
@@ -171,23 +171,8 @@ class JobRecords:
         try:
             return wire.decode(payload, JobRecordFile).jobs
         except WireError as error:
-            damage = error
-        try:
-            return self._migrate_records(msgspec.json.decode(payload, type=dict[Name, Count]))
-        except UNDECODABLE:
-            log.warning("%s is damaged (%s); at worst a round is worked for in vain", self._file, damage)
+            log.warning("%s is damaged (%s); at worst a round is worked for in vain", self._file, error)
             return self._records_from_file_names()
-
-    def _migrate_records(self, counted: dict[str, int]) -> dict[str, JobRecord]:
-        found: dict[str, JobRecord] = {}
-        for job, round in counted.items():
-            old, entry = self._folder / f"{job}.safetensors", JobRecord(round=round, epoch=0)
-            if self._disk.is_file(old):
-                sha256 = self._disk.hash_file(old)
-                self._disk.replace(old, self._folder / StoredPrivateState(job, round, sha256).file_name)
-            kept = [each for each in self._stored_states() if (each.job, each.round) == (job, round)]
-            found[job] = JobRecord(round=round, epoch=0, private=kept[0].sha256, left=round) if kept else entry
-        return found
 
     def _records_from_file_names(self) -> dict[str, JobRecord]:
         last = {each.job: each for each in sorted(self._stored_states())}

@@ -11,16 +11,16 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from fedquilt.core import UNDECODABLE, ModelError, shorten_error
+from fedquilt.edge_agent.releases.process import ReleaseProcess
 from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.upgrade import launcher
@@ -38,7 +38,6 @@ COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.upgrade.environment
 CHECK_S: Final = 1800.0  # for unpacking, compiling and the new version's own check, on a slow card
 CHECK_BYTES: Final = 300 << 20  # memory of that: an agent, and the process of one small task
 KILLED_MOST: Final = 2  # most restarts of a check that was killed from outside, such as for memory
-TAIL_BYTES: Final = 4096
 NEWEST: Final = "newest"  # file in the folder of versions: the greatest number of a signed one that was kept
 NO_LAUNCHER: Final = (
     "this agent was not started by its launcher, which returns from a version that does not start: flash the board "
@@ -74,12 +73,7 @@ class AgentKind(ReleaseKind):
 
     Args:
         started: Information from the launcher, or None without one. Every release is refused then.
-        settings: Settings in agent.toml.
-        connected: Function that returns whether the broker is reachable.
-        restart: Function that shuts this process down.
         quiet: Function that cancels the launcher's alarm.
-        command: Command of the process that builds and checks.
-        clock: Monotonic clock in seconds, for the time limit of that process.
     """
 
     def __init__(
@@ -96,9 +90,7 @@ class AgentKind(ReleaseKind):
     ) -> None:
         self._started, self._settings = started, settings
         self._connected, self._restart, self._quiet = connected, restart, quiet
-        self._disk, self._command, self._clock = disk, command, clock
-        self._process: subprocess.Popen[bytes] | None = None
-        self._tail, self._until_s, self._killed = b"", 0.0, 0
+        self._disk, self._command, self._check, self._killed = disk, command, ReleaseProcess(clock), 0
         self._staged: BuildRequest | None = None
 
     # -- choice.json --
@@ -199,47 +191,26 @@ class AgentKind(ReleaseKind):
         self._start_check_process()
 
     def _start_check_process(self) -> None:
-        self.stop_check()
         assert self._staged is not None, "a release is staged before it is checked"
         environ = {
             name: value for name, value in os.environ.items() if name not in (launcher.LAUNCHED, "NOTIFY_SOCKET")
         }
+        environ = {**threads.QUIET, **environ, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env={**threads.QUIET, **environ, "PYTHONDONTWRITEBYTECODE": "1"},
-            )
+            self._check.start(self._command, CHECK_S, environ, msgspec.json.encode(self._staged))
         except OSError as error:
             raise ModelError(f"its check cannot be started: {error.strerror}") from None
-        self._tail, self._until_s = b"", self._clock() + CHECK_S
-        stdin, stderr = self._process.stdin, self._process.stderr
-        assert stdin is not None
-        assert stderr is not None
-        os.set_blocking(stderr.fileno(), False)
-        try:
-            stdin.write(msgspec.json.encode(self._staged))  # some hundred bytes: a pipe takes 64 KiB at once
-            stdin.close()
-        except BrokenPipeError:  # it has ended; its last words say why
-            pass
 
     def poll_check(self) -> CheckResult | None:
-        if self._process is None:
+        if self._check.process is None:
             return CheckResult("its check was ended", {})
-        said = _read_available(self._process.stderr)
-        self._tail = (self._tail + said)[-TAIL_BYTES:]
-        code = self._process.poll()
-        if code is None and self._clock() < self._until_s:
+        if (end := self._check.poll()) is None:
             return None
-        self._tail = (self._tail + _read_available(self._process.stderr))[-TAIL_BYTES:]
-        self.stop_check()
-        if code is None:
+        if end.code is None:
             return CheckResult(f"its check has not ended within {CHECK_S:g} s", {})
-        if code == 0:
+        if end.code == 0:
             return CheckResult("", {})
-        if code == -signal.SIGKILL and self._killed < KILLED_MOST:
+        if end.code == -signal.SIGKILL and self._killed < KILLED_MOST:
             log.warning("the check of the new version was killed: it is made again")
             self._killed += 1
             try:
@@ -247,10 +218,9 @@ class AgentKind(ReleaseKind):
             except ModelError as error:
                 return CheckResult(str(error), {})
             return None
-        lines = self._tail.decode(errors="replace").strip().splitlines()
-        words = shorten_error(lines[-1].removeprefix("fedquilt: "), 900) if lines else "it said nothing"
-        if code < 0:
-            return CheckResult(f"its check was ended by {signal.Signals(-code).name}; {words}", {})
+        words = shorten_error(end.words.removeprefix("fedquilt: "), 900) or "it said nothing"
+        if end.code < 0:
+            return CheckResult(f"its check was ended by {signal.Signals(-end.code).name}; {words}", {})
         return CheckResult(words, {})
 
     def activate(self, release: DesiredRelease) -> None:
@@ -321,7 +291,7 @@ class AgentKind(ReleaseKind):
             self._write_choice(choice._replace(trying=False))
 
     def discard_unused(self) -> None:
-        self.stop_check()
+        self._check.stop()
         self._staged = None
         if self._started is None:
             return
@@ -341,25 +311,3 @@ class AgentKind(ReleaseKind):
 
     def check_memory_bytes(self, release: DesiredRelease) -> int:
         return CHECK_BYTES
-
-    def fds(self) -> Sequence[int]:
-        pipe = None if self._process is None else self._process.stderr
-        return () if pipe is None or pipe.closed else (pipe.fileno(),)
-
-    def stop_check(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stderr):
-                if pipe is not None:
-                    pipe.close()
-            self._process = None
-
-
-def _read_available(pipe: IO[bytes] | None) -> bytes:
-    if pipe is None or pipe.closed:
-        return b""
-    said = pipe.read(1 << 16)
-    if said == b"":
-        pipe.close()
-    return said or b""

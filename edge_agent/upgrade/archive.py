@@ -48,7 +48,7 @@ class UpgradeManifest(msgspec.Struct, frozen=True, omit_defaults=True):
         default_factory=dict
     )  # packages left out -> version that has to be there
     made_s: Count = 0  # seconds since 1970
-    number: Count = 0  # of the authority's signature, which grows with each; 0: from before there were numbers
+    number: Count = 0  # of the authority's signature, which grows with each; 0: unsigned
 
 
 class _PlainTarHeader(tarfile.TarInfo):
@@ -77,7 +77,7 @@ class UpgradeBundle:
         if self.manifest.format != FORMAT:
             raise ModelError(
                 f"the bundle has format {self.manifest.format}, and this version of fedquilt reads {FORMAT}: "
-                "upgrade to a version in between first, or flash the board"
+                "make it with this version of `fedquilt rollout build FILE`, or flash the board"
             )
 
     def open_wheel(self, name: str) -> IO[bytes]:

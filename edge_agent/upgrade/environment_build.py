@@ -52,15 +52,15 @@ class BuildRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parent: Id of the process to end with, or 0.
     """
 
-    bundle: str  # file
+    bundle: str
     sha256: str
     folder: str
     words: tuple[str, ...]
     packages: tuple[str, ...]
-    ca: str | None  # file with the authority's certificate; None: the board knows none
-    unsigned: bool  # its owner takes what is not signed
-    newest: int = 0  # number of the latest version that this board has kept: an older one is refused
-    parent: int = 0  # process to end with
+    ca: str | None
+    unsigned: bool
+    newest: int
+    parent: int
 
 
 def base_interpreter() -> str:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from fedquilt import wire
 from fedquilt.core import Count, FedquiltError, JobError, ModelError, WireError, WireMessage
 from fedquilt.edge_agent.power.governor import Policy
-from fedquilt.edge_agent.releases.release_kind import CheckResult, ReleaseKind
+from fedquilt.edge_agent.releases.release_kind import ReleaseKind
 from fedquilt.edge_agent.settings import AgentSettings, parse_size
 from fedquilt.formats import labels, toml
 from fedquilt.host.disk import REAL, Disk, disk_errors
@@ -65,11 +65,6 @@ def parse_remote_settings(table: Mapping[str, Any]) -> RemoteSettings:
 
 def apply_remote_settings(own: AgentSettings, table: Mapping[str, Any], memory_bytes: int) -> AgentSettings:
     """Return the settings of agent.toml, overridden by remote settings.
-
-    Args:
-        own: Settings in agent.toml.
-        table: Remote settings.
-        memory_bytes: Memory of the board.
 
     Raises:
         JobError: If a key or value is invalid, or beyond the limits in agent.toml.
@@ -124,9 +119,6 @@ class SettingsKind(ReleaseKind):
     """Releases of settings on one device.
 
     Args:
-        own: Settings in agent.toml.
-        memory_bytes: Memory of the board.
-        home: Home folder of the agent.
         take: Function that applies settings to the agent at once.
     """
 
@@ -187,11 +179,6 @@ class SettingsKind(ReleaseKind):
         except FedquiltError as error:
             raise ModelError(str(error)) from None
 
-    def start_check(self, release: DesiredRelease) -> None: ...
-
-    def poll_check(self) -> CheckResult | None:
-        return CheckResult("", {})
-
     def activate(self, release: DesiredRelease) -> None:
         kept = self._read_stored()
         if kept is not None and kept.serial == release.serial and not kept.returned:
@@ -200,9 +187,6 @@ class SettingsKind(ReleaseKind):
             StoredSettings(release.serial, dict(release.settings), {} if kept is None else kept.set)
         )
 
-    def unhealthy_reason(self) -> str:
-        return ""
-
     def roll_back(self) -> bool:
         kept = self._read_stored()
         if kept is None or (kept.before is None and not kept.returned):
@@ -210,5 +194,3 @@ class SettingsKind(ReleaseKind):
         if kept.before is not None:
             self._store_and_apply(StoredSettings(kept.serial, kept.before, returned=True))
         return True
-
-    def discard_unused(self) -> None: ...

@@ -1,4 +1,4 @@
-"""`fedquilt bench`."""
+"""`fedquilt lab bench`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bench(what: str, format: str, **given: Any) -> int:
     given = {name: value for name, value in given.items() if value not in (None, ())}
     for name in given:
         if name not in OPTIONS[what]:
-            where = " and ".join(f"`bench {each}`" for each in OPTIONS if name in OPTIONS[each])
+            where = " and ".join(f"`lab bench {each}`" for each in OPTIONS if name in OPTIONS[each])
             raise JobError(f"--{name} is an option of {where}: leave it out here")
     if what == "sim" and "data" not in given:
         raise JobError("bench sim needs --data: a folder of IDX images of 28x28, such as MNIST's raw folder")

@@ -23,7 +23,7 @@ SECTIONS: Final = {
     "Look at runs": ("ls", "logs", "why", "report", "prune", "backup"),
     "Use a result": ("model", "rollout"),
     "Watch a fleet": ("devices", "dash", "doctor"),
-    "Experiments": ("compare", "methods", "lab", "reproduce", "bench"),
+    "Experiments": ("compare", "methods", "lab"),
     "Boards and their identities": ("agent", "board", "broker", "identity"),
 }
 

@@ -1,4 +1,4 @@
-"""`fedquilt lab`: partition, front, conformance, audit."""
+"""`fedquilt lab`: partition, front, conformance, audit, reproduce, bench."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import logging
 from pathlib import Path
 
 from fedquilt.cli import home_access, options
+from fedquilt.cli.bench import bench
 from fedquilt.cli.commands import argument, option, verb_group, verbosity
+from fedquilt.cli.reproduce import reproduce
 
 
 @verb_group()
 def lab() -> None:
-    """Study a job, a method or its privacy on this machine."""
+    """Study a job, a method or its privacy, reproduce papers and run benches."""
+
+
+lab.add_command(reproduce)
+lab.add_command(bench)
 
 
 @lab.command()

@@ -1,4 +1,4 @@
-"""`fedquilt reproduce`."""
+"""`fedquilt lab reproduce`."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class Update(DeviceReport, frozen=True, omit_defaults=True):
     evaluation: EvaluationSums | None = None  # of a task with the action "check"
     bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: start of each difference
     layouts: Annotated[dict[Label, Layout], Meta(max_length=2000)] = {}  # of bundles, as they travel; {}: not told
-    state: AnyDigest = ""  # of the task: the state that it was computed from; "": not told
+    state: AnyDigest = ""  # of the task: the state that it was computed from
     epoch: Count = 0  # of the task
     note: Sentence = ""  # for the round's log, such as the restart of lost private state
     below: Usage | None = None  # of a site: total usage of its devices

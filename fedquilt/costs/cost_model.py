@@ -6,8 +6,7 @@ Deadlines, the governor, budgets and simulated devices use this model:
 
 Arithmetic and memory traffic do not overlap. A launch is an operation started by an engine. Its cost does not depend on
 its size, and dominates small networks. Profiles contain rates for each measured workload (`Rates`). Other workloads use
-the point's own rates. Unknown costs of launches, tasks and traffic count as 0 seconds, so that older profiles predict
-as before.
+the point's own rates. Unknown costs of launches, tasks and traffic count as 0 seconds.
 
 Transfers of a task take additional time, in which the device idles. Their rates are measured per fleet (`LinkCost`):
 

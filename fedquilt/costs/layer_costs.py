@@ -1,8 +1,8 @@
 """Arithmetic, memory traffic and launches of a network's layers, in training and inference.
 
 `fedquilt prepare` traces the layers into the bundle's metadata ("layers": `models.networks.layer_costs`), for an `mlp`
-without torch. Older bundles contain only the FLOPs of a forward pass, represented as one layer. Arrays are used only
-for their shapes.
+without torch. A bundle with only the FLOPs of a forward pass counts as one layer. Arrays are used only for their
+shapes.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6
 FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
 """What an engine loads and compiles when it is first used, whatever the work."""
 FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
-"""What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt bench memory`."""
+"""What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt lab bench memory`."""
 
 
 def task_process_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:

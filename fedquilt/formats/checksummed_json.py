@@ -1,7 +1,6 @@
 """JSON files with a checksum, which detects bits flipped on the disk.
 
-The checksum is a field of the JSON object, so that people and other programs can still read the file. Files of earlier
-versions have no checksum and are not checked.
+The checksum is a field of the JSON object, so that people and other programs can still read the file.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def encode_with_checksum(value: msgspec.Struct) -> bytes:
 
 
 def decode_with_checksum(payload: bytes, kind: type[T]) -> T:
-    """Decode a struct and compare its checksum, if there is one.
+    """Decode a struct and compare its checksum.
 
     Raises:
         DamagedFileError: If the bytes are not JSON, not of this type, or do not match their checksum.
@@ -39,7 +38,7 @@ def decode_with_checksum(payload: bytes, kind: type[T]) -> T:
     try:
         table = msgspec.json.decode(payload)
         told = table.pop(FIELD, None) if isinstance(table, dict) else None
-        if told is not None and told != _checksum_of(table):
+        if told != _checksum_of(table):
             raise DamagedFileError("its checksum does not match")
         return msgspec.json.decode(msgspec.json.encode(table), type=kind)
     except UNDECODABLE as error:

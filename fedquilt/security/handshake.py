@@ -34,7 +34,7 @@ COORDINATOR: Final = "coordinator"  # the common name of its certificate
 SITE: Final = "fedquilt:site:"  # beginning of the URI in a site's certificate: "fedquilt:site:40:cam-*,door-7"
 OBSERVER: Final = "observer"  # the organisational unit in the certificate of who only watches
 FLIGHT_BYTES: Final = 32 * 1024  # the most that TLS may want to send at once; chains of certificates have 1 to 5 KB
-_ISSUE: Final = "`fedquilt identity issue coordinator` makes one, in place of an earlier version's too"
+_ISSUE: Final = "`fedquilt identity issue coordinator` makes one"
 
 
 class SessionGrant(msgspec.Struct, frozen=True):

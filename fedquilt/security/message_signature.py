@@ -52,7 +52,7 @@ class UnknownSessionError(WireError):
 
 class UnsignedMessageError(WireError):
     def __init__(self) -> None:
-        super().__init__("unsigned: the sender has no certificate, or an earlier version of fedquilt")
+        super().__init__("unsigned: the sender has no certificate")
 
 
 def verify_message(session: Session | None, route: wire.Route, message: Message) -> Message:

@@ -59,7 +59,7 @@ NOW_S = 7.0
 
 def update(device: str = "a", **changes: Any) -> Update:
     plain = {"job": JOB, "round": 1, "attempt": 0, "device": device, "weight": 1.0, "bundles": {"model": BLOB}}
-    return Update(**{**plain, "metrics": {}, "usage": Usage(), **changes})
+    return Update(**{**plain, "metrics": {}, "usage": Usage(), "state": STATE.sha256, **changes})
 
 
 def claim(accepted: bool = True, **changes: Any) -> Claim:

@@ -60,7 +60,7 @@ def test_what_is_no_backup_is_refused(tmp_path: Path, home: Path) -> None:
     with tarfile.open(file, "w") as archive:
         (tmp_path / "passwd").write_bytes(text)
         archive.add(tmp_path / "passwd", f"manifest-{hashlib.sha256(text).hexdigest()}.json")
-    with pytest.raises(StoreError, match="newer fedquilt"):
+    with pytest.raises(StoreError, match="this fedquilt reads"):
         backup.restore_backup(file, tmp_path / "again")
     for headers in ({"GNU.sparse.map": "0,x"}, {"comment": "a" * 30}):
         with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as archive:

@@ -88,7 +88,7 @@ def test_a_boards_joules_for_a_flop_are_its_thriftiest_points() -> None:
 
 
 def test_the_draws_of_a_round_are_each_devices_own_seed():
-    """Made in one loop, they are those of `derive_seed`, so that no cohort of an earlier version changes."""
+    """Made in one loop, they are those of `derive_seed`, so that both give the same cohort."""
     names = ["dev-1", "dev-10", "gerät", ""]
     assert derive_seeds(("cohort", 7, 3), names) == [derive_seed("cohort", 7, 3, name) for name in names]
 

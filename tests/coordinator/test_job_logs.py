@@ -93,7 +93,7 @@ def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], 
 
 
 def test_a_removed_run_takes_its_snapshot_with_it(run: Run) -> None:
-    """Also where an earlier version removes it, which knows of none."""
+    """Nothing needs its blobs any more."""
     run.store.delete_runs([run.id])
     assert run.store._db.execute("select count(*) from snapshots").fetchone() == (0,)
     assert run.store.referenced_blobs() == set()

@@ -108,7 +108,7 @@ def test_a_part_of_what_is_expected_is_taken_and_no_tensor_may_be_larger() -> No
 
 
 def test_without_types_and_shapes_the_bytes_alone_are_bounded_by_the_model() -> None:
-    """An update of an older agent; one of more bytes than the model's, or with a bundle more, is refused."""
+    """As of a large network; one of more bytes than the model's, or with a bundle more, is refused."""
     plain = update({"model": MODEL}, layouts={})
     checks.require_manifest_fits(plain, UpdateSchema({"model": MODEL}), Encoding())
     large = msgspec.structs.replace(plain, bundles={"model": BlobRef(sha256="0" * 64, size=40_000)})

@@ -13,7 +13,7 @@ from rolled import TOPICS, Ground, Judge, good
 from fedquilt import wire
 from fedquilt.coordinator import control_requests
 from fedquilt.coordinator.rounds import rollout
-from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutAborted, RolloutRolledBack
+from fedquilt.coordinator.rounds.rollout import ReleaseOffered, RolloutReverted
 from fedquilt.coordinator.storage.store import Store
 from tests.faults.disk import SimDisk, SimulatedCrash, SimulatedFileSystem
 
@@ -97,7 +97,7 @@ def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_can
         assert len(ground.ever()) == 1
         assert ground.having() == []
         facts = ground.store.rollouts.read_events(ground.state().id)
-        assert sum(isinstance(fact, RolloutAborted) for _, _, fact in facts) == 1
+        assert sum(isinstance(fact, RolloutReverted) for _, _, fact in facts) == 1
 
 
 def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_boards_that_are_away(
@@ -109,7 +109,7 @@ def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_bo
     id = ground.deploy()
     ground.play()
     board.go()
-    ground.store.rollouts.append_events([(id, RolloutRolledBack(ground.store.rollouts.next_serial()))])
+    ground.store.rollouts.append_events([(id, RolloutReverted(ground.store.rollouts.next_serial()))])
     ground.restart()
     ground.play(1.0)
     reader = ground.broker.connect()

@@ -43,7 +43,7 @@ def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) ->
     id = ground.deploy()
     ground.play(8.0)
     with Store(ground.home) as reader:
-        line = reader.rollouts._load_row
+        line = reader.rollouts._rows.find_job
         number = itertools.count(100)
 
         def slow(wanted: str) -> Any:
@@ -51,7 +51,7 @@ def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) ->
             ground.store.rollouts.append_events([(id, ReleaseOffered(0, (f"x-{next(number)}",)))])
             return found
 
-        reader.rollouts._load_row = slow  # type: ignore[method-assign]
+        reader.rollouts._rows.find_job = slow  # type: ignore[method-assign]
         assert [kept.state.id for kept in reader.rollouts.readable_rollouts()] == [id]
         assert reader.rollouts.find_rollout().state.id == id
         assert reader.rollouts.read_events(id)

@@ -17,12 +17,11 @@ from fedquilt.coordinator.rounds.rollout import (
     PhasePassed,
     ReleaseOffered,
     Rollout,
-    RolloutAborted,
     RolloutCompleted,
     RolloutDevice,
     RolloutPlan,
     RolloutResumed,
-    RolloutRolledBack,
+    RolloutReverted,
     RolloutStarted,
     StatusReported,
     apply_rollout_event,
@@ -169,7 +168,7 @@ def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
     fact = decide_rollout_event(
         apply_rollout_event(now, StatusReported(devices[2], 7, failure, "worse")), there(devices), 0.0, 8
     )
-    assert fact == RolloutAborted(f"3 of 3 boards failed, more than 10 % (b-000 {failure}: worse)", 8)
+    assert fact == RolloutReverted(8, f"3 of 3 boards failed, more than 10 % (b-000 {failure}: worse)")
 
 
 def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
@@ -179,7 +178,7 @@ def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
     for device in devices[:2]:
         now = apply_rollout_event(now, StatusReported(device, 7, "refused"))
     assert isinstance(
-        decide_rollout_event(now, {name: RolloutDevice(False, 0.0) for name in devices}, 11.0, 8), RolloutAborted
+        decide_rollout_event(now, {name: RolloutDevice(False, 0.0) for name in devices}, 11.0, 8), RolloutReverted
     )
 
 
@@ -201,7 +200,7 @@ def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
     elif fact is None:
         assert not any(phase in ("committed", "refused", "returned") for phase in phases)
     else:
-        assert isinstance(fact, RolloutAborted)
+        assert isinstance(fact, RolloutReverted)
         assert failed > 0.2 * ended
 
 
@@ -279,12 +278,13 @@ def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
     ("heard", "back"),
     [((), True), (("waiting",), True), (("soaking",), True), (("committed",), True), (("refused",), False)],
 )
-@pytest.mark.parametrize("ends", [RolloutAborted("why", 9), RolloutRolledBack(9)])
-def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back: bool, ends: AnyRolloutEvent) -> None:
+@pytest.mark.parametrize(("done", "status"), [(False, "aborted"), (True, "rolled back")])
+def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back: bool, done: bool, status: str) -> None:
     """A board that has refused the release has nothing to return from."""
-    facts = [ReleaseOffered(0, ("a",)), *(StatusReported("a", 7, phase) for phase in heard)]
-    facts += [PhasePassed(0), RolloutCompleted(), ends] if isinstance(ends, RolloutRolledBack) else [ends]
-    now = state(*facts)
+    facts: list[AnyRolloutEvent] = [ReleaseOffered(0, ("a",)), *(StatusReported("a", 7, phase) for phase in heard)]
+    facts += [PhasePassed(0), RolloutCompleted()] if done else []
+    now = state(*facts, RolloutReverted(9, "why"))
+    assert (now.status, now.reason) == (status, "why")
     sent = release_for_device(now, "a")
     if not back:
         assert sent is None
@@ -309,8 +309,7 @@ def test_facts_that_cannot_follow_are_refused() -> None:
         RolloutResumed: RolloutResumed(1.0, 1.0),
         PhasePassed: PhasePassed(0),
         RolloutCompleted: RolloutCompleted(),
-        RolloutAborted: RolloutAborted("", 9),
-        RolloutRolledBack: RolloutRolledBack(9),
+        RolloutReverted: RolloutReverted(9),
     }
     assert facts.keys() == ALLOWED.keys()
     for kind, allowed in ALLOWED.items():

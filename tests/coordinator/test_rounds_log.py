@@ -187,12 +187,6 @@ def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held()
     assert after(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0, 1, 0),)}
 
 
-def test_facts_of_an_older_log_are_still_read() -> None:
-    """Earlier versions wrote facts without work, deadline and times."""
-    old = b'[{"type":"CohortSelected","round":0,"attempt":0,"devices":["a"]},{"type":"DeadlineExtended","round":0}]'
-    assert msgspec.json.decode(old, type=list[AnyEvent]) == [CohortSelected(0, 0, ("a",)), DeadlineExtended(0)]
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**32),

@@ -196,15 +196,6 @@ def test_a_snapshot_of_other_settings_is_passed_over(run: Run, caplog: pytest.Lo
     assert "settings have changed" in caplog.text
 
 
-def test_a_home_without_snapshots_is_opened_and_has_them_from_then_on(run: Run) -> None:
-    """As earlier versions leave it."""
-    edited(run.store.home, "drop trigger snapshots_of_removed_jobs")
-    edited(run.store.home, "drop table snapshots")
-    assert behind(run) == run.standing.facts
-    run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
-    assert behind(run) == 0
-
-
 def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_found_by_who_reads_it(run: Run) -> None:
     """The facts behind it are compared as ever."""
     edited(run.store.home, "update facts set body = replace(body, '0.5', '0.6') where seq = 5")

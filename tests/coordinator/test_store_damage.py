@@ -77,7 +77,7 @@ def test_what_could_not_be_read_back_is_never_written(
 
 
 def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """As an earlier version wrote it, or a failing disk: the others list, and what they need is known."""
+    """The others list, and what they need is known."""
     store = opened()
     runs = [store.add_job(JOB, tmp_path) for _ in range(3)]
     for run, letter in zip(runs, "abc", strict=True):
@@ -172,7 +172,7 @@ def test_a_changed_row_of_a_run_is_named_and_hides_no_other(
     store._db.execute(f"update jobs set {column} = {column} || 'x' where id = ?", (runs[1],))
     found = store.all_jobs()
     assert [isinstance(row, StoredJob) for row in found] == [True, False, True]
-    assert "its row in the list of runs is not what was written" in found[1].reason  # type: ignore[union-attr]
+    assert "its row in the list of jobs is not what was written" in found[1].reason  # type: ignore[union-attr]
     if column != "id":
         with pytest.raises(StoreError, match="is damaged"):
             store.set_status(runs[1], "running")
@@ -249,41 +249,3 @@ def test_a_database_that_cannot_be_opened_is_told_to_be_damaged(
     path.write_bytes(payload[: len(payload) // 3] if damage == "cut" else b"x" * len(payload))
     with pytest.raises(StoreError, match=r"fedquilt.db is damaged \(.*put back a copy of the whole home$"):
         opened()
-
-
-def test_a_home_without_checksums_is_given_them(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """As version 1 of the tables wrote it: what is there is taken for right."""
-    runs = three_runs(tmp_path)
-    with contextlib.closing(sqlite3.connect(tmp_path / "fedquilt.db")) as db:
-        for table, column in (
-            ("facts", "sum"),
-            ("jobs", "sum"),
-            ("jobs", "head"),
-            ("jobs", "submitter"),
-            ("counters", "sum"),
-        ):
-            db.execute(f"alter table {table} drop column {column}")
-        db.execute("pragma user_version = 1")
-    store = opened()
-    assert [len(list(store.read_events(run))) for run in runs] == [2, 2, 2]
-    assert store.find_damaged_ids() == []
-    store.append_event(runs[0], JobEnded("failed"))
-    assert len(list(opened().read_events(runs[0]))) == 3
-
-
-def test_a_home_without_submitters_goes_on(
-    tmp_path: Path, opened: Callable[[], Store], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As version 2 of the tables wrote it: its checksums hold, and new runs have a submitter."""
-    monkeypatch.setattr("getpass.getuser", lambda: "")
-    runs = three_runs(tmp_path)
-    monkeypatch.setattr("getpass.getuser", lambda: "ann")
-    with contextlib.closing(sqlite3.connect(tmp_path / "fedquilt.db")) as db:
-        db.execute("alter table jobs drop column submitter")
-        db.execute("pragma user_version = 2")
-    store = opened()
-    assert store.find_damaged_ids() == []
-    assert [len(list(store.read_events(run))) for run in runs] == [2, 2, 2]
-    store.set_status(runs[0], "stopped")
-    store.add_job(JOB, tmp_path / "bundle")
-    assert [row.submitter for row in opened().readable_jobs()] == ["", "", "", "ann"]

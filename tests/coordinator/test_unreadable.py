@@ -12,7 +12,6 @@ from by_hand import NETWORK, Stage, ones
 from fedquilt import compression
 from fedquilt.arrays import tensors
 from fedquilt.coordinator.background_worker import SynchronousWorker
-from fedquilt.coordinator.jobs import startup
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import (
     JobEnded,
@@ -22,7 +21,7 @@ from fedquilt.coordinator.rounds.events import (
     UpdateRejected,
     UpdatesAggregated,
 )
-from fedquilt.coordinator.storage.suspended_jobs import Suspension
+from fedquilt.coordinator.storage.suspended_jobs import AGAIN_S, TRIES, Suspension, count_failure
 from fedquilt.core import Encoding, JobError, Method
 from fedquilt.formats import job_bundle
 from fedquilt.host.disk import Place, PrivateDisk
@@ -52,7 +51,7 @@ class Bad(PrivateDisk):
 
 def wait(stage: Stage, times: int = 1) -> None:
     """Let so many further tries of the disk come."""
-    stage.play(times * (startup.AGAIN_S + 1.0))
+    stage.play(times * (AGAIN_S + 1.0))
 
 
 def second_round(stage: Stage) -> str:
@@ -79,7 +78,7 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     stage.play()
     assert stage.store.stored_status(other) == "done"
     assert stage.store.stored_status(stage.job) == "running"
-    wait(stage, startup.TRIES - 1)
+    wait(stage, TRIES - 1)
     assert stage.store.stored_status(stage.job) == "failed"
     (_, _, ended) = list(stage.store.read_events(stage.job))[-1]
     assert isinstance(ended, JobEnded)
@@ -89,7 +88,7 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
         "fedquilt backup restore",
     ):
         assert said in ended.reason
-    assert caplog.text.count("is taken up again in 30 s") == startup.TRIES - 1
+    assert caplog.text.count("is taken up again in 30 s") == TRIES - 1
     assert (tmp_path / "home" / "blobs" / sha256).exists()
     stage.store.close()
 
@@ -99,7 +98,7 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
-    wait(stage, startup.TRIES)
+    wait(stage, TRIES)
     assert stage.store.stored_status(stage.job) == "failed"
     stage.disk.left = 0  # type: ignore[attr-defined]
     stage.store.set_status(stage.job, "queued")
@@ -133,7 +132,7 @@ def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path: Path
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
-    wait(stage, startup.TRIES)
+    wait(stage, TRIES)
     assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("failed", None)
     stage.store.close()
 
@@ -160,7 +159,7 @@ def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> N
     (sha256,) = stage.store.latest_state_hashes()
     stage.disk = bad = Bad(sha256)
     stage.restart()
-    wait(stage, startup.TRIES - 1)
+    wait(stage, TRIES - 1)
     bad.left = 0  # another file lies on other sectors
     stage.play()
     stage.hands[0].answer(ones())
@@ -184,7 +183,7 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> 
     stage.restart()
     stage.play()
     b.answer(ones(5.0))
-    wait(stage, startup.TRIES)
+    wait(stage, TRIES)
     (lost,) = stage.told(UpdateLost)
     assert lost.device == "a"
     bad.left = 0
@@ -267,7 +266,7 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     a.answer(ones())
     stage.play()
     assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
-    wait(stage, startup.TRIES - 1)
+    wait(stage, TRIES - 1)
     assert stage.store.stored_status(stage.job) == "failed"
     (_, _, ended) = list(stage.store.read_events(stage.job))[-1]
     place = f"move the bundle {tmp_path / 'bundle'} to another disk, then `fedquilt resume {stage.job}`"
@@ -324,7 +323,7 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
     a.answer(ones())
     stage.play()
     assert (stage.store.stored_status(other), stage.store.stored_status(stage.job)) == ("done", "queued")
-    for _ in range(1, startup.TRIES if left > 1 else 1):
+    for _ in range(1, TRIES if left > 1 else 1):
         wait(stage)
         a.answer(sent, bases={"model": base})
         stage.play()
@@ -340,13 +339,13 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
 
 
 def test_failures_of_different_days_do_not_add_up() -> None:
-    waiting, day_s = startup.DiskRetries(), 86_400.0
-    assert all(waiting.record_failure("job", "a state", day * day_s) for day in range(2 * startup.TRIES))
-    again = 3 * day_s * startup.TRIES
-    tried = [
-        waiting.record_failure("job", "a state", again + number * startup.AGAIN_S) for number in range(startup.TRIES)
-    ]
-    assert [each and (each.number, each.since_s) for each in tried] == [(1, again), (2, again), None]
+    day_s, known = 86_400.0, None
+    for day in range(2 * TRIES):
+        known = count_failure(known, "a state", "", day * day_s)
+        assert known is not None
+    again = 3 * day_s * TRIES
+    tried = [known := count_failure(known, "a state", "", again + number * AGAIN_S) for number in range(TRIES)]
+    assert [each and (each.tries, each.since) for each in tried] == [(1, again), (2, again), None]
 
 
 def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coordinator(tmp_path: Path) -> None:

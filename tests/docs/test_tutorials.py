@@ -27,7 +27,7 @@ SIMULATE = [
     "fedquilt lab partition train.toml --out partition.svg",
     "fedquilt compare train.toml --methods fedavg fedprox --seeds 0 1 --set fedprox.mu=0.1 --target 0.8",
     "fedquilt methods fedpews",
-    "fedquilt reproduce",
+    "fedquilt lab reproduce",
 ]
 SERVE, AGENT, DEVICES, RUN, LOGS, WHY, STOP, RESUME, BROKER = [
     "fedquilt serve --home runs --broker mqtts://broker.site:8883 --ca ca.crt --cert coordinator.crt "
@@ -86,7 +86,7 @@ def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
     assert "<svg" in (shell.folder / "partition.svg").read_text()
     assert all(method in shown[SIMULATE[9]] for method in ("fedavg", "fedprox"))
     assert "</html>" in (shell.folder / "train.html").read_text()
-    assert "fedpews-table2" in shown["fedquilt reproduce"]
+    assert "fedpews-table2" in shown["fedquilt lab reproduce"]
 
 
 def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:

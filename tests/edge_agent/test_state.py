@@ -17,7 +17,7 @@ from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, JobError, OperatingPoint, StoreError, Update, Usage, WorkEstimate
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
 from fedquilt.edge_agent.storage.agent_state import SPARE_BYTES, UPDATE, AgentState
-from fedquilt.edge_agent.storage.job_records import CountedRound, PrivateState
+from fedquilt.edge_agent.storage.job_records import CountedRound, JobRecord, JobRecordFile, PrivateState
 from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
 
 KEY = ("j-1", 3)
@@ -131,7 +131,8 @@ def test_a_crash_after_the_count_was_noted_does_not_deliver_again(tmp_path: Path
     """Counted is counted, although the folder is still there."""
     local = AgentState(tmp_path)
     commit(local, worked(local))
-    (tmp_path / "counted.json").write_text('{"j-1": 3}')
+    counted = JobRecordFile(jobs={"j-1": JobRecord(round=3, epoch=0)})
+    (tmp_path / "counted.json").write_bytes(wire.encode(counted))
     again = AgentState(tmp_path)
     assert again.load_outbox() == ({}, {"j-1": CountedRound(3)})
     assert list((tmp_path / "outbox").iterdir()) == []
@@ -183,17 +184,6 @@ def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
         assert state_of(again) == 1.0
         file.write_bytes(whole)
     assert f"{file} is damaged" in caplog.text
-
-
-def test_a_home_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
-    """Its private states had no round and no checksum; those of jobs that it had forgotten are not taken."""
-    AgentState(tmp_path)
-    write_tensors(tmp_path / "private/j-1.safetensors", {"c": np.array([1.0])})
-    (tmp_path / "counted.json").write_text('{"j-1":3,"other":5}')
-    local = AgentState(tmp_path)
-    assert local.load_outbox() == ({}, {"j-1": CountedRound(3), "other": CountedRound(5)})
-    assert state_of(local) == 1.0
-    assert local.find_private_state("other", 5) == PrivateState()
 
 
 def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_last(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedquilt.arrays import tensors
 from fedquilt.core import JobError, StoreError
-from fedquilt.formats import job_bundle
+from fedquilt.formats import checksummed_json, job_bundle
 
 FUZZ = settings(
     max_examples=150,
@@ -66,8 +66,9 @@ def test_a_missing_or_shortened_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_bundle_of_another_version_is_refused(tmp_path: Path) -> None:
-    """Made by a newer fedquilt."""
-    (tmp_path / "bundle.json").write_text('{"meta":{},"files":{},"version":2}')
+    """Its checksum is right."""
+    other = msgspec.defstruct("Other", [("meta", dict[str, int]), ("version", int)])
+    (tmp_path / "bundle.json").write_bytes(checksummed_json.encode_with_checksum(other({}, 2)))
     with pytest.raises(JobError, match="version"):
         job_bundle.load_bundle(tmp_path)
 
@@ -105,8 +106,13 @@ def test_arbitrary_and_mutated_indices_give_only_the_named_error(
 )
 def test_digests_that_lead_elsewhere_give_only_the_named_error(tmp_path: Path, sha256: str, size: Any) -> None:
     """A digest becomes a path."""
-    index = {"meta": {}, "files": {"model": {"sha256": sha256, "size": size}}}
-    (tmp_path / "bundle.json").write_text(json.dumps(index))
+    Index = msgspec.defstruct("Index", [("meta", dict[str, int]), ("files", dict[str, Any])])
+    index = Index({}, {"model": {"sha256": sha256, "size": size}})
+    try:
+        payload = checksummed_json.encode_with_checksum(index)
+    except UnicodeEncodeError:  # what is no text cannot be in a file
+        return
+    (tmp_path / "bundle.json").write_bytes(payload)
     with pytest.raises(JobError):
         job_bundle.load_bundle(tmp_path)
 

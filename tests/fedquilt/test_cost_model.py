@@ -156,12 +156,6 @@ def test_the_energy_rests_on_what_its_workload_was_measured_by():
     assert measured.energy_source == "profile toy (assumed)"
 
 
-def test_work_without_new_counts_travels_as_agents_before_them_expect():
-    """An agent from before launches refuses unknown fields: those at their defaults are left out."""
-    sent = msgspec.json.decode(msgspec.json.encode(WorkEstimate(flops=5.0, examples=3)))
-    assert sent == {"flops": 5.0, "examples": 3}
-
-
 def test_a_link_is_what_transfers_of_unlike_sizes_show():
     """2 s for each task and 1 s for 5 MB; larger transfers never take less time."""
     told = [(size, 2.0 + size / 5e6) for size in (0, 1_000_000, 3_000_000, 9_000_000)]

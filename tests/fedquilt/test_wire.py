@@ -103,7 +103,7 @@ def test_what_a_newer_device_tells_inside_a_report_is_skipped_too() -> None:
 
 
 def test_an_update_without_layouts_does_not_name_them() -> None:
-    """A coordinator from before that field reads it."""
+    """Those of a large network alone would exceed a message."""
     (update,) = (message for message in MESSAGES if isinstance(message, Update))
     assert b"layouts" not in wire.encode(update)
     told = msgspec.structs.replace(update, layouts={"model": {"w": "f4:2"}})

@@ -114,7 +114,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
 
 
 def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
-    """What `bench stitch` measures against: everything run again for each candidate, in whole arrays."""
+    """What `lab bench stitch` measures against: everything run again for each candidate, in whole arrays."""
     bundle, runner = build_donors()
     state = METHOD.init(bundle, SearchParams(**SMALL), 3)
     blocks = state.stock.blocks

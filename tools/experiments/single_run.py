@@ -54,7 +54,7 @@ class SeedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tested: int  # examples of the test set; 0: there is none
     marks: tuple[EvaluationPoint, ...]
     refusals: dict[str, str] = {}  # device -> why it did not take part in some round
-    figures: dict[str, Any] = {}  # what a table of `fedquilt reproduce` reads from the run besides
+    figures: dict[str, Any] = {}  # what a table of `fedquilt lab reproduce` reads from the run besides
     format: int = FORMAT
 
 

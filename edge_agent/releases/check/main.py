@@ -87,13 +87,7 @@ class LoadedModel(NamedTuple):
 
 
 def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = examples.load_share) -> WorkResult:
-    """Check a model: accuracy, latency and memory. Errors become outcomes, too.
-
-    Args:
-        order: Request.
-        say: Callback for messages before the end.
-        load: Loader of a device's training and held-out examples.
-    """
+    """Check a model: accuracy, latency and memory. Errors become outcomes, too."""
     began_s, told = time.perf_counter(), dict[str, float]()
     try:
         engine = engines.create_engine(order.engine, order.budget_bytes)

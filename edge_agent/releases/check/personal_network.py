@@ -26,11 +26,6 @@ NONE: Final = Examples(np.empty((0,), np.float32), np.empty((0,), np.int64))
 def assemble_network(order: SplitModelFiles, model: Path, budget_bytes: int) -> str:
     """Write the device's ONNX file from shared and private parts. Return a note on the network, or "".
 
-    Args:
-        order: Shared parts, and the place of the private state.
-        model: File to write.
-        budget_bytes: Memory budget of the process.
-
     Raises:
         ModelError: If the tensors form no network, or the method requires that the device has taken part.
         JobError: If the method is not installed or does not support assembly.

@@ -7,7 +7,6 @@ A killed process leaves complete entries and perhaps one incomplete entry: each 
 the file is opened again.
 
 A header begins with a mark and ends with a checksum, so that reading resumes at the next entry after a damaged header.
-Entries of an earlier version have neither. Their blobs are written again at the end when the file is opened.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ log = logging.getLogger("fedquilt.blobs.store")
 
 _MARK: Final = b"fqslot1\n"
 _HEAD: Final = struct.Struct("<8s32sQI")  # mark, digest, size of the blob, CRC-32 of these three
-_PLAIN: Final = struct.Struct("<32sQ")  # digest, size of the blob: head of an earlier version
 _AT_ONCE: Final = 1 << 20  # bytes that are searched for a mark at once
 
 
@@ -35,7 +33,6 @@ class PackEntry(NamedTuple):
     sha256: str
     place: int
     size: int
-    plain: bool = False  # whether its head is of an earlier version
 
     @property
     def end_offset(self) -> int:
@@ -140,26 +137,18 @@ class PackFile:
         return self._opened
 
     def _read_existing_blobs(self) -> None:
-        plain: list[PackEntry] = []
         for slot in read_entries(self._open_file):
-            here = _is_undamaged(self._open_file, slot)
-            if slot.plain:
-                plain += [slot] * here
-            elif here and slot.sha256 not in self._at:
+            if slot.sha256 not in self._at and _is_undamaged(self._open_file, slot):
                 self._at[slot.sha256] = (slot.place, slot.size)
             else:
                 self.free_place(slot.place, slot.size)
             self._end = slot.end_offset
-        for slot in plain:
-            if slot.sha256 not in self._at:
-                payload = self._open_file.read(slot.place, slot.size)
-                self._at[slot.sha256] = (self.write_blob(slot.sha256, payload), slot.size)
 
 
 def read_entries(file: OpenFile) -> Iterator[PackEntry]:
     at, whole = 0, file.size()
     while at < whole:
-        slot = _entry_at(file, at, whole) or _old_entry_at(file, at, whole) or _find_entry(file, at + 1, whole)
+        slot = _entry_at(file, at, whole) or _find_entry(file, at + 1, whole)
         if slot is None:
             return  # the next blob overwrites what is left
         yield slot
@@ -178,24 +167,6 @@ def _entry_at(file: OpenFile, at: int, whole: int) -> PackEntry | None:
     mark, digest, size, checksum = _HEAD.unpack(head)
     found = PackEntry(digest.hex(), at + _HEAD.size, size)
     return found if mark == _MARK and checksum == zlib.crc32(head[:-4]) and found.end_offset <= whole else None
-
-
-def _old_entry_at(file: OpenFile, at: int, whole: int) -> PackEntry | None:
-    head = file.read(at, _PLAIN.size)
-    if len(head) < _PLAIN.size:
-        return None
-    digest, size = _PLAIN.unpack(head)
-    found = PackEntry(digest.hex(), at + _PLAIN.size, size, plain=True)
-    if found.end_offset > whole:
-        return None
-    if _is_undamaged(file, found) or _entry_at(file, found.end_offset, whole) is not None:
-        return found
-    head = file.read(found.end_offset, _PLAIN.size)
-    if len(head) < _PLAIN.size:
-        return None
-    digest, size = _PLAIN.unpack(head)
-    after = PackEntry(digest.hex(), found.end_offset + _PLAIN.size, size)
-    return found if after.end_offset <= whole and _is_undamaged(file, after) else None
 
 
 def _find_entry(file: OpenFile, at: int, whole: int) -> PackEntry | None:

@@ -195,7 +195,7 @@ def test_what_is_no_board_label_or_state_is_refused(
     assert says in capsys.readouterr().err
 
 
-def test_the_home_of_an_earlier_version_has_no_boards_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_home_without_a_coordinator_has_no_boards_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And looking at it makes none."""
     Store(tmp_path).close()
     assert cli.main(["devices", "--home", str(tmp_path)]) == 0

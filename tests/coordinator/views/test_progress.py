@@ -138,7 +138,7 @@ def test_the_parts_of_a_round_add_up_to_it() -> None:
 
 
 def test_a_round_without_a_timed_answer_has_no_split() -> None:
-    """Logs from before answers were timed, and rounds in which nobody answered."""
+    """Nobody answered, or the answers tell no time."""
     facts = [(1.0, answered("a", 0)), (1.0, committed(0, 3.0)), (2.0, committed(1, 3.0))]
     assert times(facts) == []
 

@@ -14,7 +14,6 @@ from side_by_side import TwoJobs
 
 from fedquilt import wire
 from fedquilt.cli import main
-from fedquilt.coordinator.jobs import startup
 from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     EligibilityRecorded,
@@ -27,6 +26,7 @@ from fedquilt.coordinator.rounds.events import (
     apply_event,
 )
 from fedquilt.coordinator.settings import CohortSettings
+from fedquilt.coordinator.storage import suspended_jobs
 from fedquilt.coordinator.storage.reader import StoreReader
 from fedquilt.coordinator.views import event_messages, terminal, wait_reasons
 from fedquilt.core import BlobRef
@@ -75,7 +75,7 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert ("held fedavg" in told) == (words == ["ls"])
     hold = held.store.holds.current_suspension(held.job)
     assert hold is not None
-    assert 0 < hold.again - hold.since <= startup.AGAIN_S
+    assert 0 < hold.again - hold.since <= suspended_jobs.AGAIN_S
     assert hold.since - 10 < time.time() < hold.again + 10
     with StoreReader(held.store.home) as reader:
         row = reader.find_job(held.job)
@@ -84,7 +84,7 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
             hold
         )
     held.store.depot.disk.name = ""  # type: ignore[attr-defined]
-    held.play(startup.AGAIN_S + 1.0)
+    held.play(suspended_jobs.AGAIN_S + 1.0)
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "running"
     assert wait_reasons.describe_wait(held.store.find_job(held.job), held.store) is None
     held.hands[0].answer(ones())
@@ -96,13 +96,13 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
 def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> None:
     """It is tried again later than before; at the third failure the job has failed, and is held no more."""
     first = held.store.holds.current_suspension(held.job)
-    held.play(startup.AGAIN_S + 1.0)
+    held.play(suspended_jobs.AGAIN_S + 1.0)
     second = held.store.holds.current_suspension(held.job)
     assert first is not None
     assert second is not None
     waits_s = [each.again - each.since for each in (first, second)]
-    assert waits_s == pytest.approx([startup.AGAIN_S, 2 * startup.AGAIN_S], abs=2)
-    held.play(startup.AGAIN_S + 1.0)
+    assert waits_s == pytest.approx([suspended_jobs.AGAIN_S, 2 * suspended_jobs.AGAIN_S], abs=2)
+    held.play(suspended_jobs.AGAIN_S + 1.0)
     assert [fact.status for fact in held.told(JobEnded)] == ["failed"]
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "failed"
     held.store.close()
@@ -110,7 +110,7 @@ def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> N
 
 def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     """No device has been asked: the run's own reason is all that there is."""
-    held.play(startup.TRIES * (startup.AGAIN_S + 1.0))
+    held.play(suspended_jobs.TRIES * (suspended_jobs.AGAIN_S + 1.0))
     assert main(["why", held.job, "--home", str(held.store.home)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert f"job failed: the bundle of {held.job} cannot be read" in told

@@ -8,7 +8,7 @@ import pytest
 from model_places import Place, short, told
 from waiting import alive, until
 
-from fedquilt.edge_agent.releases import hook
+from fedquilt.edge_agent.releases.process import ReleaseHook
 
 
 def test_the_hook_is_run_after_each_exchange_with_the_models_place(tmp_path: Path) -> None:
@@ -55,6 +55,6 @@ def test_a_hook_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> 
 
 
 def test_no_hook_is_no_matter() -> None:
-    none = hook.ReleaseHook((), 1.0)
+    none = ReleaseHook((), 1.0)
     none.start({})
     assert (none.is_running, none.failure) == (False, "")

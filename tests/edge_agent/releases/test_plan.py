@@ -15,6 +15,7 @@ from fedquilt import wire
 from fedquilt.core import BlobRef, Reading
 from fedquilt.edge_agent.releases import events, state_machine, window
 from fedquilt.edge_agent.releases.events import ReleaseRecord, ReleaseState, StatusPolled
+from fedquilt.edge_agent.releases.release_kind import CheckResult
 
 
 def ref(number: int) -> BlobRef:
@@ -75,12 +76,12 @@ def test_other_texts_are_no_windows(text: str) -> None:
 
 
 def test_the_swap_is_noted_with_what_runs_before_it_is_made() -> None:
-    """The state that is written before `ActivateRelease` is carried out says what to return to."""
+    """The state that is written before the release is activated says what to return to."""
     state = replace(wanted(), stage="checked")
     state, actions = state_machine.advance(state, StatusPolled(current="c" * 64), 1.0)
     assert state.noted is not None
     assert (state.noted.step, state.noted.origin) == ("swapping", "c" * 64)
-    assert actions == (events.ActivateRelease(state.noted.release),)
+    assert actions == ("activate",)
     assert wire.decode(wire.encode(state.noted), ReleaseRecord) == state.noted
 
 
@@ -102,24 +103,25 @@ class Board:
         if (told := state_machine.installed_message(state, self.running)) is not None:
             self.told.append(wire.decode(wire.encode(told), wire.ReleaseStatus))
         for action in actions:
+            wish, before = state.noted.release, state.noted.before
             match action:
-                case events.CheckRelease(wish):
+                case "check":
                     self.checked = wish.blob.sha256
-                case events.ActivateRelease(wish):
+                case "activate":
                     assert self.disk.step in ("swapping", "soaking")
                     assert wish.blob.sha256 in self.proven
                     if self.running != wish.blob.sha256:
                         self.running, self.previous = wish.blob.sha256, self.running
-                    self.feed(events.ReleaseActivated())
-                case events.ConfirmRelease():
+                    self.feed(events.ActionDone(action))
+                case "confirm":
                     assert self.disk.step == "soaking"
-                    self.feed(events.ReleaseConfirmed())
-                case events.RollBackRelease(before):
+                    self.feed(events.ActionDone(action))
+                case "roll back":
                     assert self.disk.step == "returning"
                     if self.running != before:
                         self.running, self.previous = self.previous, "none"
                     assert self.running == before
-                    self.feed(events.ReleaseRolledBack())
+                    self.feed(events.ActionDone(action))
 
     def look(self, **seen: object) -> None:
         self.now_s = max(self.now_s, self.state.again_s if self.state.again_s < inf else 0.0)
@@ -139,7 +141,7 @@ class Board:
             case "good" | "bad":
                 if self.state.stage == "checking" and self.state.noted.step == "wanted" and what == "good":
                     self.proven.add(self.state.noted.release.blob.sha256)
-                self.feed(events.CheckFinished("" if what == "good" else "bad", {}))
+                self.feed(CheckResult("" if what == "good" else "bad", {}))
             case "look" | "works" | "ill":
                 self.look(works=what == "works", ill="ill" if what == "ill" else "")
             case "soaks":

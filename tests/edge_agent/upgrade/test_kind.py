@@ -233,7 +233,7 @@ def order(board: Board, file: Path) -> environment_build.BuildRequest:
     packages = tuple(path for path in sys.path if path.endswith("site-packages"))
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     return environment_build.BuildRequest(
-        str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True
+        str(file), sha256, str(board.versions), ("agent",), packages, None, unsigned=True, newest=0, parent=0
     )
 
 
@@ -315,7 +315,7 @@ def test_a_kill_while_the_environment_is_made_leaves_what_runs(board: Board, bun
     board.kind.stage(release, file)
     board.kind.start_check(release)
     until(lambda: (board.versions / f"{new}.new/bin/fedquilt").exists(), "the environment is nearly there")
-    board.kind.stop_check()
+    board.kind._check.stop()
     assert board.kept == [f"{new}.new"]
     board.start()
     assert (board.kind.current_sha256(), board.verdict(file)) == ("", CheckResult("", {}))
@@ -328,7 +328,7 @@ def test_a_check_that_somebody_kills_is_made_again(board: Board, bundle: Callabl
     release = board.release(file)
 
     def killed() -> CheckResult | None:
-        process = board.kind._process
+        process = board.kind._check.process
         assert process is not None
         process.kill()
         process.wait()

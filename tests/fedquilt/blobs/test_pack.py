@@ -1,14 +1,13 @@
 """Many small blobs in one file: found again, dropped, their places taken anew, and whole after a kill."""
 
 import hashlib
-import struct
 from pathlib import Path
 
 import pytest
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.storage.pack_file import PackFile, read_foreign_blob
+from fedquilt.blobs.storage.pack_file import PackFile
 from fedquilt.blobs.storage.shared_store import SharedBlobStore, SharedBlobView
 from fedquilt.blobs.storage.store import SMALL_BYTES, BlobStore
 from fedquilt.core import BlobRef
@@ -85,24 +84,6 @@ def test_what_looks_like_a_head_in_a_blob_frees_no_place(tmp_path: Path) -> None
     pack.register_blob(sha256(b"y" * 200), pack.write_blob(sha256(b"y" * 200), b"y" * 200), 200)
     kept = (b"the next one", b"last" * 100, b"y" * 200)
     assert {name: pack.read_range(name) for name in pack.blob_names()} == {sha256(each): each for each in kept}
-
-
-@pytest.mark.parametrize("torn", [False, True])
-def test_a_pack_of_an_earlier_version_is_read_and_goes_on(tmp_path: Path, torn: bool) -> None:
-    """Heads of digest and size alone; by this process, and by another that only looks for a blob."""
-    blobs = [b"first", b"torn", b"third"]
-    file, slots = tmp_path / "pack", [bytes.fromhex(sha256(each)) + struct.pack("<Q", len(each)) for each in blobs]
-    written = b"".join(head + each for head, each in zip(slots, blobs, strict=True))
-    file.write_bytes(written.replace(b"torn", b"to\0\0") if torn else written)
-    whole = [each for each in blobs if not torn or each != b"torn"]
-    assert all(read_foreign_blob(str(file), REAL, sha256(each)) == each for each in whole)
-    pack = PackFile(str(file), REAL)
-    assert {name: pack.read_range(name) for name in pack.blob_names()} == {sha256(each): each for each in whole}
-    pack.remove_blob(sha256(b"third"))
-    pack.register_blob(sha256(b"newer"), pack.write_blob(sha256(b"newer"), b"newer"), 5)
-    again = PackFile(str(file), REAL)
-    assert again.read_range(sha256(b"newer")) == b"newer"
-    assert again.read_range(sha256(b"first")) == b"first"
 
 
 def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked_for(tmp_path: Path) -> None:

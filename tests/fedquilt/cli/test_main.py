@@ -306,7 +306,7 @@ def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a version before wrote it, with a metric that was no number; whoever asks for it is told why."""
+    """It has a metric that is no number; whoever asks for it is told why."""
     null = (
         '{"type":"RoundCommitted","round":0,"state":{"sha256":"%s","size":1},"finished":false,"metrics":{"loss":null}}'
     )

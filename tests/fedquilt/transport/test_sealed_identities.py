@@ -59,13 +59,13 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
         assert said in str(board.problem)
 
 
-def test_a_coordinators_certificate_of_an_earlier_version_says_how_to_renew_it(site: Certified) -> None:
-    """It was a client's alone; boards' certificates stay as they are."""
-    earlier = LinkIdentity(site.broker("coordinator", "device"))
+def test_a_certificate_that_no_board_takes_for_the_coordinators_is_refused_with_the_mend(site: Certified) -> None:
+    """It is a client's alone."""
+    unfit = LinkIdentity(site.broker("coordinator", "device"))
     with pytest.raises(
         JobError, match=r"unsuitable certificate purpose.*`fedquilt identity issue coordinator` makes one"
     ):
-        earlier.require_coordinator_certificate()
+        unfit.require_coordinator_certificate()
 
 
 def test_without_an_authority_there_is_no_signing_and_no_silence(site: Certified) -> None:

@@ -1,4 +1,4 @@
-"""`fedquilt bench energy`: what it works out from the tasks of a federation, on boards of round numbers."""
+"""`fedquilt lab bench energy`: what it works out from the tasks of a federation, on boards of round numbers."""
 
 from __future__ import annotations
 

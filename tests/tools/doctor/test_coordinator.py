@@ -66,7 +66,7 @@ def test_a_folder_that_is_none_is_found_and_not_made(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_everybody_can_read_is_found(home: Path) -> None:
-    """As those that earlier versions made; a group may read."""
+    """A group may read."""
     home.chmod(0o750)
     assert bad(home) == []
     home.chmod(0o755)

@@ -39,7 +39,7 @@ def test_methods_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixt
 def test_a_card_names_the_tables_that_run_the_method() -> None:
     """The command, and where the figures are; a method that no table runs has no such line."""
     lines = method_pages.format_card(method_pages.make_card("fedlora", papers.find_tables_of_method))
-    assert any("`fedquilt reproduce fedsdg --data FOLDER`" in line for line in lines)
+    assert any("`fedquilt lab reproduce fedsdg --data FOLDER`" in line for line in lines)
     assert any(
         "(../stitching.md#" in line
         for line in method_pages.format_card(method_pages.make_card("fedstitch", papers.find_tables_of_method))

@@ -1,4 +1,4 @@
-"""Benchmarks against baselines of the same run (`fedquilt bench WHAT`)."""
+"""Benchmarks against baselines of the same run (`fedquilt lab bench WHAT`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Light devices for `fedquilt bench coordinator`: many in one process, without training.
+"""Light devices for `fedquilt lab bench coordinator`: many in one process, without training.
 
 A device publishes its profile, accepts each task, fetches the task's model, submits the model plus a constant of its
 own, and sends the chunks that are requested. All messages go through the codecs of agents. Blobs have one chunk.

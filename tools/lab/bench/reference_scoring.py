@@ -1,4 +1,4 @@
-"""Reference scoring without FedStitch's optimisations, as a baseline for `fedquilt bench stitch`.
+"""Reference scoring without FedStitch's optimisations, as a baseline for `fedquilt lab bench stitch`.
 
 For each candidate everything runs again from the images: the path, the candidate's donor, the junction's fit and the
 Gram matrices. Runtime, images, positions and estimator are those of `fedquilt.models.stitching.device.scoring`.

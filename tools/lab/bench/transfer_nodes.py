@@ -1,4 +1,4 @@
-"""Serving and pulling processes of `fedquilt bench blobs`.
+"""Serving and pulling processes of `fedquilt lab bench blobs`.
 
 An agent is a process with the daemon's own imports and the transfer code it uses; the serving process has the
 coordinator's. What they hold beyond their idle size is their own peak (VmHWM after a reset).

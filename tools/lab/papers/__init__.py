@@ -56,7 +56,7 @@ def list_methods(table: GridTable) -> tuple[str, ...]:
 
 def find_tables_of_method(method: str) -> list[tuple[str, str]]:
     return [
-        (f"fedquilt reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
+        (f"fedquilt lab reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
         for name, table in load_tables().items()
         if method in list_methods(table)
     ]

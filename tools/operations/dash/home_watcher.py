@@ -192,7 +192,8 @@ class HomeWatcher:
         reader = self._get_reader()
         rows = reader.all_jobs()
         standing = {row.id: reader.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
-        holds = {run: str(reader.holds.current_suspension(run)) for run, status in standing.items() if status == "held"}
+        suspended = reader.holds.current_suspensions()
+        holds = {run: str(hold) for run, hold in suspended.items() if standing.get(run) == "held"}
         return RunList(rows, standing, self._check_served(), holds)
 
     def open_rollout_log(self) -> RolloutLog:

@@ -84,20 +84,23 @@ def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
 def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
     """With the page of docs/ where the figures are; a table that needs no folder has none in its command."""
     assert papers.find_tables_of_method("fedlora") == [
-        ("fedquilt reproduce fedsdg --data FOLDER", "training.md#fedsdg")
+        ("fedquilt lab reproduce fedsdg --data FOLDER", "training.md#fedsdg")
     ]
-    assert papers.find_tables_of_method("fedpews")[0] == ("fedquilt reproduce fedpews-table2", "training.md#fedpews")
+    assert papers.find_tables_of_method("fedpews")[0] == (
+        "fedquilt lab reproduce fedpews-table2",
+        "training.md#fedpews",
+    )
     assert papers.find_tables_of_method("scaffold") == []
 
 
 def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """For people, each paper once, and for programs; each says whether it takes data."""
-    assert main(["reproduce"]) == 0
+    assert main(["lab", "reproduce"]) == 0
     shown = capsys.readouterr().out.splitlines()
     at = shown.index("  fedpews-table2")
     assert shown[at + 1] == "  fedpews-table6"
     assert shown[at - 1].endswith("numbers.")
-    assert main(["reproduce", "--format", "json"]) == 0
+    assert main(["lab", "reproduce", "--format", "json"]) == 0
     rows = {row["table"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["fedpews-table2"]["takes_data"] is False
     assert rows["genefl"]["takes_data"] is True
@@ -126,7 +129,7 @@ def test_what_is_not_there_is_said_before_anything_is_run(
 ) -> None:
     """With the exit code of a wrong command line, or of data that are not there."""
     monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", *words]) == code
+    assert main(["lab", "reproduce", *words]) == code
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / papers.KEPT).exists()
 
@@ -135,7 +138,7 @@ def test_a_grid_of_ones_own_is_run_shown_and_judged(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its claims decide the exit code; runs that are kept are not made again, and results are the same."""
-    words = ["reproduce", str(own), "--kept", str(tmp_path / "kept"), "--out", str(tmp_path / "result.json")]
+    words = ["lab", "reproduce", str(own), "--kept", str(tmp_path / "kept"), "--out", str(tmp_path / "result.json")]
     code = main(words)
     first = json.loads((tmp_path / "result.json").read_text())
     shown = capsys.readouterr()

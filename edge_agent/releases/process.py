@@ -1,0 +1,126 @@
+"""Processes of releases: the check of a version, and the hook of the device's owner after each change of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Final, NamedTuple
+
+TAIL_BYTES: Final = 4096
+WORDS_MOST: Final = 300  # characters of a hook's last words
+
+
+class ProcessEnd(NamedTuple):
+    code: int | None  # None: it was killed after its time limit
+    words: str  # last line of its output
+
+
+class ReleaseProcess:
+    """Command in a process group of its own, killed after a time limit."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.process: subprocess.Popen[bytes] | None = None
+        self._output: IO[bytes] | None = None
+        self._end_s = 0.0
+
+    def start(
+        self, command: Sequence[str], timeout_s: float, environment: Mapping[str, str], request: bytes = b""
+    ) -> None:
+        """Start a command. A previous one is killed first.
+
+        Args:
+            command: Command with arguments.
+            timeout_s: Longest duration.
+            environment: Environment variables.
+            request: Input of up to 64 KiB. With a request, only errors count as output.
+
+        Raises:
+            OSError: If the command cannot be started.
+        """
+        self.stop()
+        self._end_s = self._clock() + timeout_s
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE if request else subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL if request else self._output,
+                stderr=self._output,
+                start_new_session=True,
+                env=environment,
+            )
+        except OSError:
+            self.stop()
+            raise
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended; its last words say why
+                self.process.stdin.write(request)
+                self.process.stdin.close()
+
+    def poll(self) -> ProcessEnd | None:
+        """Return the end of the command once, or None. A command beyond its time limit is killed."""
+        if self.process is None or ((code := self.process.poll()) is None and self._clock() < self._end_s):
+            return None
+        end = ProcessEnd(code, self._last_line())
+        self.stop()
+        return end
+
+    def stop(self) -> None:
+        if self.process is not None:
+            if self.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.kill()
+            self.process.wait()
+            self.process = None
+        if self._output is not None:
+            self._output.close()
+            self._output = None
+
+    def _last_line(self) -> str:
+        assert self._output is not None
+        size = self._output.seek(0, os.SEEK_END)
+        self._output.seek(max(size - TAIL_BYTES, 0))
+        lines = self._output.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+class ReleaseHook:
+    """Command of the device's owner."""
+
+    def __init__(self, command: Sequence[str], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._command, self._timeout_s, self._process = list(command), timeout_s, ReleaseProcess(clock)
+        self._failed = ""
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start the command with additional environment variables. A previous run is killed first."""
+        self._process.stop()
+        self._failed = ""
+        try:
+            if self._command:
+                self._process.start(self._command, self._timeout_s, {**os.environ, **environment})
+        except OSError as error:
+            self._failed = f"the hook {self._command[0]} cannot be started: {error.strerror}"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the command still runs. A run beyond its time limit is killed by this check."""
+        if (end := self._process.poll()) is not None and end.code != 0:
+            if end.code is None:
+                how = f"hung: it was ended after {self._timeout_s:g} s"
+            else:
+                how = f"died of {signal.Signals(-end.code).name}" if end.code < 0 else f"ended with code {end.code}"
+                how += f": {end.words[-WORDS_MOST:]}" if end.words else ""
+            self._failed = f"the hook {self._command[0]} {how}"
+        return self._process.process is not None
+
+    @property
+    def failure(self) -> str:
+        """Reason why the latest run has failed, with its last output, or ""."""
+        return "" if self.is_running else self._failed
