@@ -1,4 +1,4 @@
-"""`fedquilt identity`: init, issue, list, revoke, token, serve, sign; on a board enrol, request, accept."""
+"""`fedquilt identity`: authority, certificates, tokens and enrolment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def settings_argument(function: F) -> F:
 
 @verb_group()
 def identity() -> None:
-    """Manage the certificates of a fleet: its authority, and the enrolment of devices."""
+    """Manage the certificate authority of a fleet and enrol devices."""
 
 
 @identity.command()

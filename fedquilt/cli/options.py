@@ -82,13 +82,6 @@ def _parse_count(text: str) -> int:
     return value
 
 
-def _parse_port(text: str) -> int:
-    value: int = _parse_number(text, int)
-    if not 0 < value < 65536:
-        raise ValueError(f"{value} is no port: 1 to 65535")
-    return value
-
-
 def _parse_above_0(text: str) -> float:
     value: float = _parse_number(text, float)
     if not 0 < value < float("inf"):
@@ -112,14 +105,12 @@ def _parse_name(text: str) -> str:
 PATH: Final = FilePath()
 FOLDER: Final = FilePath(file_okay=False)
 POSITIVE: Final = ParsedType("n", _parse_positive)
-PORT: Final = ParsedType("port", _parse_port)
 ABOVE_0: Final = ParsedType("x", _parse_above_0)
 SECONDS: Final = ParsedType("s", _parse_seconds)
 NAME: Final = ParsedType("name", _parse_name)
 COUNT: Final = ParsedType("n", _parse_count)
 TIME: Final = ParsedType("time", units.parse_seconds)
 WHOLE: Final = ParsedType("n", lambda text: _parse_number(text, int))
-NUMBER: Final = ParsedType("x", lambda text: _parse_number(text, float))
 
 
 # -- what a shell completes -----------------------------------------------------------------------

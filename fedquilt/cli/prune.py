@@ -29,7 +29,7 @@ from fedquilt.cli.commands import argument, option, verb
 def prune(
     runs: tuple[str, ...], keep: int | None, older_than: float | None, dry_run: bool, yes: bool, home: Path
 ) -> int:
-    """Delete runs for good: those named, or old ones that have ended, by age or number.
+    """Delete named runs, or ended runs by age or number.
 
     With both --keep and --older-than, a run must match both. Queued, running and interrupted runs are deleted only by
     name. Without any of these, only leftover files of interrupted deletions are removed.

@@ -183,7 +183,7 @@ def status(id: str | None, home: Path, format: str) -> None:
 @argument("what", f"A rollout's id, or {', '.join(KINDS)} for the latest of that kind.")
 @options.home_option
 def back(what: str, home: Path) -> None:
-    """Take a rollout back, or end one that is under way: boards return to what they ran before."""
+    """Take a rollout back, or end it early, so that devices return to their former release."""
     from fedquilt.coordinator import control_requests
 
     with home_access.open_existing_home(home) as store:

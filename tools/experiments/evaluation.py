@@ -241,7 +241,7 @@ def _score_latest(states: _StateReader, evaluator: Evaluator, known: set[str], e
 
 
 def format_score(score: EvaluationScore, matrix: bool = False) -> list[str]:
-    """Return lines about a score, with the confusion matrix if `matrix` is set and a terminal has room for it."""
+    """Return lines about a score, and the confusion matrix if `matrix` is set and the terminal is wide enough."""
     metric, sums = metrics.KNOWN[score.metric], score.evaluation
     over = "of" if metric.share else "on"
     value = f"{metric.title} {metrics.format_value(metric, score.value)} {over} {score.examples} examples"

@@ -89,7 +89,7 @@ def _add_costs(row: Row, more: Row) -> None:
 
 
 def make_scored_rows(summary: RunSummary, job: JobSettings, found: RunScores) -> list[Row]:
-    """Return one row per round, with the scores of `fedquilt model evaluate` and named by the job's main metric."""
+    """Return one row per round, with scores of `fedquilt model evaluate` under the main metric."""
     held = {each.rounds: each for each in found.held}
     test = {each.rounds: each for each in found.scores}
     rows = []
