@@ -11,6 +11,7 @@ agent.toml allows.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import os
@@ -337,7 +338,9 @@ def _allowed_plugins(kind: Kind) -> list[Plugin]:
 
 @lru_cache(maxsize=16)  # per kind and search path: reading them takes longer than a small task
 def _installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    from importlib import metadata  # here, as most commands look no plug-in up
+    if not any(_has_plugins(Path(folder)) for folder in path):
+        return ()
+    from importlib import metadata  # here, as it takes 1 MB, and most devices have no plug-ins
 
     found: dict[tuple[str, str], Plugin] = {}  # a package found twice on the path counts once, the first
     for distribution in metadata.distributions():
@@ -351,6 +354,14 @@ def _installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
         except Exception:  # noqa: S112  (a package with damaged metadata has no plug-ins)
             continue
     return tuple(sorted(found.values(), key=lambda plugin: (plugin.name, plugin.package)))
+
+
+def _has_plugins(folder: Path) -> bool:
+    for file in folder.glob("*-info/entry_points.txt"):
+        with contextlib.suppress(OSError):
+            if b"[fedquilt." in file.read_bytes():
+                return True
+    return False
 
 
 def _plugin_from_target(kind: Kind, name: str) -> Plugin:

@@ -153,6 +153,23 @@ print(*sys.modules, file=sys.stderr)"""
     assert not forbidden & set(done.stderr.splitlines()[-1].split())
 
 
+def test_an_idle_agent_has_imported_nothing_of_a_release_a_task_or_prometheus() -> None:
+    """Each megabyte is held for months; a board has no plug-in, and the versions of its libraries are in file names."""
+    code = """
+import sys
+from fedquilt.cli import entry, agent
+from fedquilt.edge_agent import capabilities, daemon, messages, settings
+known = capabilities.capabilities_from_settings(settings.parse_settings({"device": "d", "home": "h"}), 1 << 30)
+assert messages._package_versions(known.engines)["numpy"]
+print(*sys.modules)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()) & {
+        *("numpy", "torch", "onnxruntime", "prometheus_client", "statistics", "tarfile", "zipfile"),
+        *("importlib.metadata", "fedquilt.edge_agent.upgrade.archive", "fedquilt.edge_agent.upgrade.environment_build"),
+        *("fedquilt.host.http_server", "fedquilt.onnx.graph_check", "fedquilt.open_metrics"),
+    }
+
+
 @pytest.mark.parametrize("module", ["click", "fedquilt.cli.commands", "fedquilt.cli.demo", "numpy"])
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(module: str, tmp_path: Path) -> None:
     """As it does later: an import of a command takes most of its first second."""
