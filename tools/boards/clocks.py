@@ -69,7 +69,8 @@ def pin_point(text: str, root: Path, socket: Path, *, dry_run: bool = False, sec
     if dry_run:
         found = controls.discover_controls(root)
         mode = found.find_mode(wanted.name)
-        print("\n".join([*([f"nvpmodel -m {mode.id} ({mode.name})"] if mode else []), *_planned_writes(found, wanted)]))
+        writes = [str(write) for write in controls.pin_writes(found, wanted)]
+        print("\n".join([*([f"nvpmodel -m {mode.id} ({mode.name})"] if mode else []), *writes]))
         return 0
     clocks = ClockClient.connect(socket)
     if clocks is None:
@@ -93,10 +94,6 @@ def _send_keepalives(
         left_s = 1.0 if seconds is None else begun_s + seconds - now()
         sleep(min(1.0, max(0.0, left_s)))
         clocks.send_keepalive(now())
-
-
-def _planned_writes(found: controls.ClockControls, wanted: OperatingPoint) -> list[str]:
-    return [f"{write}" for write in controls.pin_writes(found, wanted)]
 
 
 def _format_point(point: OperatingPoint) -> str:

@@ -88,7 +88,7 @@ def test_a_password_is_a_secret_of_its_own(site: Path) -> None:
 
 def test_a_profile_that_was_recorded_goes_along(site: Path) -> None:
     """Whole, or not at all."""
-    ours = Path(bundle.__file__).parents[2] / "profiles" / "jetson-orin-nano.toml"
+    ours = Path(bundle.__file__).parents[3] / "profiles" / "jetson-orin-nano.toml"
     shutil.copy(ours, site / "mine.toml")
     made = told(site, 'profile = "mine.toml"\n')
     assert made.files["profile.toml"] == ours.read_bytes()

@@ -68,7 +68,9 @@ def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
     enrols, other = BoardFiles("d", {"token": b""}, None, enrols=True), BoardFiles("d", {}, None)
     assert "ConditionPathExists=/etc/fedquilt/device.crt" in unit(enrols)
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in unit(enrols)
-    assert "ExecStartPost=+systemctl start --no-block fedquilt-agent.service" in unit(enrols, "fedquilt-enrol.service")
+    assert "ExecStartPost=+/bin/systemctl start --no-block fedquilt-agent.service" in unit(
+        enrols, "fedquilt-enrol.service"
+    )
     assert set(bundle.render_units(enrols)) - set(bundle.render_units(other)) == {
         "fedquilt-enrol.service",
         "fedquilt-enrol.timer",
