@@ -70,7 +70,8 @@ def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
     if dry_run:
         found = controls.discover_controls(root)
         mode = found.find_mode(wanted.name)
-        print("\n".join([*([f"nvpmodel -m {mode.id} ({mode.name})"] if mode else []), *_planned_writes(found, wanted)]))
+        writes = [str(write) for write in controls.pin_writes(found, wanted)]
+        print("\n".join([*([f"nvpmodel -m {mode.id} ({mode.name})"] if mode else []), *writes]))
         return 0
     clocks = ClockClient.connect(root / SOCKET)
     if clocks is None:
@@ -87,10 +88,6 @@ def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
     finally:
         clocks.close()
     return 0
-
-
-def _planned_writes(found: controls.ClockControls, wanted: OperatingPoint) -> list[str]:
-    return [f"{write}" for write in controls.pin_writes(found, wanted)]
 
 
 def _format_point(point: OperatingPoint) -> str:

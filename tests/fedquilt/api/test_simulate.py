@@ -151,7 +151,7 @@ def test_the_rounds_of_a_run_under_way_are_followed_to_its_end(
         for each in fq.Run(tmp_path / "runs", run).follow():
             rows.append(each)
     assert {0, 1} <= set(seen), "the first round comes before the second one's events"
-    assert rows == [*whole.rounds()]
+    assert [each["round"] for each in rows] == [1, 2]
 
 
 def test_the_command_does_not_resume_what_python_began(

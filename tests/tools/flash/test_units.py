@@ -59,10 +59,12 @@ def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
     assert "ConditionPathExists=/etc/fedquilt/device.crt" in unit(enrols)
     assert "LoadCredential=device.key:/etc/fedquilt/device.key" in unit(enrols)
     start = exec_line(bundle.render_units(enrols)["fedquilt-enrol.service"])
-    assert start == ["-v", "enrol", "board", "/etc/fedquilt/agent.toml", "--wait"]
+    assert start == ["-v", "identity", "enrol", "/etc/fedquilt/agent.toml", "--wait"]
     setup = unit(enrols, "fedquilt-setup.service")
     assert any(line.endswith("systemd-sysusers /opt/fedquilt/current/sysusers.conf") for line in setup)
-    assert "ExecStartPost=+systemctl start --no-block fedquilt-agent.service" in unit(enrols, "fedquilt-enrol.service")
+    assert "ExecStartPost=+/bin/systemctl start --no-block fedquilt-agent.service" in unit(
+        enrols, "fedquilt-enrol.service"
+    )
     assert set(bundle.render_units(enrols)) - set(bundle.render_units(other)) == {
         "fedquilt-enrol.service",
         "fedquilt-enrol.timer",

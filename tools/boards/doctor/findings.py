@@ -60,7 +60,7 @@ def to_finding(number: str, verdict: str | Problem, fix: str = "") -> Finding:
 
 
 def run_checks(checks: Iterable[Check], facts: object) -> Iterator[Finding]:
-    """Yield the findings of all checks whose needs are attributes of `facts` other than None."""
+    """Yield the findings of the checks that apply to the facts."""
     for check in checks:
         needed = [getattr(facts, name, None) for name in check.needs]
         if all(each is not None for each in needed) and (verdict := check.find(*needed)) is not None:

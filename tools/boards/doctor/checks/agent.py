@@ -60,7 +60,7 @@ def settings_under_root(settings: AgentSettings, path: Path, root: Path) -> Agen
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a machine and its agent for the checks, by the names in `Check.needs`. None without an agent."""
+    """Facts of a machine and its agent, by the names in `Check.needs`."""
 
     machine: MachineFacts
     packages: InstalledPackages = InstalledPackages()
