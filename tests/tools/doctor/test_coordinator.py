@@ -97,7 +97,8 @@ def test_a_job_of_another_version_is_found(home: Path) -> None:
         store._db.execute("update jobs set settings = '{}' where id = ?", (first.id,))
     assert bad(home) == [("FQ504", "error"), ("FQ507", "warning")]
     with Store(home) as store:
-        store._db.execute("insert into facts (job, at, body) values (?, 0, '{}')", (store.readable_jobs()[0].id,))
+        insert = "insert into facts (job, at, body, sum) values (?, 0, '{}', x'00')"
+        store._db.execute(insert, (store.readable_jobs()[0].id,))
     assert bad(home) == [("FQ504", "error"), ("FQ504", "error"), ("FQ507", "warning")]
 
 
