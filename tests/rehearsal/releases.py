@@ -123,9 +123,9 @@ class ReleaseChecks:
             heard = found[-1].heard.get(self.device)
             return found[-1].status == status and heard is not None and heard.phase == phase
 
-        if not wait_until(
-            is_reached, ROLLOUT_S, lambda: not found or found[-1].status in ("queued", "running", status)
-        ):
+        # a rollout is rolled back by the coordinator, some time after the command
+        under_way = ("done",) if status == "rolled back" else ("queued", "running")
+        if not wait_until(is_reached, ROLLOUT_S, lambda: not found or found[-1].status in (*under_way, status)):
             heard = found[-1].heard.get(self.device) if found else None
             told = f"{heard.phase}: {heard.reason}" if heard else "nothing"
             agent, coordinator = last_message(self.board.read_journal(AGENT)), last(self.site.folder / "serve.log")
