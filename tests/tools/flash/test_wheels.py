@@ -306,7 +306,7 @@ def test_wheels_for_an_older_glibc_run_and_for_a_newer_do_not() -> None:
         (("jetpack5", "3.8"), r"install one there and name it, .* --python /opt"),
         (("arm64", "3.8"), r"needs 3\.10 or newer"),
         (("arm64", "2.7"), r"needs 3\.10 or newer"),
-        (("arm64", "opt/python3.11"), r"give the whole path on the board"),
+        (("arm64", "opt/python3.11"), r"the whole path on the board"),
         (("arm64", "/usr/$(x)/python3.11"), r"in plain letters"),
     ],
 )
