@@ -38,7 +38,7 @@ def prune(
 
     ends = keep is not None or older_than is not None
     if runs and ends:
-        raise click.UsageError("RUN, or --keep and --older-than: one of them", click.get_current_context())
+        raise click.UsageError("name runs, or give --keep and --older-than: one of them", click.get_current_context())
     with home_access.open_existing_home(home) as store:
         ids = retention.select_expired_runs(store, time.time(), keep, older_than) if ends else []
         if runs:
