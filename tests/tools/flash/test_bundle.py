@@ -155,7 +155,7 @@ def test_a_coordinators_units_say_what_its_settings_do(site: Path) -> None:
     assert options["key"] == Path("${CREDENTIALS_DIRECTORY}/coordinator.key")
     assert b"LoadCredential=coordinator.key:/etc/fedquilt/coordinator.key" in units["fedquilt-serve.service"]
     options = command_lines.parsed([w for w in exec_line(units["fedquilt-enrol-serve.service"]) if w != "-v"])
-    assert (options["hosts"], options["port"]) == (("hub.site", "10.0.0.1"), 9000)
+    assert (options["hosts"], options["listen"]) == (("hub.site", "10.0.0.1"), "0.0.0.0:9000")
     assert options["ca"] == Path("/var/lib/fedquilt-ca")
     assert made.files["coordinator.key"] == (site / "orin-1.key").read_bytes()
     assert {"etc/coordinator.key", "etc/device.key"} <= bundle.SECRET

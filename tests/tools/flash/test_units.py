@@ -80,7 +80,7 @@ def test_a_model_runner_is_a_unit_where_the_settings_ask_for_it(site: Path) -> N
     assert made.extras == ("identity", "images", "onnx")
     units = bundle.render_units(made)
     options = command_lines.parsed([word for word in exec_line(units["fedquilt-serve-model.service"]) if word != "-v"])
-    assert (options["models"], options["http"]) == (Path(bundle.MODELS), "127.0.0.1:8090")
+    assert (options["models"], options["listen"]) == (Path(bundle.MODELS), "127.0.0.1:8090")
     assert "User=fedquilt-runner" in unit(made, "fedquilt-serve-model.service")
     assert f"PathExists={bundle.MODELS}/current" in unit(made, "fedquilt-serve-model.path")
     for text in units.values():
