@@ -206,7 +206,7 @@ def test_what_an_operator_types_are_commands(words: tuple[str, ...]) -> None:
     """A rollout's phases grow, as `fedquilt` wants them."""
     given = command_lines.parsed(list(words))
     if "--phases" in words:
-        assert given["canary"] < given["phases"][0] <= 1
+        assert 0 < given["phases"][0] < given["phases"][1] <= 1
 
 
 def test_a_rehearsed_board_is_flashed_with_a_runner_and_a_hook(tmp_path: Path) -> None:
