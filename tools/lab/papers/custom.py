@@ -133,12 +133,13 @@ def train_from_fedavg(job: JobSettings, folder: Path, how: ExecutionOptions) -> 
 def run_with_costs(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     """Run a job, and add the costs of the paper's own schedule and the memory of its tasks.
 
-    The schedule of a search is the search itself. Memory is that of the devices whose budget permits a task.
+    The schedule has the rounds of the row's `paper`. Without them it is the run itself, as for a search. Memory is that
+    of the devices whose budget permits a task.
     """
     run = run_with_options(job, folder, how)
     costs: Mapping[str, Any] = {"planned_s": run.marks[-1].seconds, "planned_j": run.marks[-1].energy_j}
     heavy = job
-    if "epochs" in job.params:
+    if "rounds" in how.row.paper:
         rounds = int(how.row.paper["rounds"][0])
         params = {**job.params, "epochs": PAPER_EPOCHS}
         costs = measure_schedule(msgspec.structs.replace(job, rounds=rounds, params=params), folder)

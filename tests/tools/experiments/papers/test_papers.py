@@ -206,7 +206,8 @@ def test_a_table_whose_runs_may_fail_has_no_value_for_those_that_did(
 
 def told(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
     """Let every run of a table give this claim, and no runs."""
-    figures = {"rounds saved": {"value": 1.0, "at_least": 2.0, "unit": "", "reached": reached}}
+    claim = {"value": 1.0, "low": 0.5, "high": 1.5, "at_least": 2.0, "unit": "", "verdict": "against"}
+    figures = {"rounds saved": {**claim, "reached": reached}}
     result = {"table": "t", "seeds": [0], "columns": {}, "figures": figures, "told": {}, "about": "What it is."}
     monkeypatch.setattr(papers, "run_table", lambda table, **options: result)
 
