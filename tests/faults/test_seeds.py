@@ -60,6 +60,9 @@ REPLAYS = (
     # a disk failed in the middle of a refusal, and the update was offered again of which the disk had a part
     "seed=91253 codec=topk rounds=5 size=2 over_select=0.5 deadline_s=60.0 check=2 jobs=2 twice_s=10.84 beside_s=3.0 "
     "stop:12.28,1.0 refuse:dev-1,106,1,readonly refuse:dev-2,167,5,readonly noise:14.19,5.0,0.1,0.2,0.2,0.3",
+    # a home was copied before its job was submitted, or put back after the job's end: the simulator's mistakes
+    "seed=9 devices=2 rounds=1 restore:1.99,2.0",
+    "seed=45 devices=2 rounds=2 restore:2.6,1.0",
     # nothing goes wrong: two methods side by side, one of them with private state, each as it would be alone
     "method=scaffold also=fedavg jobs=2 rounds=4",
 )
