@@ -48,11 +48,11 @@ METHODS = {  # client halves that misbehave; none of their server halves is used
             print("hello")
             os.write(1, b'{"type":"outcome"}')
             rounds = site.local.get("n", np.zeros(1)) + 1
-            return Answer({"w": {"w": np.ones(1)}}, 2.0, {"loss": 1.5}, local={"n": rounds})
+            return ClientResult({"w": {"w": np.ones(1)}}, 2.0, {"loss": 1.5}, local={"n": rounds})
         """,
     "diverged": """
         def work(task, site):
-            return Answer({"w": {"w": np.array([np.nan])}}, 1.0)
+            return ClientResult({"w": {"w": np.array([np.nan])}}, 1.0)
         """,
     "astray": """
         def work(task, site):

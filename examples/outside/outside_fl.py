@@ -1,9 +1,7 @@
 """A method, a network and a data set that live outside fedquilt's checkout.
 
-Paper: Hsu et al., Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification
-(arXiv 1909.06335): FedAvgM, federated averaging with momentum on the server.
-
-Deviations: none; the server's learning rate is 1.
+Paper: Hsu et al., Measuring the Effects of Non-Identical Data Distribution (arXiv 1909.06335): FedAvgM, federated
+averaging with momentum on the server. Deviations: none; the server's learning rate is 1.
 """
 
 from dataclasses import dataclass, replace

@@ -59,6 +59,7 @@ class Run:
 
     @property
     def job(self) -> Job:
+        """Settings of the run's job."""
         return Job.from_settings(self._read_row().job)
 
     @property

@@ -57,7 +57,7 @@ def decode_message(body: bytes, kind: type[M]) -> M:
     try:
         return msgspec.json.decode(body, type=kind)
     except UNDECODABLE as error:
-        raise WireError(f"this is no enrolment {kind.__name__.lower()}: {error}") from None
+        raise WireError(f"this is no enrolment message: {error}") from None
 
 
 def is_renewal_due(begins: datetime.datetime, ends: datetime.datetime, now: datetime.datetime) -> bool:

@@ -88,7 +88,7 @@ def test_what_a_killed_coordinator_left_in_its_log_is_read(home: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from fedquilt.coordinator.storage.store import Store; "
         "from fedquilt.coordinator.rounds.events import JobEnded; store = Store(Path(sys.argv[1])); "
-        "store.append(store.all_jobs()[0].id, JobEnded('failed', 'killed')); os.kill(os.getpid(), signal.SIGKILL)"
+        "store.append_event(store.all_jobs()[0].id, JobEnded('failed', 'killed')); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(home)], check=False)
     assert (home / "fedquilt.db-wal").stat().st_size

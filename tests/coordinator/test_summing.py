@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_su
     running: RunningJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Folds add in place: a method's error may come when half of the tensors are added."""
-    one, other, fold = update(running, "a", 1.0), update(running, "b", 7.0), running._summing._fold
+    one, other, fold = update(running, "a", 1.0), update(running, "b", 7.0), running._summing._aggregation.fold
 
     def fails(state: Any, so_far: Any, given: Any) -> Any:
         found = fold(state, so_far, given)
@@ -71,7 +72,8 @@ def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_su
         return found
 
     assert running.build_update_reader(one, None, ClaimBounds())(one) == one
-    monkeypatch.setattr(running._summing, "_fold", fails)
+    failing = dataclasses.replace(running._summing._aggregation, fold=fails, check_update=None)
+    monkeypatch.setattr(running._summing, "_aggregation", failing)
     with pytest.raises(RuntimeError, match="halfway"):
         running.build_update_reader(other, None, ClaimBounds())(other)
     assert set(closed(running, one)["1.bias"].tolist()) == {1.0}

@@ -124,7 +124,7 @@ def test_the_engines_train_and_evaluate_alike(task: TaskKind, optimizer: Any) ->
     start = numpy_engine.init_tensors(network, 0)
     plain, engine = NumpyEngine(AMPLE, base_bytes=0), batched.BatchedTorchEngine(AMPLE, base_bytes=0)
     shares = [drawn(task, seed, count) for seed, count in ((0, 30), (1, 27))]
-    calls = [engine.call(network, start, share, fit, np.random.default_rng(2)) for share in shares]
+    calls = [engine.batchable_call(network, start, share, fit, np.random.default_rng(2)) for share in shares]
     together = engine.train_together(calls)
     for share, (stacked, said) in zip(shares, together, strict=True):
         ours, told = plain.train(network, start, share, fit, np.random.default_rng(2))

@@ -73,7 +73,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def made(runtime: Runtime, most_bytes: int = 10**6) -> OnnxEngine:
         monkeypatch.setattr(onnx_engine.ort, "get_available_providers", lambda: [TENSORRT, CUDA, PROCESSOR])
-        monkeypatch.setattr(onnx_engine.onnx_session, "session", runtime.session)
+        monkeypatch.setattr(onnx_engine.onnx_session, "create_session", runtime.session)
         found = OnnxEngine(500 * MB, base_bytes=100 * MB)
         found.use_tensorrt(tmp_path / "cache", most_bytes)
         return found

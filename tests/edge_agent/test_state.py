@@ -100,7 +100,7 @@ def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-@pytest.mark.parametrize("call", ["put", "unlink"])
+@pytest.mark.parametrize("call", ["write", "unlink"])
 def test_private_state_of_an_answer_that_is_half_noted_outlives_another_jobs_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, restarted: bool
 ) -> None:
@@ -383,7 +383,7 @@ def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatc
     assert not list(AgentState(tmp_path).cache_folder("b").iterdir())
     assert [path.name.partition("@")[0] for path in tmp_path.glob("task/cache/*")] == ["b"]
     (AgentState(tmp_path).cache_folder("b") / "kept").write_bytes(b"x")
-    monkeypatch.setattr("fedquilt.edge_agent.storage.agent_state._boot", lambda: "another")
+    monkeypatch.setattr("fedquilt.edge_agent.storage.agent_state._boot_id", lambda: "another")
     assert not list(AgentState(tmp_path).cache_folder("b").iterdir())
     assert [path.name for path in tmp_path.glob("task/cache/*")] == ["b@another"]
 

@@ -42,7 +42,7 @@ def both(engine: Any, fit: Fit, hooks: list[Hooks] | None = None) -> tuple[list[
     """What the graph and the loop give for devices of all sizes, each with a model and a hook of its own."""
     hooks = hooks or [Hooks()] * len(SIZES)
     given = list(enumerate(zip(SIZES, hooks, strict=True)))
-    calls = [engine.call(*arguments(seed, count, fit), hooks=hook) for seed, (count, hook) in given]
+    calls = [engine.batchable_call(*arguments(seed, count, fit), hooks=hook) for seed, (count, hook) in given]
     assert None not in calls
     loop = [engine.train(*arguments(seed, count, fit), hooks=hook) for seed, (count, hook) in given]
     return engine.train_together(calls), loop
@@ -92,7 +92,7 @@ def test_a_generator_is_left_where_the_loop_leaves_it(engine: Any) -> None:
     """A client half may draw on after its training."""
     fit = Fit(epochs=2, batch=4)
     one, other = arguments(0, 8, fit), arguments(0, 8, fit)
-    engine.train_together([engine.call(*one)])
+    engine.train_together([engine.batchable_call(*one)])
     engine.train(*other)
     assert one[4].integers(1 << 40) == other[4].integers(1 << 40)
 
@@ -102,7 +102,7 @@ def test_one_device_that_diverges_is_refused_and_the_others_are_not(engine: Any)
     fit = Fit(epochs=3, batch=4, lr=0.5)
     odd = Examples(examples(8).x * np.float32(1e18), examples(8).y)
     network, begun, _, _, rng = arguments(0, 8, fit)
-    calls = [engine.call(*arguments(1, 8, fit)), engine.call(network, begun, odd, fit, rng)]
+    calls = [engine.batchable_call(*arguments(1, 8, fit)), engine.batchable_call(network, begun, odd, fit, rng)]
     found = engine.train_together(calls)
     assert isinstance(found[1], UpdateError)
     assert_alike(found[:1], [engine.train(*arguments(1, 8, fit))])
@@ -112,7 +112,7 @@ def test_a_layer_that_stands_in_two_places_takes_the_loop(engine: Any, monkeypat
     """Its weights have two names, and are one: stacked by name each would go its own way."""
     layer = nn.Linear(6, 6)
     monkeypatch.setattr(batched.registry, "build", lambda table: nn.Sequential(layer, nn.ReLU(), layer))
-    assert engine.call(*arguments(0, 8, Fit(), {"name": "tied"})) is None
+    assert engine.batchable_call(*arguments(0, 8, Fit(), {"name": "tied"})) is None
 
 
 def test_the_stacked_forward_pass_is_each_networks_own() -> None:
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_told_as_by_the_loop(engine: Any, change: dict[str,
     }
     with pytest.raises(kind) as raised:
         engine.train(**given)
-    (found,) = engine.train_together([engine.call(**{**given, "rng": tensors.seeded_rng(0)})])
+    (found,) = engine.train_together([engine.batchable_call(**{**given, "rng": tensors.seeded_rng(0)})])
     assert type(found) is type(raised.value)
     assert str(found) == str(raised.value)
 
@@ -186,5 +186,5 @@ def test_what_does_not_fit_is_told_as_by_the_loop(engine: Any, change: dict[str,
 def test_what_cannot_go_through_one_graph_takes_the_loop(engine: Any, change: dict[str, Any]) -> None:
     """Convolutions, batch norm, a method's own network, inputs or steps, 16 bits, and nobody's examples."""
     given = {"network": MLP, "start": start(), "examples": examples(8), "fit": Fit(), "rng": tensors.seeded_rng(0)}
-    assert engine.call(**given) is not None
-    assert engine.call(**{**given, **change}) is None
+    assert engine.batchable_call(**given) is not None
+    assert engine.batchable_call(**{**given, **change}) is None

@@ -54,7 +54,7 @@ LIMIT_S = 240.0
 class Unset:
     """A clock helper that tells and sets nothing."""
 
-    def status(self) -> HelperStatus:
+    def request_status(self) -> HelperStatus:
         return HelperStatus(clocks=())
 
 

@@ -27,7 +27,7 @@ from fedquilt.security.enrolment import SigningRequest, SigningResponse
 )
 def test_a_body_that_is_no_request_is_one_named_error(body: bytes) -> None:
     """Whatever the bytes."""
-    with pytest.raises(WireError, match="no enrolment request"):
+    with pytest.raises(WireError, match="no enrolment message"):
         enrolment.decode_message(body, SigningRequest)
 
 

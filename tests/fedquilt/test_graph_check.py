@@ -372,4 +372,4 @@ def test_sessions_are_made_in_one_place() -> None:
             for each in ast.walk(ast.parse(path.read_text()))
         )
     }
-    assert found == {"onnx_session.py"}
+    assert found == {"session.py"}

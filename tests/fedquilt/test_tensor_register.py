@@ -99,7 +99,7 @@ def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None
 
 def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> None:
     """An order of columns stays, `seen` grows; float16 is a buffer as float32 is."""
-    register = traced(difficult_networks.network_table("typed"))
+    register = traced(difficult_networks.network_table("typed_buffers"))
     assert {name: kinds(register)[name] for name in ("order", "seen", "scale", "level")} == {
         "order": "counter",
         "seen": "counter",

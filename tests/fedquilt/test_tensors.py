@@ -266,10 +266,10 @@ def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path: Path) -> None
     assert path.read_bytes() == tensors.pack_state(KEPT)
     assert tensors.pack_state(safetensors_files.read_state(path, NetworkState)) == tensors.pack_state(KEPT)
     safetensors_files.write_safetensors(path, {"w": np.ones(2)})
-    with pytest.raises(StoreError, match="not a stored State"):
+    with pytest.raises(StoreError, match="not a stored NetworkState"):
         safetensors_files.read_state(path, NetworkState)
     path.write_bytes(b"x")
-    with pytest.raises(StoreError, match="not a stored State"):
+    with pytest.raises(StoreError, match="not a stored NetworkState"):
         safetensors_files.read_state(path, NetworkState)
 
 

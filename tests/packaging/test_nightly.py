@@ -34,7 +34,7 @@ def test_there_is_a_stage_for_each_bench_and_python() -> None:
     benches -= {
         "physics",
         "governor_bench",
-        "planned",
+        "planned_rounds",
         "table_physics",
         "protocol_devices",
         "sites_root",

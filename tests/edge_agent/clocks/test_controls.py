@@ -212,7 +212,7 @@ def test_a_dry_run_is_told_in_sentences(tmp_path: Path):
     assert first == (f"write 1300500000 to {tmp_path}/sys/class/devfreq/17000000.gp10b/max_freq (17000000.gp10b)")
 
 
-@pytest.mark.parametrize("module", ["client", "controls", "helper", "hold"])
+@pytest.mark.parametrize("module", ["client", "controls", "helper", "clock_pin"])
 def test_nothing_heavy_is_imported(module: str):
     """The agent's daemon and a helper that runs as root hold no numpy."""
     check = (

@@ -49,10 +49,10 @@ OFFERED = {
 class Unheard:
     """A clock helper that tells nothing: what a board has then is what its process reads."""
 
-    def status(self) -> HelperStatus:
+    def request_status(self) -> HelperStatus:
         return HelperStatus(clocks=())
 
-    def keepalive(self, now_s: float) -> None:
+    def send_keepalive(self, now_s: float) -> None:
         pass
 
 

@@ -35,7 +35,7 @@ def laid(tmp_path: Path) -> Laid:
 
 
 def order(model: str, before: str | None = None, **changes: object) -> CheckRequest:
-    given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
+    given = {"budget_bytes": 4_000_000_000, "data": board_data(), "timed_s": 0.01, **changes}
     return CheckRequest(model=model, out=str(Path(model).parent), before=before, **given)
 
 

@@ -85,7 +85,7 @@ def work(task, site):
             done.append(name)
         except OSError:
             pass
-    return Answer({"w": {"w": np.ones(1)}}, 1.0, {name: 1.0 for name in done})
+    return ClientResult({"w": {"w": np.ones(1)}}, 1.0, {name: 1.0 for name in done})
 """
 
 

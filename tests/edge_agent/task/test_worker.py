@@ -235,9 +235,9 @@ def test_a_child_does_not_outlive_its_daemon(place: Place) -> None:
     code = f"""
 import select, msgspec
 from fedquilt.edge_agent.task.worker import ChildWorker
-from fedquilt.edge_agent.task.protocol import Order
+from fedquilt.edge_agent.task.protocol import WorkRequest
 worker = ChildWorker(60.0, {place.command()!r})
-worker.start(msgspec.json.decode(open({str(order)!r}, "rb").read(), type=Order), 0.0)
+worker.start(msgspec.json.decode(open({str(order)!r}, "rb").read(), type=WorkRequest), 0.0)
 while not worker.poll(0.0):
     select.select(worker.fds(), [], [], 1.0)
 print(worker._child.pid, flush=True)

@@ -22,7 +22,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
-HELPERS = {"__init__", "__main__", "commands", "entry", "homes", "options", "phased", "reference"}
+HELPERS = {"__init__", "__main__", "commands", "entry", "home_access", "options", "reference", "rollout_options"}
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -240,8 +240,8 @@ def test_each_shell_gets_its_script(
 @pytest.mark.parametrize(
     ("module", "function", "words"),
     [
-        ("coordinator.storage.backup", "save", ("backup", "runs", "runs.tar")),
-        ("coordinator.storage.backup", "restore", ("restore", "runs.tar", "new")),
+        ("coordinator.storage.backup", "write_backup", ("backup", "runs", "runs.tar")),
+        ("coordinator.storage.backup", "restore_backup", ("restore", "runs.tar", "new")),
         ("tools.experiments.energy_front", "main", ("front", "job.toml")),
         ("tools.report.partition", "main", ("partition", "job.toml")),
     ],
@@ -292,7 +292,7 @@ def _showing() -> dict[str, str]:
     found = {}
     for file in sorted(Path(cli.__file__).parent.glob("*.py")):
         tree = ast.parse(file.read_text())
-        if not any(isinstance(node, ast.Attribute) and node.attr == "during" for node in ast.walk(tree)):
+        if not any(isinstance(node, ast.Attribute) and node.attr == "show_progress" for node in ast.walk(tree)):
             continue
         froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
         tools = [f"{node.module}.{alias.name}" for node in froms for alias in node.names]
@@ -307,4 +307,4 @@ def test_every_command_that_shows_itself_says_how_far_it_is() -> None:
     showing = _showing()
     assert len(showing) > 8
     assert all(showing.values())
-    assert {name for name, source in showing.items() if "LINE.part(" not in source} == UNKNOWN
+    assert {name for name, source in showing.items() if "LINE.set_part(" not in source} == UNKNOWN

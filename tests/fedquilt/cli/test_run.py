@@ -129,7 +129,7 @@ def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(
             serving[0] = None
         elif serving[0] is None and up:
             serving[0] = Store(tmp_path)
-            assert serving[0].lock()
+            assert serving[0].acquire_lock()
 
     monkeypatch.setattr(terminal.time, "sleep", turn)
     with Store(tmp_path) as store, pytest.raises(InactiveRunError, match="no coordinator serves"):

@@ -124,7 +124,7 @@ def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(
     other = stage.join(short, "other", will=("will/other", b"other is lost"))
     stage.until(lambda: other.connected)
     stage.links = [watch]  # nobody drives the two any more
-    with busy.tended() if tended else contextlib.nullcontext():
+    with busy.keep_alive() if tended else contextlib.nullcontext():
         stage.until(lambda: b"other is lost" in stage.payloads("watch"))
     stage.links = [watch, busy]
     watch.publish("will/end", b"end")

@@ -57,7 +57,7 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
     from fedquilt.data import images
     from fedquilt.models.networks import registry
 
-    start = attack.weights(NETWORK, 0)
+    start = attack.draw_weights(NETWORK, 0)
     found = extract_gradient(UploadVariant("x", "fedavg", {}), NETWORK, start, one(), engine())
     model = registry.build(NETWORK)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
 
 def test_genefl_uploads_a_layer_or_all_but_the_head_and_nothing_of_a_fingerprint(attack) -> None:  # type: ignore[no-untyped-def]
     """The first round's fingerprint is no tensor of the network."""
-    start = attack.weights(NETWORK, 0)
+    start = attack.draw_weights(NETWORK, 0)
     whole = extract_gradient(UploadVariant("x", "genefl", {}), NETWORK, start, one(), engine())
     assert {name.partition(".")[0] for name in whole} == {"0", "2", "4"}
     single = extract_gradient(UploadVariant("x", "genefl", {"first_layers": 1}), NETWORK, start, one(), engine())
@@ -85,7 +85,7 @@ def test_genefl_uploads_a_layer_or_all_but_the_head_and_nothing_of_a_fingerprint
 
 def test_a_method_that_uploads_no_layers_cannot_be_audited(attack) -> None:  # type: ignore[no-untyped-def]
     """Says so instead of telling a figure."""
-    start = attack.weights(NETWORK, 0)
+    start = attack.draw_weights(NETWORK, 0)
     with pytest.raises(JobError, match="uploads no tensors"):
         extract_gradient(UploadVariant("x", "genefl", {"gather": 9}), NETWORK, start, one(), engine())
 
@@ -95,7 +95,7 @@ def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(a
     from fedquilt.arrays import tensors
     from fedquilt.data import images
 
-    start, truth = attack.weights(NETWORK, 0), images.prepare_images(one().x, TABLE)[0]
+    start, truth = attack.draw_weights(NETWORK, 0), images.prepare_images(one().x, TABLE)[0]
     found = {}
     for name, row in (
         ("all", UploadVariant("x", "fedavg", {})),

@@ -54,7 +54,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(costs, "CLOCKS", clocks)
     monkeypatch.setattr(costs, "cases", lambda folder: tried)
     monkeypatch.setattr(
-        costs.probes, "available", lambda: {"numpy-dense": [TaskProbe(each, made.takes(each)) for each in PROBES]}
+        costs.probes, "build_probes", lambda: {"numpy-dense": [TaskProbe(each, made.takes(each)) for each in PROBES]}
     )
     return made
 

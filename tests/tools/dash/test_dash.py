@@ -167,7 +167,7 @@ def test_runs_show_figures_and_who_works(dash: Dashboard) -> None:
 
 def test_the_log_is_bounded_and_filtered(dash: Dashboard) -> None:
     """Lines are chosen by kind, text, run and board; the latest is the first one."""
-    told = dash.until("/api/log?kind=Declined", lambda told: told["found"] == 5)
+    told = dash.until("/api/log?kind=TaskDeclined", lambda told: told["found"] == 5)
     assert {line["kind"] for line in told["lines"]} == {"TaskDeclined"}
     assert dash.values("/api/log?run=leaves&text=QUORUM")["found"] == 0
     assert dash.values("/api/log?run=digits&device=board-00001")["lines"][0]["text"].startswith(

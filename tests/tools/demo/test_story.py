@@ -27,7 +27,7 @@ from fedquilt.tools.lab.demo.story import _StoryFleet, _StorySteps
 BOARDS = 3
 TELL = (
     "import sys; from pathlib import Path; from fedquilt.tools.lab.demo import story; "
-    f"sys.exit(story.story(Path(sys.argv[1]), boards={BOARDS}))"
+    f"sys.exit(story.run_story(Path(sys.argv[1]), boards={BOARDS}))"
 )
 
 

@@ -111,6 +111,6 @@ def test_boards_without_known_joules_are_named(
     made = job(tmp_path)
     bare = profiles.load_board_profile("jetson-nano")
     points = tuple(msgspec.structs.replace(point, busy_w=None) for point in bare.operating_points())
-    monkeypatch.setattr(energy_front.boards, "make", lambda name: SimulatedDevice(bare, points=points))
+    monkeypatch.setattr(energy_front.boards, "create_device", lambda name: SimulatedDevice(bare, points=points))
     assert main(["front", str(made)]) == 2
     assert "time or joules of a task are not known" in capsys.readouterr().err

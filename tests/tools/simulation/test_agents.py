@@ -129,7 +129,7 @@ def test_an_agent_that_is_killed_is_told(
     monkeypatch.setattr(fleet.child_processes, "RUN", killed)
     given = plan(tmp_path, cohort={"size": 2}, check={"every": 0})
     monkeypatch.setattr(
-        fleet.FleetPlan, "queue_or_resume", lambda plan, store: store.add(plan.job, plan.bundle.resolve())
+        fleet.FleetPlan, "queue_or_resume", lambda plan, store: store.add_job(plan.job, plan.bundle.resolve())
     )
     _, status = fleet.run_fleet_on_broker(given, None)
     assert status == "done"

@@ -27,7 +27,7 @@ class Doubling:
         self.alone = alone
         self.name = "doubling"
 
-    def call(self, network: Any, start: float, examples: Any, fit: Any, rng: Any) -> Call | None:
+    def batchable_call(self, network: Any, start: float, examples: Any, fit: Any, rng: Any) -> Call | None:
         return None if start == self.alone else Call(start, rng)
 
     def train(self, network: Any, start: float, examples: Any, fit: Any, rng: Any) -> float:

@@ -40,10 +40,10 @@ def measure(
 ) -> dict[str, Any]:
     exact_s, total = _measure_seconds(_exact, entries, range(updates))
     plain_s, _ = _measure_seconds(_plain, entries, range(updates))
-    backwards = _measure_seconds(_exact, entries, range(updates)[::-1])[1].value()
+    backwards = _measure_seconds(_exact, entries, range(updates)[::-1])[1].rounded_value()
     half = updates // 2
     groups = [_measure_seconds(_exact, entries, some)[1] for some in (range(half), range(half, updates))]
-    whole = total.value()
+    whole = total.rounded_value()
     same = whole.tobytes() == backwards.tobytes() == exact_sums.merge_sums(*groups).rounded_value().tobytes()
     return {
         "entries": entries,
