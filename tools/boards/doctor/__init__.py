@@ -19,7 +19,7 @@ from fedquilt.core import FedquiltError, JobError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.tools.boards.doctor import findings, machine_facts
-from fedquilt.tools.boards.doctor.checks import agent, broker, coordinator, machine, packages
+from fedquilt.tools.boards.doctor.checks import agent, broker, machine, packages
 from fedquilt.tools.boards.doctor.checks.agent import Facts
 from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import EXIT, Check, Finding, Numbered, error, to_finding
@@ -95,7 +95,9 @@ def select_groups(
         TABLE, Facts.read(wanted.root, now_s, settings, wanted.settings, free)
     )
     if wanted.home is not None:
-        made["coordinator"] = _group(coordinator.check_coordinator, wanted.home, free)
+        from fedquilt.tools.boards.doctor.checks.coordinator import check_coordinator  # here: boards do not have it
+
+        made["coordinator"] = _group(check_coordinator, wanted.home, free)
     if wanted.broker is not None:
         made["broker"] = _group(broker.check_coordinator, wanted.broker, wanted.home, wanted.fleet, now_s, timer)
     if not (wanted.settings or wanted.home or wanted.broker or wanted.root != machine_facts.ROOT):
