@@ -95,9 +95,9 @@ def select_groups(
         TABLE, Facts.read(wanted.root, now_s, settings, wanted.settings, free)
     )
     if wanted.home is not None:
-        from fedquilt.tools.boards.doctor.checks import coordinator  # here: boards do not have it
+        from fedquilt.tools.boards.doctor.checks.coordinator import check_coordinator  # here: boards do not have it
 
-        made["coordinator"] = _group(coordinator.check_coordinator, wanted.home, free)
+        made["coordinator"] = _group(check_coordinator, wanted.home, free)
     if wanted.broker is not None:
         made["broker"] = _group(broker.check_coordinator, wanted.broker, wanted.home, wanted.fleet, now_s, timer)
     if not (wanted.settings or wanted.home or wanted.broker or wanted.root != machine_facts.ROOT):
