@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_su
         return found
 
     assert running.build_update_reader(one, None, ClaimBounds())(one) == one
-    monkeypatch.setattr(running._summing, "_aggregation", replace(running._summing._aggregation, fold=fails))
+    failing = dataclasses.replace(running._summing._aggregation, fold=fails, check_update=None)
+    monkeypatch.setattr(running._summing, "_aggregation", failing)
     with pytest.raises(RuntimeError, match="halfway"):
         running.build_update_reader(other, None, ClaimBounds())(other)
     assert set(closed(running, one)["1.bias"].tolist()) == {1.0}

@@ -52,5 +52,7 @@ def test_the_methods_that_need_classes_are_those_on_the_page() -> None:
     """All that refuse regression, and no other."""
     found = re.search(r"Some methods need one class .*?\.", PAGE, re.DOTALL)
     assert found is not None
-    wanted = [name for name in methods.builtin_names() if "regression" not in methods.load(name).traits.tasks]
+    wanted = [
+        name for name in methods.builtin_names() if "regression" not in methods.load(name).traits.prediction_tasks
+    ]
     assert re.findall(r"`(\w+)`", found[0]) == wanted

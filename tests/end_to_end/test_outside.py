@@ -189,4 +189,4 @@ def test_conformance_tells_of_a_package_what_is_as_it_should_be_and_what_is_not(
     )
     sites.install(site, "broken-fl", {"broken_fl.py": broken}, {"fedquilt.methods": {"broken": "broken_fl:METHOD"}})
     said = fedquilt(tmp_path, site, "conformance", "broken", code=8)
-    assert "failed   folding and stepping change no state" in said
+    assert "failed   fold and step keep state" in said

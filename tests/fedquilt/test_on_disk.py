@@ -85,7 +85,10 @@ def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path: Path, shape: tuple[in
             total = exact_sums.add_to_sum(total, np.full(shape, value, np.int64))
     assert total is not None
     assert isinstance(total.limbs[0], DiskArray)
-    assert (total.rounded_value().dtype, total.rounded_value().tolist()) == (np.dtype(np.int64), np.full(shape, 7).tolist())
+    assert (total.rounded_value().dtype, total.rounded_value().tolist()) == (
+        np.dtype(np.int64),
+        np.full(shape, 7).tolist(),
+    )
 
 
 def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path: Path) -> None:

@@ -224,9 +224,9 @@ def test_the_device_tells_whether_it_is_still_held(tree: Tree):
     assert device.holds
     device.unpin_clocks()
     assert not device.holds
-    device.hold(device.points[0])
+    device.pin_clocks(device.points[0])
     clocks.gone = True
-    device.read(2.0)
+    device.read_sensors(2.0)
     assert not device.holds
 
 

@@ -90,7 +90,7 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
     for ask in (
         lambda depot, ref: depot.load(ref.sha256),
         lambda depot, ref: depot.blob_path(ref.sha256),
-        lambda depot, ref: depot.has(ref) or None,
+        lambda depot, ref: depot.has_blob(ref) or None,
     ):
         ref = BlobStore(tmp_path).store_bytes(payload)
         (tmp_path / ref.sha256).write_bytes(payload[:-1] + b"\1")

@@ -145,7 +145,8 @@ def test_a_broker_that_is_away_hides_neither_the_table_nor_enrolments(
         register.add_certificate(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
         register.close()
 
-    monkeypatch.setattr(fleet, "time", SimpleNamespace(sleep=enrols, time=time.time))  # no other thread's sleep is meant
+    # no other thread's sleep is meant
+    monkeypatch.setattr(fleet, "time", SimpleNamespace(sleep=enrols, time=time.time, strftime=time.strftime))
     assert flash(site, "--cert", "coordinator.crt", "--key", "coordinator.key", *watch) == 0
     said = capfd.readouterr().out
     assert "who is online is not looked at: nothing listens at mqtts://127.0.0.1:1" in said

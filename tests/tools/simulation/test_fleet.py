@@ -307,6 +307,6 @@ def test_an_engine_that_cannot_be_imported_is_told_with_the_last_words() -> None
     """Python's own."""
     with (
         WorkerPool(ProcessWorkers("abacus", 1), point_members(2, 13)) as pool,
-        pytest.raises(PoolError, match="engines.abacus"),
+        pytest.raises(PoolError, match=r"engines\.abacus"),
     ):
         pool.wait_until_ready()
