@@ -128,9 +128,8 @@ def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_f
 
 def update(device: str, *boards: str, size: int = 10) -> Update:
     ref = {"site.0" if boards else "model": BlobRef(sha256=f"{len(device):064x}", size=size)}
-    return Update(
-        job="j", round=0, attempt=0, device=device, weight=1.0, bundles=ref, metrics={}, usage=Usage(), boards=boards
-    )
+    whose = {"job": "j", "round": 0, "attempt": 0, "device": device, "state": "0" * 64, "boards": boards}
+    return Update(**whose, weight=1.0, bundles=ref, metrics={}, usage=Usage())
 
 
 def running(*answers: Update) -> events.JobState:
