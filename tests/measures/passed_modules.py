@@ -49,6 +49,7 @@ RUN: Final = "run in the whole job"
 
 def record_calls(job: Path) -> list[Call]:
     """Run a prepared job and return the calls of our functions and modules in the main thread."""
+    import fedquilt.extras  # noqa: F401  (as every command does, but not its help)
     from fedquilt.cli import entry  # modules that are imported from here on are recorded
 
     codes = []
