@@ -357,9 +357,9 @@ def test_a_comparison_that_is_killed_leaves_no_folders_behind(
         "import os, signal, sys; from fedquilt import cli; from fedquilt.tools.experiments import comparison\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in a shell's background it is ignored
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # likewise under nohup
-        "finished = comparison.run_missing_cases\n"
+        "finished = comparison.run_cases\n"
         f"killed = lambda line: os.kill(os.getpid(), {int(kind)})\n"
-        "comparison.run_missing_cases = lambda todo, out, player, say, show: finished(todo, out, player, say, killed)\n"
+        "comparison.run_cases = lambda todo, out, player, say: finished(todo, out, player, say, killed)\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
 
