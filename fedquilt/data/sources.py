@@ -23,7 +23,8 @@ def open_sources(spec: DataSpec) -> ExampleReader:
         return _resize_images(readers.open_reader(spec), spec)
     found = []
     for source in spec.sources:
-        one = DataSpec(split=spec.split, size=spec.size, depth=spec.depth, **msgspec.structs.asdict(source))
+        given = {name: value for name, value in msgspec.structs.asdict(source).items() if name != "labels_from"}
+        one = DataSpec(split=spec.split, size=spec.size, depth=spec.depth, **given)
         found.append(_resize_images(_offset_labels(readers.open_reader(one), source.labels_from), one))
     _require_consistent_labels(found, spec)
     return _combine_readers(found, spec)

@@ -119,7 +119,7 @@ def test_a_backup_writes_nothing_into_the_home(tmp_path: Path) -> None:
 def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home: Path, tmp_path: Path) -> None:
     (home / "limits.toml").write_text("running = 2\n")
     file = saved(home, tmp_path / "backup.tar")
-    assert main(["backup", "save", "restore", str(file), str(tmp_path / "again")]) == 0
+    assert main(["backup", "restore", str(file), str(tmp_path / "again")]) == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "again").stat().st_mode) == 0o700
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in (tmp_path / "again").rglob("*"))
@@ -320,7 +320,7 @@ def saves_and_restores(folder: Path) -> None:
     federation.run(committed(1))
     home = federation.folder / "coordinator"
     assert main(["backup", "save", str(home), str(folder / "b.tar")]) == 0
-    assert main(["backup", "save", "restore", str(folder / "b.tar"), str(folder / "again")]) == 0
+    assert main(["backup", "restore", str(folder / "b.tar"), str(folder / "again")]) == 0
     assert main(["backup", "save", str(home), "/proc/b.tar"]) == 6
 
 

@@ -71,7 +71,7 @@ def test_what_is_no_backup_is_refused(tmp_path: Path, home: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(StoreError, match="is no whole backup"):
             backup.restore_backup(file, tmp_path / "again")
-    assert main(["backup", "save", "restore", str(tmp_path / "none.tar"), str(tmp_path / "again")]) == 6
+    assert main(["backup", "restore", str(tmp_path / "none.tar"), str(tmp_path / "again")]) == 6
     assert main(["backup", "save", str(tmp_path / "nowhere"), str(tmp_path / "b.tar")]) == 6
 
 

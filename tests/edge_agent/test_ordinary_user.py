@@ -126,16 +126,16 @@ def examine(settings: AgentSettings, number: str) -> Finding:
 def is_told(home: Path, examples: Path, form: str) -> str:
     path = examples if form != "folder" else examples.parent
     with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
-        load_examples(DataSpec.parse({"path": str(path), "format": form}))
+        load_examples(DataSpec.parse({"path": str(path)}))
     settings = AgentSettings(device="d", home=str(home), data={"path": str(examples)})
     assert "cannot be read by this user" in examine(settings, "FQ309").sentence
     return str(raised.value)
 
 
-@pytest.mark.parametrize("form", ["auto", "npz", "folder", "idx"])
+@pytest.mark.parametrize("form", ["npz", "folder"])
 def test_examples_that_may_not_be_read_are_an_error_of_the_data(user: User, examples: Path, form: str):
     """The file's, then its folder's: the board declines by name and path, and the doctor says the same."""
-    if form in ("auto", "npz"):
+    if form == "npz":
         user.shut(examples)
         assert str(examples) in user.does(is_told, user.home, examples, form)
     user.shut(examples.parent)

@@ -131,7 +131,7 @@ def test_a_certificate_that_has_ended_is_found(board: Any) -> None:
     enrol(board, "orin-07", board.clock_s - 400 * DAY_S)
     found = board.only()
     assert (found.number, found.severity) == ("FQ306", "error")
-    assert "enrol board" in (found.mend or "")
+    assert "identity enrol" in (found.mend or "")
 
 
 def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
