@@ -1,4 +1,4 @@
-"""Local training of one network by mini-batches: state, predicted cost, task and result of the methods that do it."""
+"""Local training of one network by mini-batches: method state, predicted cost, task and result."""
 
 from __future__ import annotations
 
