@@ -40,7 +40,7 @@ class PoolSetup(msgspec.Struct, frozen=True):
 
 
 class WorkBatch(msgspec.Struct, frozen=True):
-    """Work requests for one worker. For a worker of another machine, a sha256 replaces the path of each file."""
+    """Work requests for one worker, with a sha256 instead of each path for a worker of another machine."""
 
     orders: tuple[WorkRequest, ...] = ()
     together: bool = False
