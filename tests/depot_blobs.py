@@ -22,7 +22,7 @@ REF = ref_of(BLOB)
 
 
 def cut(chunk: int = 8 * KIB) -> wire.BlobManifest:
-    return chunks.build_manifest(REF, chunk, lambda offset, size: BLOB[offset : offset + size])
+    return chunks.ManifestBuilder(REF, chunk, lambda offset, size: BLOB[offset : offset + size]).hash_chunks()
 
 
 def names(folder: Path) -> set[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from fedquilt.models.stitching.algebra import class_moments
+from fedquilt.models.stitching.algebra.class_moments import ClassMoments, DeviceMoments, ExactMomentSums
 
 CLASSES = 4
 
@@ -16,6 +19,12 @@ def data(n: int = 300, d: int = 12, seed: int = 0, classes: int = CLASSES) -> tu
     mixing = draws.normal(size=(d, d)) / np.sqrt(d)
     z = draws.normal(size=(n, d)) @ mixing + draws.normal(size=(classes, d))[y] + 1000 * draws.uniform(size=d)
     return z, y
+
+
+def merged(parts: Sequence[DeviceMoments], before: ClassMoments | None = None) -> ClassMoments:
+    """The sums of these devices, and of earlier ones."""
+    sent = {f"d{number}": class_moments.to_tensors(part, exact=True) for number, part in enumerate(parts)}
+    return ExactMomentSums(parts=sent, devices=dict.fromkeys(sent, 1)).total_sums(before)
 
 
 # -- what is refused ------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ class Liar(threading.Thread):
         if payload is None:
             return
         ref = BlobRef(sha256=get.sha256, size=len(payload))
-        cut = chunks.build_manifest(ref, get.chunk, lambda offset, size: payload[offset : offset + size])
+        cut = chunks.ManifestBuilder(ref, get.chunk, lambda offset, size: payload[offset : offset + size]).hash_chunks()
         if not get.indices:
             self._link.publish(TOPICS.blob_topic(LIAR, "up", get.sha256, "manifest"), wire.encode(cut))
         for index in get.indices:

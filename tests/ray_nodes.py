@@ -39,7 +39,7 @@ class Nodes:
     def workers(self, node: Any) -> list[psutil.Process]:
         """Processes of our workers on a node."""
         raylet = node.all_processes["raylet"][0].process.pid
-        return [each for each in psutil.Process(raylet).children() if each.name().startswith("ray::Node")]
+        return [each for each in psutil.Process(raylet).children() if each.name().startswith("ray::RayNode")]
 
     @property
     def head(self) -> Any:

@@ -11,7 +11,7 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Bundle, JobError, Method
 
 ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
-NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy_engine
+NUMPY_TRAINS: Final = "mlp"  # the only network of edge_agent/engines/numpy/engine.py
 
 
 def create_initial_state(job: settings.JobSettings, made: Bundle, method: Method | None = None) -> Any:

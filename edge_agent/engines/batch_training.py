@@ -34,15 +34,7 @@ class TrainCall(NamedTuple):
 
     def run_alone(self, engine: Any) -> Trained | Exception:
         try:
-            found: Trained = engine.train(
-                self.network,
-                self.start,
-                self.examples,
-                self.fit,
-                self.rng,
-                hooks=self.hooks,
-                progress=self.progress,
-            )
+            found: Trained = engine.train(*self[:5], hooks=self.hooks, progress=self.progress)
         except Exception as error:
             return error
         return found
@@ -69,15 +61,13 @@ class BatchTrainer(ABC):
 
     def train_together(self, calls: Sequence[TrainCall]) -> list[Trained | Exception]:
         """Return the result of `train` for each call, or the exception of that call."""
-        found: list[Trained | Exception | None] = [None] * len(calls)
+        found: dict[int, Trained | Exception] = {}
         kinds: dict[Hashable, list[int]] = {}
         for index, call in enumerate(calls):
             kinds.setdefault(call.kind, []).append(index)
         for members in kinds.values():
-            some = [calls[index] for index in members]
-            for index, value in zip(members, self._train_same_kind(some), strict=True):
-                found[index] = value
-        return [value for value in found if value is not None]
+            found.update(zip(members, self._train_same_kind([calls[index] for index in members]), strict=True))
+        return [found[index] for index in range(len(calls))]
 
     def _train_same_kind(self, calls: Sequence[TrainCall]) -> Sequence[Trained | Exception]:
         before = [call.rng.bit_generator.state for call in calls]

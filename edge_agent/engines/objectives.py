@@ -6,7 +6,7 @@
 | regression | (n, k) float32 | mean over outputs of the squared error |
 | labels | (n, k) uint8, 0 or 1 | mean over outputs of binary cross-entropy |
 
-The torch engines compute the same losses (`torch_objectives`). All engines use the evaluation sums of this module.
+The torch engines compute the same losses (`torch.training_step`). All engines use the evaluation sums of this module.
 `fedquilt.core.evaluation` computes metrics from the sums.
 """
 

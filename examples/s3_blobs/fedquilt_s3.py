@@ -229,10 +229,7 @@ class ObjectStoreBlobs:
         return self._clock_known
 
     def _fetch_clock(self, source: BlobLocation) -> TransferResult:
-        try:
-            _, date = self._carriers.http.send_request("HEAD", source)
-        except LinkError as error:
-            return TransferResult(_CLOCK, None, str(error))
+        _, date = self._carriers.http.send_request("HEAD", source)
         if self._bucket.set_clock(date) > SKEW_S:
             log.warning("the clock of %s is %+.0f s from this machine's: set one of them", source.origin, self.offset_s)
         self._clock_known, self._not_before_s = True, -math.inf

@@ -120,18 +120,6 @@ class ManifestBuilder:
         return wire.BlobManifest(sha256=ref.sha256, size=ref.size, chunk=self._chunk, digests="".join(self._digests))
 
 
-def build_manifest(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.BlobManifest:
-    """Return the manifest of a blob.
-
-    Raises:
-        LinkError: If the manifest exceeds a message of `chunk` bytes.
-        DamagedBlobError: If the bytes do not match the sha256 of `ref`.
-    """
-    made = ManifestBuilder(ref, chunk, read).hash_chunks()
-    assert made is not None
-    return made
-
-
 def damaged_arrival_error(ref: BlobRef) -> DamagedBlobError:
     said = f"blob {ref.sha256[:12]} arrived with other content than its name says"
     return DamagedBlobError(f"{said}: the sender's copy is damaged; ask for it anew")

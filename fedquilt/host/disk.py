@@ -563,4 +563,6 @@ class disk_errors(AbstractContextManager[None]):
             hint = "check the folder, its owner and the disk"
             if error.errno in DESCRIPTORS:
                 hint = "raise the limit on open files (LimitNOFILE, ulimit -n)"
+            elif error.errno == errno.EROFS:
+                hint = "it is mounted read-only: use another folder"
             raise StoreError(f"cannot {self._what}: {error.strerror}; {hint}") from None

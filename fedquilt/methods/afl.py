@@ -51,9 +51,8 @@ from fedquilt.core import (
     derive_seed,
 )
 from fedquilt.models.stitching import stitched_network
-from fedquilt.models.stitching.algebra import exact_moments, joint_head, least_squares
-from fedquilt.models.stitching.algebra.class_moments import ClassMoments
-from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.algebra import class_moments, joint_head, least_squares
+from fedquilt.models.stitching.algebra.class_moments import ClassMoments, ExactMomentSums
 from fedquilt.models.stitching.device import taps
 from fedquilt.models.stitching.search import candidates, task_specs
 from fedquilt.models.stitching.search.state import PackedSums
@@ -134,7 +133,7 @@ def validate_site_sums(state: State, total: ExactMomentSums, weight: float) -> N
     Raises:
         UpdateError: If the moments do not match the update's weight.
     """
-    exact_moments.validate_site_moments(total, len(state.stock.labels), _feature_width(state), weight, exact=True)
+    class_moments.validate_site_moments(total, len(state.stock.labels), _feature_width(state), weight, exact=True)
 
 
 def validate_update(state: State, update: DeviceUpdate) -> None:
@@ -146,7 +145,7 @@ def validate_update(state: State, update: DeviceUpdate) -> None:
     if update.metrics.get("turn") != state.turn:
         raise UpdateError(f"answers turn {update.metrics.get('turn')} of the job, which is at {state.turn}")
     if update.device not in state.heard:
-        exact_moments.validate_update_moments(update, len(state.stock.labels), _feature_width(state), exact=True)
+        class_moments.validate_update_moments(update, len(state.stock.labels), _feature_width(state), exact=True)
 
 
 def fold(state: State, so_far: ExactMomentSums | None, update: DeviceUpdate) -> ExactMomentSums:

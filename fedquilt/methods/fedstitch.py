@@ -81,7 +81,7 @@ from fedquilt.core import (
 )
 from fedquilt.models.stitching import display_names, stitched_network
 from fedquilt.models.stitching.algebra import least_squares
-from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import MergedMoments
 from fedquilt.models.stitching.device import junction_moments, scoring, taps
 from fedquilt.models.stitching.search import accumulators, candidates, ranking, steps, task_specs

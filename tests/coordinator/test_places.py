@@ -307,7 +307,9 @@ def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhi
     depot, ways, payload = BlobStore(tmp_path), Both(), noise(4 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     pull = Download(ref, CHUNK, 0.0)
-    assert pull.handle_manifest(chunks.build_manifest(ref, CHUNK, lambda at, size: payload[at : at + size]), 0.0)
+    assert pull.handle_manifest(
+        chunks.ManifestBuilder(ref, CHUNK, lambda at, size: payload[at : at + size]).hash_chunks(), 0.0
+    )
     assert pull.manifest is not None
     depot.open_part(pull.manifest)
     moved = backend.DirectTransfers(ways, depot, lambda device, leaf, message: None)
@@ -360,7 +362,7 @@ def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store
     pair.places._backend = Store()  # type: ignore[assignment]
     payload = noise(2 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    manifest = chunks.build_manifest(ref, CHUNK, lambda at, size: payload[at : at + size])
+    manifest = chunks.ManifestBuilder(ref, CHUNK, lambda at, size: payload[at : at + size]).hash_chunks()
     sources = pair.places.upload_locations("a", BlobWriter(pair.coordinator.depot, manifest, bytes(2)))
     assert [bool(source.token) for source in sources] == [False, True]
     assert pair.places.uploaded_locations("a", ref, 0) == sources[:1]

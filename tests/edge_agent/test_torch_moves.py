@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fedquilt.core import Fit  # noqa: E402
-from fedquilt.edge_agent.engines.torch.optimizers import OptimizerStep  # noqa: E402
+from fedquilt.edge_agent.engines.torch.training_step import OptimizerStep  # noqa: E402
 
 FITS = (
     Fit(),

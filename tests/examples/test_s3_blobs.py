@@ -115,7 +115,7 @@ def test_a_coordinator_gives_boards_signed_addresses_of_the_backend(tmp_path: Pa
     pair.others.append(store.close)
     pair.play(lambda: pair.places._backend._clock_known)
     ref = pair.boards["a"].depot.store_bytes(noise(2 * CHUNK))
-    manifest = chunks.build_manifest(ref, CHUNK, lambda at, size: noise(2 * CHUNK)[at : at + size])
+    manifest = chunks.ManifestBuilder(ref, CHUNK, lambda at, size: noise(2 * CHUNK)[at : at + size]).hash_chunks()
     writer = BlobWriter(pair.coordinator.depot, manifest, bytes(2))
     (source,) = pair.places.upload_locations("a", writer)
     assert source.url.startswith(f"http://127.0.0.1:{store.port}/bucket/models/fleet/up/a/{ref.sha256}?X-Amz-")

@@ -14,7 +14,7 @@ from fedquilt.data import inputs
 from fedquilt.methods.afl import METHOD, Params, State
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, joint_head
-from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.testing.toy_networks import build_donors, image_members, run_method
 from fedquilt.tools.simulation import DeviceData
 

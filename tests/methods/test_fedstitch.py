@@ -149,7 +149,7 @@ def test_a_search_whose_budget_runs_out_ends_no_stem() -> None:
         ("score", lambda u: {"scores": {**u["scores"], "picks": u["scores"]["picks"][::-1].copy()}}, "do not follow"),
         ("score", lambda u: {}, "no usable"),
         ("fit", lambda u: {"moments.0": {**u["moments.0"], "xy": u["moments.0"]["xy"] * np.inf}}, "not finite"),
-        ("fit", lambda u: {n: {**m, "n": 2 * m["n"]} for n, m in u.items()}, "an example, in an update that weighs"),
+        ("fit", lambda u: {n: {**m, "n": 2 * m["n"]} for n, m in u.items()}, "examples, in an update that weighs"),
         ("gather", lambda u: {}, "missing"),
         ("gather", lambda u: {"moments": {**u["moments"], "means": u["moments"]["means"] * 99}}, "semi-definite"),
         ("gather", lambda u: {"moments": {**u["moments"], "factor": u["moments"]["factor"] * np.nan}}, "finite|NaN"),

@@ -15,7 +15,7 @@ from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments, joint_head
-from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.search import candidates, ranking
 from fedquilt.models.stitching.search.state import Candidate
 from fedquilt.testing.toy_networks import build_donors, image_members
@@ -51,7 +51,7 @@ def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> 
     assert kinds == {"joined", "donor", "stitched"}
     for candidate in last.candidates:
         z = ends(last, candidate.paths, [member.train for member in devices])
-        central = joint_head.standardise(class_moments.merge_moments([], [class_moments.device_moments(z, y, LABELS)]))
+        central = joint_head.standardise(class_moments.device_moments(z, y, LABELS).to_sums())
         assert joint_head.best_penalty(central).ridge == candidate.ridge
         assert candidate.criterion == pytest.approx(joint_head.best_penalty(central).criterion, rel=1e-5)
         head = joint_head.fit_discriminant(central, candidate.ridge or 0.0)
@@ -225,9 +225,7 @@ def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:
     native = [all(candidates.is_native_path(state.stock, path) for path in each.paths) for each in state.candidates]
     joined = {flag for flag, each in zip(native, state.candidates, strict=True) if each.kind == "joined"}
     assert joined == {True, False}
-    sums = class_moments.merge_moments(
-        [], [class_moments.device_moments(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS)]
-    )
+    sums = class_moments.device_moments(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS).to_sums()
     bare = replace(FULL[0], taps=(("ash.0",), ("ash.0", "elm.1")), finalists=())
     wide = replace(bare, stock=replace(bare.stock, blocks={**bare.stock.blocks, "elm.1": narrow(bare, "elm.1", 4)}))
     kinds = [(each.kind, len(each.paths)) for each in candidates.solve_candidates(wide, sums)]

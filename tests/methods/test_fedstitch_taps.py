@@ -15,7 +15,7 @@ from fedquilt.core import BlobRef, DeviceUpdate, DeviceView, Examples, UpdateErr
 from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
 from fedquilt.models.stitching import stitched_network
 from fedquilt.models.stitching.algebra import class_moments
-from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.device import taps
 from fedquilt.models.stitching.search import candidates
 from fedquilt.models.stitching.search.accumulators import CorrectCounts

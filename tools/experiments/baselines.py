@@ -90,7 +90,7 @@ class BaselineSetup:
             own = class_moments.device_moments(
                 self._run_in_batches(self.train, features), self.train.y, len(self.stock.labels)
             )
-            given = joint_head.standardise(class_moments.merge_moments([], [own]))
+            given = joint_head.standardise(own.to_sums())
             head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
             found.append(
                 BaselineResult(

@@ -1,4 +1,4 @@
-"""Batched training of several devices' networks in numpy, bit-identical to `numpy_engine`.
+"""Batched training of several devices' networks in numpy, bit-identical to `numpy.engine`.
 
 Parameters are stacked, (devices, ...), and numpy multiplies the matrices of each device separately, as the loop does.
 The result of a device does not depend on the other devices in the batch. Devices with equal numbers of examples form a

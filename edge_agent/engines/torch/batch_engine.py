@@ -2,7 +2,7 @@
 
 Parameters are stacked, (devices, ...), and each layer is one batched product over all devices. `torch.func.vmap` builds
 the same graph, but takes longer for small layers. Losses are added up, so that each device's gradient is its own. The
-order of examples and the steps are those of `torch_engine`. Results are equal to float tolerance, not bit-identical,
+order of examples and the steps are those of `engine`. Results are equal to float tolerance, not bit-identical,
 because products are summed in another order.
 
 Supported are networks of linear layers and functions without parameters, with or without `Hooks.correct`. Everything
@@ -24,9 +24,8 @@ from torch import nn
 from fedquilt import metrics
 from fedquilt.edge_agent.engines import objectives, training
 from fedquilt.edge_agent.engines.batch_training import BatchTrainer, TrainCall, Trained
-from fedquilt.edge_agent.engines.torch import objectives as torch_objectives
+from fedquilt.edge_agent.engines.torch import training_step
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine
-from fedquilt.edge_agent.engines.torch.optimizers import OptimizerStep
 from fedquilt.models.networks import registry
 
 PLAIN = (
@@ -121,7 +120,7 @@ class _DeviceBatch:
             self._stack_parameters([call.start[name] for call in calls]) for name in self._names
         ]  # (devices, ...)
         self._anchors = [self._device_anchors(index) for index in range(len(calls))]
-        self._moves = OptimizerStep({self._fit.lr: self._values}, self._fit)
+        self._moves = training_step.OptimizerStep({self._fit.lr: self._values}, self._fit)
         self._failed: dict[int, Exception] = {}
         self._accounts = [training.TrainingProgress(len(call.examples), self._fit, call.progress) for call in calls]
         # (epochs, examples) each, drawn in the loop's order; so is the seed that it then uses
@@ -152,11 +151,11 @@ class _DeviceBatch:
         y = np.zeros((len(rows), longest, *self._calls[0].examples.y.shape[1:]), self._calls[0].examples.y.dtype)
         for index, (call, some) in enumerate(zip(self._calls, rows, strict=True)):
             y[index, : len(some)] = call.examples.y[some]
-        targets = torch_objectives.targets_tensor(self._task, y).to(self._place)
+        targets = training_step.targets_tensor(self._task, y).to(self._place)
         scores = self._compute_scores(
             self._prepare_inputs([some if len(some) == longest else np.resize(some, longest) for some in rows])
         )
-        each = torch_objectives.example_losses(self._task, scores.flatten(0, 1), targets.flatten(0, 1))
+        each = training_step.example_losses(self._task, scores.flatten(0, 1), targets.flatten(0, 1))
         losses = each.view(len(rows), longest)
         if min(counts) < longest:  # padded rows count for nothing
             mask = torch.arange(longest)[None, :] < torch.tensor(counts)[:, None]
@@ -224,15 +223,8 @@ class _DeviceBatch:
         if not call.hooks.correct:
             return {}
         start = {name: value[index].detach().clone() for name, value in zip(self._names, self._values, strict=True)}
-        held = {
-            key: {name: self._to_device(anchor[name]) for name in self._names}
-            for key, anchor in call.hooks.anchors.items()
-        }
-        return {name: {"start": start[name], **{key: each[name] for key, each in held.items()}} for name in self._names}
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        value = torch.tensor(array, device=self._place)
-        return value.float() if value.is_floating_point() else value
+        held = training_step.build_anchors(start, call.hooks.anchors, self._place)
+        return {name: {key: each[name] for key, each in held.items()} for name in self._names}
 
     def _stack_parameters(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
         value = torch.from_numpy(np.stack([np.asarray(array, np.float32) for array in arrays]))

@@ -17,13 +17,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 # OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
 # other work starves both: 250 steps of a small network took 6 s with it, over 60 s without.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
 
@@ -32,8 +33,7 @@ from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, Model
 from fedquilt.core.errors import first_line
 from fedquilt.costs import peak_memory
 from fedquilt.edge_agent.engines import objectives, training
-from fedquilt.edge_agent.engines.torch import gpu_memory, recomputation, training_step
-from fedquilt.edge_agent.engines.torch import objectives as torch_objectives
+from fedquilt.edge_agent.engines.torch import recomputation, training_step
 from fedquilt.models import fisher
 from fedquilt.models.networks import register_trace, registry
 
@@ -46,37 +46,52 @@ WIDE = 1 << 19
 READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # steps whose losses are read together: on a GPU, each reading waits for its work
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
+CONTEXT_BYTES = 200 * 10**6  # of the driver's context, assumed in plans, which follow from constants
+LEAST_SHARE = 0.01  # of a GPU's memory, as a limit
 
 
-class NetworkProbe(NamedTuple):
-    trained: peak_memory.TrainingProperties
-    library: str
-    outputs: int
+class TorchMemory:
+    """Memory of this process on torch's first GPU. The constructor creates the driver's context.
 
-    def activation_room_bytes(self, room_bytes: int, *, anchors: int = 0, moving: int = 0) -> int:
-        """Return the bytes left for activations.
+    The kernel does not count GPU memory as resident, not even the memory that a Jetson's GPU shares with the processor.
+    A task's budget is for the sum. torch's limit applies to its own allocator only. The driver's context comes on top,
+    and can be measured only with shared memory, as the decrease of the available memory.
+
+    Args:
+        cuda: The module `torch.cuda`.
+        available_bytes: Function that returns the available memory of the board.
+    """
+
+    def __init__(
+        self, cuda: Any, available_bytes: Callable[[], int] = lambda: int(psutil.virtual_memory().available)
+    ) -> None:
+        self._cuda = cuda
+        before = available_bytes()
+        cuda.init()
+        cuda.synchronize()
+        taken = max(before - available_bytes(), 0)
+        device = cuda.get_device_properties(0)
+        self._total_bytes = int(device.total_memory)
+        self._context_bytes = taken if device.is_integrated else 0
+
+    def begin(self, most_bytes: int) -> int:
+        """Release cached memory, reset the peak, and limit torch's allocator.
 
         Args:
-            room_bytes: Bytes for the whole training.
-            anchors: Number of the method's anchors.
-            moving: Copies of the trained tensors, such as gradients and moments.
-        """
-        held = self.trained
-        moving_bytes = moving * (held.weights_bytes - held.still_bytes)
-        copies = peak_memory.COPIES + anchors
-        return room_bytes - peak_memory.fixed_training_bytes(
-            held.weights_bytes,
-            held.convolutions,
-            moving_bytes,
-            copies=copies,
-            library=self.library,
-            kinds=held.kinds,
-        )
+            most_bytes: Most GPU memory from now on, including the context.
 
-    @property
-    def example_bytes(self) -> int:
-        """Bytes of activations of one example in training."""
-        return peak_memory.bytes_per_example(self.trained)
+        Returns:
+            Bytes in use now, including the context.
+        """
+        self._cuda.empty_cache()
+        self._cuda.reset_peak_memory_stats(0)
+        share = (most_bytes - self._context_bytes) / self._total_bytes
+        self._cuda.set_per_process_memory_fraction(min(max(share, LEAST_SHARE), 1.0), 0)
+        return self._context_bytes + int(self._cuda.memory_reserved(0))
+
+    def peak_bytes(self) -> int:
+        """Return the peak memory since `begin` in bytes, including the driver's context."""
+        return self._context_bytes + int(self._cuda.max_memory_reserved(0))
 
 
 class TorchEngine:
@@ -93,12 +108,12 @@ class TorchEngine:
     def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
         self.planned_bytes: int | None = None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.gpu = gpu_memory.TorchMemory(torch.cuda) if self._device.type == "cuda" else None
+        self.gpu = TorchMemory(torch.cuda) if self._device.type == "cuda" else None
         self.note = ""  # what its owner should know, once
         if self.gpu is None and torch.version.cuda is not None:
             self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
         self.runs_on = "CUDA" if self.gpu else "processor" if torch.version.cuda is not None else ""
-        base_bytes += gpu_memory.CONTEXT_BYTES if self.gpu else 0
+        base_bytes += CONTEXT_BYTES if self.gpu else 0
         self._room_bytes = int((budget_bytes - base_bytes) / peak_memory.MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
         self._half = half or _fast_half_type(self._device)
         # a process limited to some cores must not start a thread for each of the board's
@@ -124,21 +139,24 @@ class TorchEngine:
         orders = training.draw_orders(len(examples), fit.epochs, rng)
         half = self._half if fit.mixed else None
         with _deterministic_torch(int(rng.integers(2**53))):
-            model, probe = self._build_model(network, start, examples, hooks, half)
+            model, trained = self._build_model(network, start, examples, hooks, half)
             model.train()
             training_step.freeze_statistics(model, hooks)
             recomputation.handle_single_values(model)
             anchors = training_step.anchor_tensors(model, hooks)
-            moments = 2 if fit.optimizer == "adam" else int(fit.momentum > 0)
-            room_bytes = probe.activation_room_bytes(self._room_bytes, anchors=len(anchors), moving=1 + moments)
-            at_once = training.fitting_batch_size(room_bytes, probe.example_bytes, fit.batch)
+            kept: dict[str, Any] = {
+                "anchors": len(anchors),
+                "moments": 2 if fit.optimizer == "adam" else int(fit.momentum > 0),
+                "library": _library(network),
+            }
+            room_bytes = self._room_bytes - peak_memory.training_bytes(trained, 0, **kept)
+            at_once = training.fitting_batch_size(room_bytes, peak_memory.bytes_per_example(trained), fit.batch)
             if recomputation.has_coupled_examples(model):
                 at_once = min(fit.batch, len(examples))
-            piece_bytes = peak_memory.checkpoint_bytes(probe.trained, at_once, room_bytes)
+            piece_bytes = peak_memory.checkpoint_bytes(trained, at_once, room_bytes)
             if piece_bytes is not None:
                 recomputation.return_freed_memory()
-            kept: dict[str, Any] = {"anchors": len(anchors), "moments": moments, "piece_bytes": piece_bytes}
-            planned = peak_memory.training_bytes(probe.trained, at_once, **kept, library=probe.library)
+            planned = peak_memory.training_bytes(trained, at_once, **kept, piece_bytes=piece_bytes)
             self.planned_bytes = peak_memory.FIRST_USE_BYTES["torch"] + planned
             task = metrics.task_from_network(network)
             steppers = [training_step.Stepper(model, step, fit, hooks, anchors, half, task) for step in hooks.steps]
@@ -158,21 +176,24 @@ class TorchEngine:
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
     ) -> EvaluationSums:
-        if not len(examples):
-            return EvaluationSums(examples=0, task=metrics.task_from_network(network))
         task = metrics.task_from_network(network)
+        if not len(examples):
+            return EvaluationSums(examples=0, task=task)
         found = objectives.EvaluationAccumulator(task)
         with _deterministic_torch(0):
-            module, probe = self._build_model(network, model, examples, hooks)
+            module, trained = self._build_model(network, model, examples, hooks)
             module.eval()
+            fixed = peak_memory.fixed_training_bytes(
+                trained.weights_bytes, trained.convolutions, library=_library(network), kinds=trained.kinds
+            )
             at_once = training.fitting_batch_size(
-                probe.activation_room_bytes(self._room_bytes), probe.example_bytes, EVALUATED_AT_ONCE[self._device.type]
+                self._room_bytes - fixed, peak_memory.bytes_per_example(trained), EVALUATED_AT_ONCE[self._device.type]
             )
             with torch.inference_mode():
                 for rows in training.mini_batches(np.arange(len(examples)), at_once):
                     x, y = self._load_batch(network, examples, rows, hooks)
                     scores = module(x)
-                    loss = float(torch_objectives.total_loss(task, scores, y))
+                    loss = float(training_step.total_loss(task, scores, y))
                     found.add_batch(scores.cpu().numpy(), examples.y[rows], loss)
         return found.sums()
 
@@ -181,15 +202,15 @@ class TorchEngine:
     ) -> Tensors:
         training.require_examples(examples, each)
         with _deterministic_torch(0):
-            module, probe = self._build_model(network, model, examples, hooks)
+            module, trained = self._build_model(network, model, examples, hooks)
             module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
-            room = probe.activation_room_bytes(self._room_bytes, moving=1)
+            room = self._room_bytes - peak_memory.training_bytes(trained, 0, library=_library(network))
             # a group needs one gradient of all weights, and its examples' activations
-            group = probe.trained.weights_bytes + each * probe.example_bytes
+            group = trained.weights_bytes + each * peak_memory.bytes_per_example(trained)
             groups = training.fitting_batch_size(room, group, fisher.TOGETHER)
             rows = training.mini_batches(np.arange(len(examples)), groups * each)
             parts = (self._load_batch(network, examples, some, hooks) for some in rows)
-            loss = partial(torch_objectives.total_loss, metrics.task_from_network(network))
+            loss = partial(training_step.total_loss, metrics.task_from_network(network))
             found = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
         return {name: value.cpu().numpy() for name, value in found.items()}
 
@@ -200,7 +221,7 @@ class TorchEngine:
         examples: Examples,
         hooks: Hooks,
         half: torch.dtype | None = None,
-    ) -> tuple[nn.Module, NetworkProbe]:
+    ) -> tuple[nn.Module, peak_memory.TrainingProperties]:
         model = registry.build(network)
         model = hooks.prepare(model) if hooks.prepare else model
         model = model.to(
@@ -210,12 +231,12 @@ class TorchEngine:
         start = {name: start[name] for name in start if name in held or name not in model.state_dict()}
         training.require_shapes(start, {name: tuple(value.shape) for name, value in held.items()})
         training_step.enable_gradients(model, hooks)
-        probe = self._probe_network(model, network, examples, hooks)
-        objectives.require_targets(examples, probe.outputs, metrics.task_from_network(network))
+        trained, outputs = self._probe_network(model, network, examples, hooks)
+        objectives.require_targets(examples, outputs, metrics.task_from_network(network))
         with torch.no_grad():  # after the probe, which changes the statistics of batch normalisation
             for name, value in held.items():
                 value.copy_(torch.tensor(start[name]))
-        return model, probe
+        return model, trained
 
     def _memory_format(self, model: nn.Module, half: torch.dtype | None) -> torch.memory_format:
         pictured = [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.ConvTranspose2d)]
@@ -226,7 +247,7 @@ class TorchEngine:
 
     def _probe_network(
         self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks
-    ) -> NetworkProbe:
+    ) -> tuple[peak_memory.TrainingProperties, int]:
         # Batch normalisation takes no fewer than two examples.
         x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         try:
@@ -242,17 +263,21 @@ class TorchEngine:
                 f"network {network.get('name')!r} does not give one number per class or output{given}: end it in a "
                 "linear layer with `classes` outputs"
             )
-        return NetworkProbe(trained, str(network.get("name", "")).partition("/")[0], scores.shape[1])
+        return trained, scores.shape[1]
 
     def _load_batch(
         self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.from_numpy(training.network_inputs(examples.x[rows], network, hooks.inputs))
-        y = torch_objectives.targets_tensor(metrics.task_from_network(network), examples.y[rows])
+        y = training_step.targets_tensor(metrics.task_from_network(network), examples.y[rows])
         if self._device.type == "cpu":
             return x, y
         x, y = (value.pin_memory().to(self._device, non_blocking=True) for value in (x, y))
         return x, y
+
+
+def _library(network: Mapping[str, Any]) -> str:
+    return str(network.get("name", "")).partition("/")[0]
 
 
 def _record_steps(told: list[tuple[list[torch.Tensor], int]], steps: training.TrainingProgress) -> None:

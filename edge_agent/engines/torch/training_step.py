@@ -1,24 +1,96 @@
-"""One step of torch training: gradients of micro-batches, correction, clipping and optimizer."""
+"""One step of torch training: losses, gradients of micro-batches, correction, clipping and optimizer.
+
+`OptimizerStep` calls torch's functions without torch's `Optimizer` class. An object of that class imports torch's
+compiler and sympy: 73 MB and a second or more in every training process, on boards whose whole budget may be 512 MB.
+The functions give bit-identical results without these imports.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from fedquilt.core import Fit, Hooks, ModelError, Step, TaskKind, Tensors
 from fedquilt.edge_agent.engines import training
-from fedquilt.edge_agent.engines.torch import objectives, recomputation
-from fedquilt.edge_agent.engines.torch.optimizers import OptimizerStep
+from fedquilt.edge_agent.engines.torch import recomputation
 from fedquilt.models.networks import register_trace
 
+BETAS, EPSILON = (0.9, 0.999), 1e-8
 FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks
 
 Anchors = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class OptimizerStep:
+    """Optimizer of `Fit` for tensors grouped by learning rate, usable with `torch.amp.GradScaler`.
+
+    Args:
+        groups: Tensors by learning rate, updated from their `.grad`.
+        fit: Optimizer settings.
+    """
+
+    def __init__(self, groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> None:
+        self._fit = fit
+        self.param_groups: list[dict[str, Any]] = [{"lr": rate, "params": some} for rate, some in groups.items()]
+        self._momenta: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._moments: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # Adam's, and its steps
+
+    def zero_grad(self) -> None:
+        for group in self.param_groups:
+            for value in group["params"]:
+                value.grad = None
+
+    def step(self) -> None:
+        move = self._adam if self._fit.optimizer == "adam" else self._sgd
+        with torch.no_grad():
+            for group in self.param_groups:
+                moved = [value for value in group["params"] if value.grad is not None]
+                move(moved, [value.grad for value in moved], group["lr"])
+
+    def _sgd(self, moved: list[torch.Tensor], gradients: list[torch.Tensor], rate: float) -> None:
+        buffers = [self._momenta.get(value) for value in moved]
+        sgd(
+            moved,
+            gradients,
+            buffers,
+            weight_decay=self._fit.weight_decay,
+            momentum=self._fit.momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=self._fit.nesterov,
+            maximize=False,
+        )
+        self._momenta.update(zip(moved, buffers, strict=True))
+
+    def _adam(self, moved: list[torch.Tensor], gradients: list[torch.Tensor], rate: float) -> None:
+        for value in moved:
+            if value not in self._moments:
+                self._moments[value] = torch.zeros_like(value), torch.zeros_like(value), torch.tensor(0.0)
+        held = [self._moments[value] for value in moved]
+        adam(
+            moved,
+            gradients,
+            [first for first, _, _ in held],
+            [second for _, second, _ in held],
+            [],
+            [steps for _, _, steps in held],
+            amsgrad=False,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=rate,
+            weight_decay=self._fit.weight_decay,
+            eps=EPSILON,
+            maximize=False,
+        )
 
 
 class Stepper:
@@ -103,7 +175,7 @@ class Stepper:
         # The first loss has the penalty and gives the gradient. The second loss is reported.
         with self._autocast:
             scores = self._model(x)
-            loss = objectives.total_loss(self._task, scores, y) / divisor
+            loss = total_loss(self._task, scores, y) / divisor
             if not self._step.penalty:
                 return loss, loss.detach()
             extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / divisor)
@@ -147,9 +219,38 @@ def anchor_tensors(model: nn.Module, hooks: Hooks) -> Anchors:
     place = next(iter(held.values())).device
     training.require_anchors(hooks.anchors, {name: tuple(value.shape) for name, value in model.named_parameters()})
 
-    def to_tensors(anchor: Tensors) -> dict[str, torch.Tensor]:
-        kept = {name: torch.tensor(array, device=place) for name, array in anchor.items()}
-        return {name: value.float() if value.is_floating_point() else value for name, value in kept.items()}
+    return build_anchors({name: value.detach().clone() for name, value in held.items()}, hooks.anchors, place)
 
-    start = {name: value.detach().clone() for name, value in held.items()}
-    return {"start": start, **{name: to_tensors(anchor) for name, anchor in hooks.anchors.items()}}
+
+def build_anchors(start: Mapping[str, torch.Tensor], anchors: Mapping[str, Tensors], place: torch.device) -> Anchors:
+    """Return anchors as tensors on a device, floats in 32 bits, with the "start" among them."""
+    found = {"start": start}
+    for anchor, arrays in anchors.items():
+        kept = {name: torch.tensor(array, device=place) for name, array in arrays.items()}
+        found[anchor] = {name: value.float() if value.is_floating_point() else value for name, value in kept.items()}
+    return found
+
+
+def targets_tensor(task: TaskKind, y: np.ndarray) -> torch.Tensor:
+    """Return targets of `objectives` in the type of the task's loss: int64 (n,), or float32 (n, outputs)."""
+    return torch.from_numpy(y.astype(np.int64 if task == "classes" else np.float32))
+
+
+def total_loss(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the examples' losses, a scalar."""
+    if task == "classes":
+        return F.cross_entropy(scores, y, reduction="sum")
+    return _element_losses(task, scores, y).sum() / scores.shape[1]
+
+
+def example_losses(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each example, (n,)."""
+    if task == "classes":
+        return F.cross_entropy(scores, y, reduction="none")
+    return _element_losses(task, scores, y).mean(dim=1)
+
+
+def _element_losses(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if task == "regression":
+        return F.mse_loss(scores, y, reduction="none")
+    return F.binary_cross_entropy_with_logits(scores, y, reduction="none")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter, Download, WriterClosedError
+from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter, Download
 from fedquilt.core import (
     BlobLocation,
     BlobRef,
@@ -45,6 +45,7 @@ HTTP: Final = "http"
 QUIET_S: Final = 30.0  # longest pause of a device's upload, before its chunks are asked for over the link
 TELL_S: Final = 5.0  # between two messages on the progress of putting a blob
 _OFFERED_MOST: Final = 4096
+_BUG: Final = "an error in the program ended the transfer"
 
 Key = tuple[str, str]  # device, sha256
 
@@ -133,41 +134,32 @@ class TransferBackend:
             try:
                 self.http.fetch_blob(sources, intake)
             except (LinkError, StoreError) as error:
-                later = isinstance(error, BlobLocationError) and error.later
-                return fail_transfer(key, intake, error, later=later)
+                return fail_transfer(key, intake, error)
             return TransferResult(key, intake, None)
 
-        self.start_job(job, TransferResult(key, intake, "an error in the program ended the transfer"))
+        self.start_job(job, TransferResult(key, intake, _BUG))
 
     def start_upload(
         self, key: Key, depot: BlobStore, ref: BlobRef, sources: Sequence[BlobLocation], moved: Callable[[int], None]
     ) -> None:
         def job() -> TransferResult:
-            file = -1
+            file = depot.open_blob_file(ref.sha256)
             try:
-                file = depot.open_blob_file(ref.sha256)
                 return TransferResult(key, None, None, source=self.http.upload_blob(sources, file, ref, moved))
-            except (LinkError, StoreError) as error:
-                return TransferResult(key, None, str(error))
             finally:
-                if file >= 0:
-                    os.close(file)
+                os.close(file)
 
-        self.start_job(job, TransferResult(key, None, "an error in the program ended the transfer"))
+        self.start_job(job, TransferResult(key, None, _BUG))
 
     def start_completion(self, key: Key, intake: BlobWriter) -> None:
         def job() -> TransferResult:
-            try:
-                intake.finish_received()
-            except (WriterClosedError, StoreError) as error:
-                return TransferResult(key, intake, str(error), disk=True)
+            intake.finish_received()
             return TransferResult(key, intake, None)
 
-        self.start_job(job, TransferResult(key, intake, "an error in the program ended the hashing", disk=True))
+        self.start_job(job, TransferResult(key, intake, _BUG, disk=True))
 
     def abandon_download(self, key: Key, intake: BlobWriter, reason: str) -> None:
-        failed = TransferResult(key, intake, reason)
-        self.start_job(lambda: fail_transfer(key, intake, LinkError(reason)), failed)
+        self.start_job(lambda: fail_transfer(key, intake, LinkError(reason)), TransferResult(key, intake, _BUG))
 
     @property
     def http(self) -> HttpClient:
@@ -181,7 +173,7 @@ class TransferBackend:
     def start_job(self, job: Callable[[], TransferResult], failed: TransferResult) -> None:
         """Run a job in a thread as soon as one is free.
 
-        `failed` is the result if the job raises an unexpected exception.
+        `failed` is the result if the job raises an exception, with the text of a LinkError or StoreError.
         """
         if self._wake is None:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -190,6 +182,8 @@ class TransferBackend:
             ended = failed
             try:
                 ended = job()
+            except (LinkError, StoreError) as error:
+                ended = failed._replace(error=str(error))
             except Exception:
                 log.exception("a transfer of blob %s has ended", failed.key[1][:12])
             finally:
@@ -204,11 +198,12 @@ class TransferBackend:
             threading.Thread(target=self._left.popleft(), name="blob", daemon=True).start()
 
 
-def fail_transfer(key: Key, intake: BlobWriter, error: FedquiltError, *, later: bool = False) -> TransferResult:
+def fail_transfer(key: Key, intake: BlobWriter, error: FedquiltError) -> TransferResult:
     try:
         intake.close_and_check()
     except StoreError as full:
         return TransferResult(key, intake, str(full), disk=True)
+    later = isinstance(error, BlobLocationError) and error.later
     return TransferResult(key, intake, str(error), later, isinstance(error, StoreError))
 
 

@@ -181,8 +181,7 @@ class Download:
             return False
         self._record_progress(now_s)
         self.manifest, self.chunk = manifest, manifest.chunk
-        self._asked.clear()
-        self._times.clear()
+        self._clear_requests()
         self.set_stored_chunks(bytes(chunks.chunk_count(manifest)))
         return True
 
@@ -261,9 +260,12 @@ class Download:
 
     # -- interruptions --
 
-    def handle_reconnect(self, chunk: int, now_s: float) -> None:
+    def _clear_requests(self) -> None:
         self._asked.clear()
         self._times.clear()
+
+    def handle_reconnect(self, chunk: int, now_s: float) -> None:
+        self._clear_requests()
         self.backoff = 0
         self._window = _START_WINDOW
         self._heard_s = self._progress_s = now_s
@@ -272,8 +274,7 @@ class Download:
 
     def pause_requests(self) -> None:
         self.held = True
-        self._asked.clear()
-        self._times.clear()
+        self._clear_requests()
 
     def resume_requests(self, had: bytes | bytearray | None, now_s: float) -> None:
         """Send requests again. `had` replaces the stored chunks unless None."""
@@ -286,8 +287,7 @@ class Download:
 
     def park(self, now_s: float) -> None:
         """Suspend the download, with all timeouts, until `unpark`."""
-        self._asked.clear()
-        self._times.clear()
+        self._clear_requests()
         self._parked_s = now_s
 
     def unpark(self, now_s: float) -> None:

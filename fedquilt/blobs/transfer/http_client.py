@@ -12,11 +12,10 @@ import random
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from fedquilt.blobs.transfer.download import BlobLocationError, BlobWriter
 from fedquilt.core import BlobLocation, BlobRef, JobError, Retry
@@ -81,8 +80,10 @@ class HttpClient:
         return self._rests.get(source.origin, (0, 0.0))[1]
 
     @contextmanager
-    def open_connection(self, source: BlobLocation) -> Iterator[http.client.HTTPConnection]:
-        """Yield a connection to a location, closed at the end.
+    def _begin_request(
+        self, method: str, source: BlobLocation, headers: Mapping[str, str] = {}
+    ) -> Iterator[http.client.HTTPConnection]:
+        """Yield a connection to a location for a request whose headers are not complete, closed at the end.
 
         Raises:
             BlobLocationError: If the certificate of the location is not trusted.
@@ -108,6 +109,12 @@ class HttpClient:
                         f"{source.origin} is {peer or 'somebody'!r}, not the coordinator", later=False
                     )
             connection.sock.settimeout(STALL_S)
+            target = f"{parts.path}?{parts.query}" if parts.query else parts.path
+            connection.putrequest(method, target, skip_accept_encoding=True)
+            for header in headers.items():
+                connection.putheader(*header)
+            if source.token:
+                connection.putheader("Authorization", f"Bearer {source.token}")
             yield connection
         finally:
             connection.close()
@@ -142,10 +149,7 @@ class HttpClient:
 
     def _fetch_ranges(self, source: BlobLocation, intake: BlobWriter, turn: int) -> None:
         while (due := intake.next_range()) is not None:
-            with self.open_connection(source) as connection:
-                connection.putrequest("GET", _request_target(source), skip_accept_encoding=True)
-                connection.putheader("Range", f"bytes={due[0]}-{due[1] - 1}")
-                _add_authorization(connection, source)
+            with self._begin_request("GET", source, {"Range": f"bytes={due[0]}-{due[1] - 1}"}) as connection:
                 connection.endheaders()
                 with connection.getresponse() as answer:
                     _require_status(source, answer, (200, 206))
@@ -187,12 +191,10 @@ class HttpClient:
     def _upload_to(
         self, source: BlobLocation, file: int, ref: BlobRef, start: int, moved: Callable[[int], None]
     ) -> None:
-        with self.open_connection(source) as connection:
-            connection.putrequest("PUT", _request_target(source), skip_accept_encoding=True)
-            connection.putheader("Content-Length", str(ref.size - start))
-            if source.token:
-                connection.putheader("Content-Range", f"bytes {start}-{ref.size - 1}/{ref.size}")
-            _add_authorization(connection, source)
+        headers = {"Content-Length": str(ref.size - start)}
+        if source.token:
+            headers["Content-Range"] = f"bytes {start}-{ref.size - 1}/{ref.size}"
+        with self._begin_request("PUT", source, headers) as connection:
             with suppress(BrokenPipeError, ConnectionResetError):  # the place may have answered why it reads no further
                 connection.endheaders()
                 send_file(connection.sock, file, start, ref.size - start, moved)
@@ -202,9 +204,7 @@ class HttpClient:
                 _require_status(source, answer, (200, 201, 204))
 
     def _request_upload_offset(self, source: BlobLocation, ref: BlobRef) -> int:
-        with self.open_connection(source) as connection:
-            connection.putrequest("HEAD", _request_target(source), skip_accept_encoding=True)
-            _add_authorization(connection, source)
+        with self._begin_request("HEAD", source) as connection:
             connection.endheaders()
             with connection.getresponse() as answer:
                 _require_status(source, answer, (200, 204))
@@ -222,8 +222,8 @@ class HttpClient:
         found: list[tuple[int, str]] = []
 
         def attempt(source: BlobLocation) -> None:
-            with self.open_connection(source) as connection:
-                connection.request(method, _request_target(source))
+            with self._begin_request(method, source) as connection:
+                connection.endheaders()
                 with connection.getresponse() as answer:
                     found.append((answer.status, answer.getheader("Date", "")))
 
@@ -340,16 +340,6 @@ def send_file(
 def _describe_failure(error: Exception) -> str:
     # No text of the server is quoted, because it may contain line ends and terminal commands.
     return describe_exception(error) if isinstance(error, OSError) else "what it answers is not HTTP"
-
-
-def _request_target(source: BlobLocation) -> str:
-    parts = urlsplit(source.url)
-    return f"{parts.path}?{parts.query}" if parts.query else parts.path
-
-
-def _add_authorization(connection: http.client.HTTPConnection, source: BlobLocation) -> None:
-    if source.token:
-        connection.putheader("Authorization", f"Bearer {source.token}")
 
 
 def _require_status(source: BlobLocation, answer: http.client.HTTPResponse, statuses: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ as it has. Requires numpy only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,14 +59,12 @@ class StandardisedSums:
         return np.asarray((self.means * self.shares[:, None]).T)
 
     def restrict_to(self, columns: np.ndarray) -> StandardisedSums:
-        return StandardisedSums(
-            self.n,
-            self.shares,
-            self.means[:, columns],
-            self.correlation[np.ix_(columns, columns)],
-            self.spread,
-            self.mean[columns],
-            self.inverse[columns],
+        return replace(
+            self,
+            means=self.means[:, columns],
+            correlation=self.correlation[np.ix_(columns, columns)],
+            mean=self.mean[columns],
+            inverse=self.inverse[columns],
         )
 
 

@@ -14,7 +14,7 @@ held separately during a round, and deleted afterwards. Only sums over several d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -227,15 +227,11 @@ def to_tensors(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
     matter.
     """
     kind = np.float64 if exact else np.float32
-    p = len(sums.xx)
-    half = np.empty(p * (p + 1) // 2, kind)
-    for row, place in _triangle_rows(p):
-        half[place] = sums.xx[row, row:]
     return {
         "n": np.array([sums.n]),
         "mean_x": sums.mean_x,
         "mean_y": sums.mean_y,
-        "xx": half,
+        "xx": pack_upper(sums.xx, kind),
         "xy": sums.xy.astype(kind),
         "yy": np.array([sums.yy]),
     }
@@ -252,44 +248,63 @@ def from_tensors(given: Tensors, p: int, q: int) -> RegressionMoments:
         raise UpdateError(f"moments: {', '.join(missing)} missing")
     kind = np.dtype(np.float64 if given["xx"].dtype == np.float64 else np.float32)  # as `to_tensors`
     double = np.dtype(np.float64)
-    wanted = {name: TensorSpec(shape, kind if name in ("xx", "xy") else double) for name, shape in shapes.items()}
+    require_tensors(
+        given, {name: TensorSpec(shape, kind if name in ("xx", "xy") else double) for name, shape in shapes.items()}
+    )
+    xx = unpack_symmetric(given["xx"], p)
+    n, yy = float(given["n"][0]), float(given["yy"][0])
+    if n <= 0 or yy < 0 or (np.diagonal(xx) < 0).any():
+        raise UpdateError("moments: a count that is not positive, or a negative variance")
+    mean_x, mean_y, xy = (given[name].astype(np.float64) for name in ("mean_x", "mean_y", "xy"))
+    return RegressionMoments(n, mean_x, mean_y, xx, xy, yy)
+
+
+def require_tensors(given: Tensors, wanted: Mapping[str, TensorSpec]) -> None:
+    """Raise UpdateError unless moments that a device sent have these finite tensors."""
     try:
         tensors.require_addable(given, wanted)
     except UpdateError as error:
         raise UpdateError(f"moments: {error}") from None
-    xx = np.empty((p, p))
-    for row, place in _triangle_rows(p):
-        xx[row, row:] = xx[row:, row] = given["xx"][place]
-    n, yy = float(given["n"][0]), float(given["yy"][0])
-    if n <= 0 or yy < 0 or (np.diagonal(xx) < 0).any():
-        raise UpdateError("moments: a count that is not positive, or a negative variance")
-    return RegressionMoments(
-        n, _to_float64(given["mean_x"]), _to_float64(given["mean_y"]), xx, _to_float64(given["xy"]), yy
-    )
 
 
-def require_weight(given: RegressionMoments, positions: int, weight: float) -> None:
-    """Raise an error unless the number of examples equals the update's weight.
-
-    Args:
-        given: Moments of one device.
-        positions: Rows of one example.
-        weight: Weight of the update.
-
-    Raises:
-        UpdateError: If the numbers differ.
-    """
-    if given.n != positions * weight:
-        raise UpdateError(
-            f"moments: of {given.n:g} positions, {positions} an example, in an update that weighs {weight:g}"
-        )
+def require_weight(rows: float, weight: float, positions: int = 1) -> None:
+    """Raise UpdateError unless moments of so many rows, `positions` of each example, have the update's weight."""
+    if rows != positions * weight:
+        raise UpdateError(f"moments: of {rows / positions:g} examples, in an update that weighs {weight:g}")
 
 
-def _triangle_rows(p: int) -> Iterator[tuple[int, slice]]:
+def pack_upper(matrix: np.ndarray, kind: type) -> np.ndarray:
+    """Pack the rows of a matrix from the diagonal on into a vector of a type."""
+    packed: np.ndarray = np.empty(packed_size(*matrix.shape), kind)
+    for row, place in _packed_rows(*matrix.shape):
+        packed[place] = matrix[row, row:]
+    return packed
+
+
+def unpack_upper(packed: np.ndarray, rows: int, width: int) -> np.ndarray:
+    """Return the matrix (rows, width) of packed rows in float64, with zeros under the diagonal."""
+    matrix = np.zeros((rows, width))
+    for row, place in _packed_rows(rows, width):
+        matrix[row, row:] = packed[place]
+    return matrix
+
+
+def unpack_symmetric(packed: np.ndarray, width: int) -> np.ndarray:
+    matrix = np.empty((width, width))
+    for row, place in _packed_rows(width, width):
+        matrix[row, row:] = matrix[row:, row] = packed[place]
+    return matrix
+
+
+def packed_size(rows: int, width: int) -> int:
+    return rows * width - rows * (rows - 1) // 2
+
+
+def _packed_rows(rows: int, width: int) -> Iterator[tuple[int, slice]]:
     start = 0
-    for row in range(p):
-        yield row, slice(start, start + p - row)
-        start += p - row
+    for row in range(rows):
+        yield row, slice(start, start + width - row)
+        start += width - row
 
 
 def _add_outer(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: np.ndarray) -> None:
@@ -300,10 +315,6 @@ def _add_outer(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray
         step *= share
         step += part[rows]
         total[rows] += step
-
-
-def _to_float64(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float64)
 
 
 def _maps_as_rows(maps: np.ndarray) -> np.ndarray:

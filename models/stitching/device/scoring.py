@@ -22,16 +22,14 @@ from fedquilt.arrays import tensors
 from fedquilt.core import ClientContext, ClientResult, DataError, Tensors
 from fedquilt.data import inputs
 from fedquilt.models.stitching import stitched_network, vote
-from fedquilt.models.stitching.algebra import cka, label_scores, least_squares
+from fedquilt.models.stitching.algebra import cka, least_squares
 from fedquilt.models.stitching.device import block_runner
 from fedquilt.models.stitching.device.activations import ActivationSource, ActivationStack, MemoryStack, SourceSlice
 from fedquilt.models.stitching.device.block_runner import BlockRunner
 from fedquilt.models.stitching.stitched_network import Block
 
 ScoreAt = Literal["input", "output", "hybrid"]
-Criterion = Literal[
-    "cka", "labels", "residual"
-]  # CKA; `label_scores.label_alignment`; `label_scores.explained_variance`
+Criterion = Literal["cka", "labels", "residual"]  # CKA; `cka.label_alignment`; `cka.explained_variance`
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ class _BlockScorer:
         parts = (
             cka.feature_rows(part, "gap") for _, part in block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
         )
-        judge = label_scores.label_alignment if self._ask.criterion == "labels" else label_scores.explained_variance
+        judge = cka.label_alignment if self._ask.criterion == "labels" else cka.explained_variance
         return judge(np.concatenate(list(parts)), self._site.train.y[self._rows[:examples]])
 
     def _compare_grams(self, block: Block, here: np.ndarray, reference: str) -> cka.CkaScore:

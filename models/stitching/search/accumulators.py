@@ -18,8 +18,8 @@ from fedquilt.arrays import exact_sums, tensors
 from fedquilt.arrays.exact_sums import ExactSum
 from fedquilt.core import DeviceUpdate, UpdateError
 from fedquilt.models.stitching import vote
-from fedquilt.models.stitching.algebra import exact_moments, least_squares
-from fedquilt.models.stitching.algebra.exact_moments import ExactMomentSums
+from fedquilt.models.stitching.algebra import class_moments, least_squares
+from fedquilt.models.stitching.algebra.class_moments import ExactMomentSums
 from fedquilt.models.stitching.algebra.least_squares import MergedMoments
 from fedquilt.models.stitching.search import candidates, steps
 from fedquilt.models.stitching.search.state import SearchState
@@ -74,7 +74,7 @@ def validate_site_sums(state: SearchState, total: Sum, weight: float) -> None:
         UpdateError: If the number of examples, the devices or the shapes are wrong.
     """
     if isinstance(total, ExactMomentSums):
-        return exact_moments.validate_site_moments(
+        return class_moments.validate_site_moments(
             total, len(state.stock.labels), sum(candidates.tap_layout(state).widths), weight
         )
     assert isinstance(total, CorrectCounts)
@@ -103,7 +103,7 @@ def validate_update(state: SearchState, update: DeviceUpdate) -> None:
         case "fit":
             _read_junction_moments(state, update)
         case "gather" if update.device not in state.heard:
-            exact_moments.validate_update_moments(
+            class_moments.validate_update_moments(
                 update, len(state.stock.labels), sum(candidates.tap_layout(state).widths)
             )
         case "validate" if update.device not in state.heard:
@@ -152,7 +152,7 @@ def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[lea
     found = []
     for i, (p, q, positions) in enumerate(junction_shapes(state)):
         found.append(least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), p, q))
-        least_squares.require_weight(found[-1], positions, update.weight)
+        least_squares.require_weight(found[-1].n, update.weight, positions)
     return found
 
 

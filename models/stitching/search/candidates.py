@@ -22,7 +22,7 @@ import numpy as np
 
 from fedquilt.core import derive_seed
 from fedquilt.models.stitching import display_names, stitched_network
-from fedquilt.models.stitching.algebra import class_moments, joint_head
+from fedquilt.models.stitching.algebra import joint_head, least_squares
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments
 from fedquilt.models.stitching.algebra.joint_head import RidgePenalty, SelectedTaps, StandardisedSums, TapLayout
 from fedquilt.models.stitching.search.state import Candidate, Finalist, PackedSums, SearchParams, SearchState
@@ -113,15 +113,14 @@ def pack_sums(sums: ClassMoments, exact: bool = False) -> PackedSums:
 
     Second moments are about the mean, so that no large numbers cancel.
     """
-    half = class_moments.pack_symmetric(sums.scatter)
-    return PackedSums(sums.counts, sums.totals, half if exact else half.astype(np.float32))
+    half = least_squares.pack_upper(sums.scatter, np.float64 if exact else np.float32)
+    return PackedSums(sums.counts, sums.totals, half)
 
 
 def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
     if kept is None:
         return None
-    scatter = class_moments.unpack_symmetric(kept.half, kept.totals.shape[1])
-    return ClassMoments(kept.counts, kept.totals, scatter.astype(np.float64, copy=False))
+    return ClassMoments(kept.counts, kept.totals, least_squares.unpack_symmetric(kept.half, kept.totals.shape[1]))
 
 
 # -- solving --------------------------------------------------------------------------------------

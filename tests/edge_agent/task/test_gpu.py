@@ -13,8 +13,9 @@ from children import Place, carried_out, child
 from fedquilt.arrays import tensors
 from fedquilt.core import Examples, Fit, UpdateError
 from fedquilt.edge_agent.engines.numpy import engine
-from fedquilt.edge_agent.engines.torch import gpu_memory
 from fedquilt.edge_agent.task import main
+
+torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
 
 MB = 10**6
 
@@ -53,7 +54,7 @@ def test_what_the_context_took_is_known_where_both_share_one_memory(shared: bool
     """The board had 1000 MB before and 850 MB after; a GPU with memory of its own takes none of the board's."""
     left = iter([1000 * MB, 850 * MB])
     cuda = Cuda(shared, reserved=20 * MB)
-    held = gpu_memory.TorchMemory(cuda, lambda: next(left))
+    held = torch_engine.TorchMemory(cuda, lambda: next(left))
     assert held.begin(2000 * MB) == context + 20 * MB
     assert cuda.share == pytest.approx((2000 * MB - context) / (8000 * MB))
     cuda.most = 300 * MB
@@ -63,7 +64,7 @@ def test_what_the_context_took_is_known_where_both_share_one_memory(shared: bool
 def test_a_budget_below_the_processs_own_size_leaves_a_hundredth_of_the_gpu() -> None:
     """A limit of 0 or less would be refused by torch, and the task fail with another error than that of memory."""
     cuda = Cuda(shared=False)
-    gpu_memory.TorchMemory(cuda, lambda: 0).begin(-5 * MB)
+    torch_engine.TorchMemory(cuda, lambda: 0).begin(-5 * MB)
     assert cuda.share == pytest.approx(0.01)
 
 
@@ -74,7 +75,7 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
     class Bench(main.TaskExecutor):
         def load_engine(self, name: str, budget_bytes: int) -> Any:
             made = super().load_engine(name, budget_bytes)
-            made.gpu = gpu_memory.TorchMemory(cuda, lambda: 0)
+            made.gpu = torch_engine.TorchMemory(cuda, lambda: 0)
             cuda.reserved = 40 * MB
             made.train, train = (
                 lambda *given, **more: (setattr(cuda, "most", 300 * MB), train(*given, **more))[1],
@@ -103,18 +104,17 @@ def test_a_process_whose_gpu_failed_is_replaced(place: Place) -> None:
 
 def test_losses_that_are_read_together_are_those_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """23 examples in mini-batches of 4, twice: 12 steps, read one by one and five at a time; same bits, same loss."""
-    module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
     start, draws = engine.init_tensors(network, 0), np.random.default_rng(0)
     examples = Examples(draws.random((23, 4), np.float32), np.arange(23) % 2)
 
     def trained(lr: float = 0.1) -> Any:
-        return module.TorchEngine(1 << 40).train(
+        return torch_engine.TorchEngine(1 << 40).train(
             network, start, examples, Fit(epochs=2, batch=4, lr=lr), tensors.seeded_rng(1)
         )
 
     singly = trained()
-    monkeypatch.setitem(module.READ_AT_ONCE, "cpu", 5)
+    monkeypatch.setitem(torch_engine.READ_AT_ONCE, "cpu", 5)
     together = trained()
     assert singly[1] == together[1]
     assert all(np.array_equal(singly[0][name], together[0][name]) for name in start)

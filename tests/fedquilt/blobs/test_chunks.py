@@ -17,7 +17,9 @@ def ref_of(payload: bytes) -> BlobRef:
 
 
 def cut(payload: bytes, chunk: int) -> wire.BlobManifest:
-    return blobs.chunks.build_manifest(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
+    return blobs.chunks.ManifestBuilder(
+        ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size]
+    ).hash_chunks()
 
 
 BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in range(20))  # 40 KiB
@@ -53,18 +55,20 @@ def test_cutting_reads_one_chunk_at_a_time() -> None:
         asked.append((offset, size))
         return BLOB[offset : offset + size]
 
-    blobs.chunks.build_manifest(ref_of(BLOB), 3 * KIB, read)
+    blobs.chunks.ManifestBuilder(ref_of(BLOB), 3 * KIB, read).hash_chunks()
     assert asked == [(3072 * number, 3072) for number in range(13)] + [(39936, 1024)]
 
 
 def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend() -> None:
     """A manifest has 64 characters per chunk: 1 KiB carries 12, 256 KiB carries 4092."""
     with pytest.raises(LinkError, match="raise the broker's packet limit"):
-        blobs.chunks.build_manifest(BlobRef(sha256="0" * 64, size=13 * KIB), KIB, lambda offset, size: bytes(size))
+        blobs.chunks.ManifestBuilder(
+            BlobRef(sha256="0" * 64, size=13 * KIB), KIB, lambda offset, size: bytes(size)
+        ).hash_chunks()
     with pytest.raises(LinkError, match=r"2000 MB; in chunks of 262144 bytes 1073 MB .* several smaller files"):
-        blobs.chunks.build_manifest(
+        blobs.chunks.ManifestBuilder(
             BlobRef(sha256="0" * 64, size=2_000_000_000), 256 * KIB, lambda offset, size: bytes(size)
-        )
+        ).hash_chunks()
 
 
 @pytest.mark.parametrize("chunk", [KIB, 2 * KIB, 127 * KIB, 256 * KIB])
@@ -78,7 +82,7 @@ def test_the_largest_manifest_that_is_cut_fits_one_message(chunk: int) -> None:
 def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting() -> None:
     """A disk that lost a bit."""
     with pytest.raises(DamagedBlobError, match="damaged on disk"):
-        blobs.chunks.build_manifest(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size))
+        blobs.chunks.ManifestBuilder(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size)).hash_chunks()
 
 
 # -- serving --

@@ -20,7 +20,9 @@ def ref_of(payload: bytes) -> BlobRef:
 
 
 def cut(payload: bytes, chunk: int) -> wire.BlobManifest:
-    return chunks.build_manifest(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
+    return chunks.ManifestBuilder(
+        ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size]
+    ).hash_chunks()
 
 
 CHUNK = 2 * KIB

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from fedquilt.blobs.storage import background_deletion
+from fedquilt.blobs.storage import store
 from fedquilt.blobs.storage.store import BlobStore
 
 
@@ -31,7 +31,7 @@ class Held:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     made = Held()
-    monkeypatch.setattr(background_deletion, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(store, "LARGE_BYTES", 1000)
     monkeypatch.setattr(os, "close", made)
     yield made
     made.may.set()  # a thread that waits would keep the process from ending
@@ -55,7 +55,7 @@ def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Descriptors do not run out, however many are dropped together."""
-    monkeypatch.setattr(background_deletion, "OPEN_MOST", 2)
+    monkeypatch.setattr(store, "OPEN_MOST", 2)
     depot = BlobStore(tmp_path)
     refs = [depot.store_bytes(bytes([number]) * size) for number, size in enumerate((999, 1000, 1000, 1000))]
     for ref in refs:

@@ -151,7 +151,7 @@ def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp
 def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path: Path) -> None:
     shared, payload = SharedBlobStore(tmp_path / "shared"), bytes(range(256)) * 16
     ref = BlobRef(sha256=sha256(payload), size=len(payload))
-    cut = chunks.build_manifest(ref, 1024, lambda offset, size: payload[offset : offset + size])
+    cut = chunks.ManifestBuilder(ref, 1024, lambda offset, size: payload[offset : offset + size]).hash_chunks()
     for name in ("one", "two"):
         lodger = SharedBlobView(tmp_path / name, shared)
         assert lodger.open_part(cut) == bytes(4)

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feature_moments import CLASSES, data
+from feature_moments import CLASSES, data, merged
 
-from fedquilt.models.stitching.algebra import class_moments, joint_head
+from fedquilt.models.stitching.algebra import class_moments, joint_head, least_squares
 from fedquilt.models.stitching.algebra.class_moments import ClassMoments, DeviceMoments
 from fedquilt.models.stitching.algebra.joint_head import NEVER, StandardisedSums, TapLayout
 from fedquilt.models.stitching.search import candidates
@@ -38,7 +38,7 @@ def near(one: np.ndarray, other: np.ndarray, share: float = 1e-8) -> bool:
 def test_merged_parts_are_the_sums_of_all_examples(devices: int) -> None:
     """Counts, class sums and second moments are those of the pooled examples, however these are split."""
     z, y = data()
-    found, wanted = class_moments.merge_moments([], shares(z, y, devices)), central(z, y)
+    found, wanted = merged(shares(z, y, devices)), central(z, y)
     assert np.array_equal(found.counts, wanted.counts)
     assert near(found.totals, wanted.totals)
     assert near(found.scatter, wanted.scatter)
@@ -48,10 +48,10 @@ def test_merging_in_steps_and_in_another_order_gives_the_same_sums() -> None:
     """Means 1,000 standard deviations from 0 cancel nothing."""
     z, y = data()
     parts = shares(z, y, 9)
-    at_once = class_moments.merge_moments([], parts)
-    stepwise = class_moments.merge_moments([], parts[-1:])
+    at_once = merged(parts)
+    stepwise = merged(parts[-1:])
     for each in parts[-2::-1]:
-        stepwise = class_moments.merge_moments([stepwise], [each])
+        stepwise = merged([each], stepwise)
     assert near(stepwise.scatter, at_once.scatter, 1e-10)
     assert near(stepwise.totals, at_once.totals, 1e-10)
 
@@ -85,7 +85,8 @@ def test_half_of_a_symmetric_matrix_is_enough() -> None:
     """Taken apart and put together again."""
     matrix = central(*data()).scatter
     assert np.array_equal(
-        class_moments.unpack_symmetric(class_moments.pack_symmetric(matrix), 12), np.triu(matrix) + np.triu(matrix, 1).T
+        least_squares.unpack_symmetric(least_squares.pack_upper(matrix, np.float64), 12),
+        np.triu(matrix) + np.triu(matrix, 1).T,
     )
 
 
@@ -93,7 +94,7 @@ def test_half_of_a_symmetric_matrix_is_enough() -> None:
 
 
 def standard(z: np.ndarray, y: np.ndarray) -> StandardisedSums:
-    return joint_head.standardise(class_moments.merge_moments([], [class_moments.device_moments(z, y, CLASSES)]))
+    return joint_head.standardise(class_moments.device_moments(z, y, CLASSES).to_sums())
 
 
 def criterion_by_hat(z: np.ndarray, y: np.ndarray, ridge: float) -> float:
@@ -232,9 +233,7 @@ def test_order_and_split_of_devices_do_not_change_the_head(devices: int) -> None
     parts = [class_moments.from_tensors(class_moments.to_tensors(each), CLASSES, 30) for each in shares(z, y, devices)]
     exact = shares(z, y, devices + 3, 8)
     for order in (parts, parts[::-1], exact):
-        found = scores(
-            joint_head.fit_discriminant(joint_head.standardise(class_moments.merge_moments([], order)), 0.1), z
-        )
+        found = scores(joint_head.fit_discriminant(joint_head.standardise(merged(order)), 0.1), z)
         assert np.abs(found - alone).max() <= 1e-6 * np.abs(alone).max()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from feature_moments import CLASSES, data, sent
+from feature_moments import CLASSES, data, merged, sent
 
 from fedquilt.core import UpdateError
 from fedquilt.models.stitching.algebra import class_moments
@@ -63,8 +63,8 @@ def test_a_part_is_not_changed_by_being_merged() -> None:
     """Values are folded more than once where updates are read ahead."""
     part = class_moments.device_moments(*data(20), CLASSES)
     before = replace(part, means=part.means.copy(), factor=part.factor.copy(), counts=part.counts.copy())
-    sums = class_moments.merge_moments([], [part])
-    class_moments.merge_moments([sums], [part])
+    sums = merged([part])
+    merged([part], sums)
     assert np.array_equal(part.means, before.means)
     assert np.array_equal(part.factor, before.factor)
-    assert np.array_equal(sums.scatter, class_moments.merge_moments([], [part]).scatter)
+    assert np.array_equal(sums.scatter, merged([part]).scatter)

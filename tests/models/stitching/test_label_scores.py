@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fedquilt.models.stitching.algebra import cka, label_scores
+from fedquilt.models.stitching.algebra import cka
 from fedquilt.models.stitching.algebra.cka import CkaScore
 
 Judge = Callable[[np.ndarray, np.ndarray], CkaScore]
-JUDGES = (label_scores.label_alignment, label_scores.explained_variance)
+JUDGES = (cka.label_alignment, cka.explained_variance)
 
 
 def drawn(n: int = 64, d: int = 200, apart: float = 0.0, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -35,8 +35,8 @@ def test_the_alignment_is_the_unbiased_cka_with_one_hot_labels() -> None:
     """The Gram matrix of labels is 1 where they are equal; numbers and order of classes are no matter."""
     x, y = drawn(apart=0.5)
     wanted = cka.cka(cka.gram_matrix(x), np.equal.outer(y, y).astype(float)).value
-    assert label_scores.label_alignment(x, y).value == pytest.approx(wanted, abs=1e-12)
-    assert label_scores.label_alignment(x, 40 - 7 * y).value == pytest.approx(wanted, abs=1e-12)
+    assert cka.label_alignment(x, y).value == pytest.approx(wanted, abs=1e-12)
+    assert cka.label_alignment(x, 40 - 7 * y).value == pytest.approx(wanted, abs=1e-12)
 
 
 def test_the_share_explained_is_by_the_generalised_cross_validation_of_a_ridge() -> None:
@@ -45,13 +45,13 @@ def test_the_share_explained_is_by_the_generalised_cross_validation_of_a_ridge()
     labels = np.eye(4)[y] - np.eye(4)[y].mean(axis=0)
     z = (x - x.mean(axis=0)) / x.std(axis=0)
     errors = []
-    for strength in label_scores.STRENGTHS:
+    for strength in cka.STRENGTHS:
         lam = strength * np.trace(z @ z.T) / 24
         hat = z @ np.linalg.solve(z.T @ z + lam * np.eye(10), z.T)
         rss = float(((labels - hat @ labels) ** 2).sum())
         errors.append(rss / (24 - np.trace(hat) - 1) ** 2)
     wanted = 1 - min(errors) / ((labels**2).sum() / 23**2)
-    assert label_scores.explained_variance(x, y).value == pytest.approx(wanted, abs=1e-9)
+    assert cka.explained_variance(x, y).value == pytest.approx(wanted, abs=1e-9)
 
 
 @pytest.mark.parametrize("judge", JUDGES)

@@ -11,9 +11,8 @@ from feature_moments import CLASSES, data
 
 from fedquilt.arrays import exact_sums, tensors
 from fedquilt.core import DeviceUpdate
-from fedquilt.models.stitching.algebra import class_moments, exact_moments
-from fedquilt.models.stitching.algebra.class_moments import ClassMoments
-from fedquilt.models.stitching.algebra.exact_moments import PANEL, ExactMomentSums
+from fedquilt.models.stitching.algebra import class_moments
+from fedquilt.models.stitching.algebra.class_moments import PANEL, ClassMoments, ExactMomentSums
 
 WIDE = PANEL + 45  # features, in two panels
 
@@ -65,7 +64,7 @@ def test_parts_are_kept_until_they_are_larger_than_their_sum() -> None:
         total = gathered(all_of_them[:count])
         size = len(tensors.pack_state(total))
         held = sum(tensors.total_bytes(update.bundles.values()) for update in all_of_them[:count])
-        assert bool(total.sums) == (held > exact_moments.sum_bytes(WIDE))
+        assert bool(total.sums) == (held > class_moments.sum_bytes(WIDE))
         assert set(total.parts) == (set() if total.sums else {update.device for update in all_of_them[:count]})
         assert total.short == count // 2
         assert total.devices == {update.device: 1 for update in all_of_them[:count]}

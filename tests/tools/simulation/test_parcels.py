@@ -13,9 +13,9 @@ from fedquilt.coordinator.settings import AdversarySettings
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
 from fedquilt.tools.simulation import adversaries
-from fedquilt.tools.simulation.workers import packages
-from fedquilt.tools.simulation.workers.protocol import WorkOutcome
-from fedquilt.tools.simulation.workers.ray.node import NodeFiles
+from fedquilt.tools.simulation.workers.protocol import WorkerReply, WorkOutcome
+from fedquilt.tools.simulation.workers.ray.node import NodeFiles, unpack_request
+from fedquilt.tools.simulation.workers.ray.workers import pack_request, write_outputs
 
 LYING = AdversarySettings(share=0.2, attack="inner_product")
 
@@ -52,14 +52,14 @@ def order(folder: Path, **changes: object) -> WorkRequest:
 def test_a_sent_order_names_no_path_of_this_machine_and_the_other_one_puts_its_own_in(tmp_path: Path) -> None:
     """Bundle, private state and what adversaries overheard; everything else stays as it is."""
     given = order(tmp_path)
-    sent, files = packages.pack_request(given)
+    sent, files = pack_request(given)
     assert str(tmp_path) not in repr(sent)
     assert files == {
         sha256(b"weights"): given.bundles["model"],
         sha256(b"private state"): given.private,
         sha256(b"what others sent"): str(tmp_path / "honest"),
     }
-    there = packages.unpack_request(sent, lambda content: f"/node/{content}", "/node/caches", "/node/out")
+    there = unpack_request(sent, lambda content: f"/node/{content}", "/node/caches", "/node/out")
     assert there.bundles == {"model": f"/node/{sha256(b'weights')}"}
     assert there.private == f"/node/{sha256(b'private state')}"
     assert there.data == adversaries.add_honest_mean(given, f"/node/{sha256(b'what others sent')}").data
@@ -71,9 +71,9 @@ def test_an_order_of_a_board_that_overhears_nobody_keeps_its_data(data: dict[str
     given = WorkRequest(
         task=plain.task(), device="dev-0", budget_bytes=1, data=data, bundles={}, private=None, cache="", out=""
     )
-    sent, files = packages.pack_request(given)
+    sent, files = pack_request(given)
     assert (sent.data, files) == (data, {})
-    assert packages.unpack_request(sent, str, "/node/caches", "/node/out").data == data
+    assert unpack_request(sent, str, "/node/caches", "/node/out").data == data
 
 
 def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written_it(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_what_a_node_made_lies_where_a_worker_of_this_machine_would_have_written
         blobs={sha256(small): small, sha256(large): large},
         private=ref(private),
     )
-    made = packages.WorkResults([WorkOutcome(outcome, False)], {sha256(private): private})
-    (done,) = packages.write_outputs([given], made)
+    made = WorkerReply([WorkOutcome(outcome, False)], private={sha256(private): private})
+    (done,) = write_outputs([given], made).done
     assert done.outcome.blobs == {sha256(small): small}
     assert (tmp_path / f"dev-0.{sha256(large)}").read_bytes() == large
     assert (tmp_path / "dev-0.private.safetensors").read_bytes() == private

@@ -108,7 +108,7 @@ def open_pool_backend(
         JobError: If the engine is unknown, the number of workers is invalid, or the nodes differ.
         PoolError: If a worker has ended, or no cluster is reachable.
     """
-    nothing = () if test is None else (DeviceData(NEWCOMER, Examples(test.x[:0], test.y[:0]), test),)
+    nothing = () if test is None else (_test_set_device(test),)
     library, where = choose_job_engine(job, methods.load(job.method)), choose_engine(engine, os.environ)
     made: WorkerGroup
     if where == "pool":
@@ -141,32 +141,25 @@ def make_local_backend(
         together: Train several devices in one graph.
         test: Examples of `WorkBackend.evaluate_test_set`.
     """
-    make = local_backend.make_engine if together else engines.create_engine
-    made, count = make_executor(members, load=load, engine=engine, test=test, make=make)
-
-    def carry(orders: Sequence[WorkRequest]) -> list[WorkResult]:
-        return [outcome for outcome, _ in local_backend.run_requests([(made, order) for order in orders], together)]
-
-    return WorkBackend(carry, count, machines={machines.get_machine_name(): machines.describe_this_machine()}), count
-
-
-def make_executor(
-    members: Iterable[DeviceData],
-    *,
-    load: Callable[[str], Method] = methods.load,
-    engine: Any = None,
-    test: Examples | None = None,
-    make: Callable[[str, int], Any] = engines.create_engine,
-) -> tuple[local_backend.WorkExecutor, dict[str, int]]:
-    """Return an executor for the devices in this process, and their numbers of held-out examples."""
     held = {member.device: member for member in members}
     count = {name: len(member.held) for name, member in held.items()}
     if test is not None:
-        held[NEWCOMER] = DeviceData(NEWCOMER, Examples(test.x[:0], test.y[:0]), test)
+        held[NEWCOMER] = _test_set_device(test)
 
     def share(device: str) -> tuple[Examples, Examples]:
         return held[device].train, held[device].held
 
-    return local_backend.WorkExecutor(share, load, make) if engine is None else local_backend.SingleEngineExecutor(
-        share, load, engine
-    ), count
+    if engine is None:
+        make = local_backend.make_engine if together else engines.create_engine
+        executor = local_backend.WorkExecutor(share, load, make)
+    else:
+        executor = local_backend.SingleEngineExecutor(share, load, engine)
+
+    def carry(orders: Sequence[WorkRequest]) -> list[WorkResult]:
+        return [outcome for outcome, _ in local_backend.run_requests([(executor, order) for order in orders], together)]
+
+    return WorkBackend(carry, count, machines={machines.get_machine_name(): machines.describe_this_machine()}), count
+
+
+def _test_set_device(test: Examples) -> DeviceData:
+    return DeviceData(NEWCOMER, Examples(test.x[:0], test.y[:0]), test)

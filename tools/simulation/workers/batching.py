@@ -43,7 +43,6 @@ class BatchWait(BaseException):
     """Signal that a client function waits for a call that is trained in a batch."""
 
     def __init__(self, call: Any) -> None:
-        super().__init__()
         self.call = call
 
 
@@ -52,20 +51,8 @@ class ReplayEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._given: list[Given | None] = []  # calls of `train` so far, None for a call that must run alone
-        self._at = 0  # which call comes next
-
-    @property
-    def was_batchable(self) -> bool:
-        return any(given is not None for given in self._given)
-
-    def rewind(self) -> None:
-        """Replay the stored results from the first call on."""
-        self._at = 0
-
-    def add_result(self, reply: Any, generator: Any) -> None:
-        """Store the result of the waiting call, or its exception, and the generator state after the call."""
-        self._given.append((reply, generator))
+        self.given: list[Given | None] = []  # calls of `train` so far, None for a call that must run alone
+        self.next_call = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -76,13 +63,13 @@ class ReplayEngine:
         Raises:
             BatchWait: If the call can be trained in a batch.
         """
-        if self._at == len(self._given):
+        if self.next_call == len(self.given):
             call = self._engine.batchable_call(network, start, examples, fit, rng, **options)
             if call is not None:
                 raise BatchWait(call)
-            self._given.append(None)
-        before = self._given[self._at]
-        self._at += 1
+            self.given.append(None)
+        before = self.given[self.next_call]
+        self.next_call += 1
         if before is None:
             return self._engine.train(network, start, examples, fit, rng, **options)
         reply, rng.bit_generator.state = before
@@ -109,7 +96,7 @@ def run_together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[t
         for index in left:
             try:
                 if joints:
-                    joints[index].rewind()
+                    joints[index].next_call = 0
                 found[index] = functions[index](joints[index] if joints else engine)
             except BatchWait as wait:
                 calls[index] = wait.call
@@ -118,5 +105,5 @@ def run_together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[t
         left = list(calls)
         replies = engine.train_together(list(calls.values())) if calls else []
         for (index, call), reply in zip(calls.items(), replies, strict=True):
-            joints[index].add_result(reply, call.rng.bit_generator.state)
-    return [(value, bool(joints) and joints[index].was_batchable) for index, value in enumerate(found)]
+            joints[index].given.append((reply, call.rng.bit_generator.state))
+    return [(value, bool(joints) and any(joints[index].given)) for index, value in enumerate(found)]

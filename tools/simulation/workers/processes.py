@@ -10,11 +10,10 @@ import mmap
 import os
 import selectors
 import signal
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +36,6 @@ from fedquilt.tools.simulation.workers.protocol import (
 )
 
 TRACEBACK: Final = "Traceback (most recent call last)"  # before the last words of a worker that Python has ended
-LENGTH: Final = struct.Struct("<Q")
 WORKERS_MOST: Final = 256  # each takes two open files of this process
 
 
@@ -56,7 +54,7 @@ class ProcessWorkers:
         if not 1 <= count <= WORKERS_MOST:
             raise JobError(f"{count} workers: 1 to {WORKERS_MOST} can be had, and one for each core is enough")
         self._engine, self._count = engine, count
-        self._sockets: list[socket.socket] = []
+        self._pipes: list[Connection] = []
         self._blobs: list[int] = []  # files in memory, one for each worker
         self._process: subprocess.Popen[bytes] | None = None
         self._oom_kills = memory_budget.count_oom_kills()
@@ -66,11 +64,8 @@ class ProcessWorkers:
 
     def start(self, folder: Path) -> None:
         self._said = folder / "said"
-        ends: list[socket.socket] = []
-        for _ in range(self._count):
-            ours, theirs = socket.socketpair()
-            self._sockets.append(ours)
-            ends.append(theirs)
+        both = [Pipe() for _ in range(self._count)]
+        self._pipes, ends = [ours for ours, _ in both], [theirs for _, theirs in both]
         self._blobs = [os.memfd_create("fedquilt-blobs") for _ in ends]
         pairs = [(end.fileno(), blobs) for end, blobs in zip(ends, self._blobs, strict=True)]
         command = [sys.executable, "-m", "fedquilt.tools.simulation.workers.worker", str(os.getpid()), self._engine]
@@ -86,18 +81,18 @@ class ProcessWorkers:
         for end in ends:
             end.close()
         self._selector = selectors.DefaultSelector()
-        for index, each in enumerate(self._sockets):
+        for index, each in enumerate(self._pipes):
             self._selector.register(each, selectors.EVENT_READ, index)
 
     def send_setup(self, setup: PoolSetup) -> None:
         payload = msgspec.msgpack.encode(setup)
-        for each in self._sockets:
+        for each in self._pipes:
             self._send_message(each, payload)
 
     def wait_until_ready(self) -> None:
-        for each in self._sockets:
+        for each in self._pipes:
             self._send_message(each, msgspec.msgpack.encode(WorkBatch()))
-        for each in self._sockets:
+        for each in self._pipes:
             self._receive_message(each)
 
     @property
@@ -108,20 +103,20 @@ class ProcessWorkers:
 
     @property
     def ready(self) -> range:
-        # a socket buffers the requests of a worker that is still starting
+        # a pipe buffers the requests of a worker that is still starting
         return range(self._count)
 
     def send_work(self, worker: int, work: WorkBatch) -> None:
-        self._send_message(self._sockets[worker], msgspec.msgpack.encode(work))
+        self._send_message(self._pipes[worker], msgspec.msgpack.encode(work))
 
     def receive_replies(self, *, block: bool) -> Iterator[tuple[int, WorkerReply | WorkerSum | None]]:
         for key, _ in self._selector.select(None if block else 0):
-            reply = FROM.decode(self._receive_message(self._sockets[key.data]))
+            reply = FROM.decode(self._receive_message(self._pipes[key.data]))
             yield key.data, reply.read_from_file(self._blobs[key.data])
 
     def stop(self, *, now: bool) -> None:
         self._selector.close()
-        for each in self._sockets:
+        for each in self._pipes:
             each.close()
         for blobs in self._blobs:
             os.close(blobs)
@@ -130,20 +125,17 @@ class ProcessWorkers:
                 self._process.kill()
             self._process.wait()
 
-    def _send_message(self, to: socket.socket, payload: bytes) -> None:
+    def _send_message(self, to: Connection, payload: bytes) -> None:
         try:
-            to.sendall(LENGTH.pack(len(payload)) + payload)
+            to.send_bytes(payload)
         except OSError:
             raise self._make_worker_error() from None
 
-    def _receive_message(self, of: socket.socket) -> bytearray:
+    def _receive_message(self, of: Connection) -> bytes:
         try:
-            answer = receive_message(of)
-        except OSError:
-            answer = None
-        if answer is None:
-            raise self._make_worker_error()
-        return answer
+            return of.recv_bytes()
+        except (EOFError, OSError):
+            raise self._make_worker_error() from None
 
     def _make_worker_error(self) -> PoolError:
         # only the exit status of the first process is available, because it is the parent of all workers
@@ -173,7 +165,7 @@ class ProcessWorkers:
 class DetachedResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Reply whose blobs are in a memory file, one after another.
 
-    A socket would block both sides, because its buffer is smaller than a reply can be.
+    A pipe would block both sides, because its buffer is smaller than a reply can be.
     """
 
     answer: WorkerReply
@@ -213,20 +205,3 @@ def detach_blobs(answer: WorkerReply) -> tuple[DetachedResult, list[bytes]]:
     sizes = [[(sha256, len(payload)) for sha256, payload in each.items()] for each in blobs]
     pieces = [payload for each in blobs for payload in each.values()]
     return DetachedResult(WorkerReply(bare, answer.summed), sizes), pieces
-
-
-def receive_message(of: socket.socket) -> bytearray | None:
-    """Return the next message of a socket, or None at the end of the stream."""
-    head = _receive_exactly(of, LENGTH.size)
-    return None if head is None else _receive_exactly(of, LENGTH.unpack(head)[0])
-
-
-def _receive_exactly(of: socket.socket, size: int) -> bytearray | None:
-    payload = bytearray(size)
-    view, have = memoryview(payload), 0
-    while have < size:
-        count = of.recv_into(view[have:])
-        if not count:
-            return None
-        have += count
-    return payload

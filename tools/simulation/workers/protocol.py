@@ -40,9 +40,12 @@ class PoolSetup(msgspec.Struct, frozen=True):
 
 
 class WorkBatch(msgspec.Struct, frozen=True):
+    """Work requests for one worker, with a sha256 instead of each path for a worker of another machine."""
+
     orders: tuple[WorkRequest, ...] = ()
     together: bool = False
     state: str = ""  # file of the round's state if the worker folds the updates, or ""
+    contents: tuple[str, ...] = ()  # files that the other machine can fetch, in the order of their references
 
 
 class WorkOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -57,6 +60,7 @@ class WorkerReply(msgspec.Struct, frozen=True, array_like=True):
 
     done: list[WorkOutcome]
     summed: bool = False
+    private: dict[str, bytes] = {}  # on the way from another machine: private state by sha256
 
 
 class WorkerSum(msgspec.Struct, frozen=True):

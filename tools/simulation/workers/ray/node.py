@@ -1,7 +1,7 @@
 """Worker of a pool as an actor on a node of a Ray cluster.
 
-Arguments and replies are bytes in our own encoding, and references to such bytes in Ray's object store. The workers
-of a node share a folder, in which each file is stored once under its sha256.
+Arguments and replies are messages of the pool's protocol as bytes in our own encoding, and references to such bytes in
+Ray's object store. The workers of a node share a folder, in which each file is stored once under its sha256.
 """
 
 from __future__ import annotations
@@ -17,19 +17,40 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from fedquilt.core import StoreError
 from fedquilt.edge_agent.task.outputs import PRIVATE
-from fedquilt.tools.simulation import machines
+from fedquilt.edge_agent.task.protocol import WorkRequest
+from fedquilt.tools.simulation import adversaries, machines
 from fedquilt.tools.simulation.scratch_folders import SharedFolder
-from fedquilt.tools.simulation.workers import packages, worker
-from fedquilt.tools.simulation.workers.protocol import WorkBatch
+from fedquilt.tools.simulation.workers import worker
+from fedquilt.tools.simulation.workers.protocol import PoolSetup, WorkBatch
 
 log = logging.getLogger("fedquilt.simulation")
 
 MOST_BYTES: Final = 1 << 30  # of a node's files beside the examples; those used longest ago go first
 Fetch = Callable[[Any], bytes]
 """Bytes of a reference into the object store."""
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    engine: str
+    modules: tuple[str, ...]  # of plug-ins, whose content it reports
+    folder: str  # name of the folder that the workers of its node share
+
+
+def unpack_request(order: WorkRequest, find: Callable[[str], str], cache: str, out: str) -> WorkRequest:
+    """Return the work request with paths of this machine. `find` returns the path of a sha256."""
+    if (honest := adversaries.honest_file(order)) is not None:
+        order = adversaries.add_honest_mean(order, find(honest))
+    return replace(
+        order,
+        bundles={name: find(sha256) for name, sha256 in order.bundles.items()},
+        private=None if order.private is None else find(order.private),
+        cache=f"{cache}/{order.device}",
+        out=out,
+    )
 
 
 class NodeFiles:
@@ -100,13 +121,13 @@ class RayNode:
     """Worker as a Ray actor. All methods take and return msgpack bytes.
 
     Args:
-        asked: Encoded `packages.WorkerSetup`.
+        asked: Encoded `WorkerSetup`.
     """
 
     def __init__(self, asked: bytes) -> None:
         import ray
 
-        self._asked = msgspec.msgpack.decode(asked, type=packages.WorkerSetup)
+        self._asked = msgspec.msgpack.decode(asked, type=WorkerSetup)
         self._fetch: Fetch = ray.get
         self._worker: worker.PoolWorker | None = None
 
@@ -123,50 +144,54 @@ class RayNode:
     def begin(self, begin: bytes, pieces: Sequence[Any]) -> bytes:
         """Receive the examples. Only the first worker of a node fetches them. Return empty bytes.
 
+        Args:
+            begin: Encoded `PoolSetup` with the sha256 of the examples instead of their file.
+            pieces: References to the parts of the examples.
+
         Raises:
             StoreError: If the received examples have another digest.
         """
-        told = msgspec.msgpack.decode(begin, type=packages.ExamplesTransfer)
+        setup = msgspec.msgpack.decode(begin, type=PoolSetup)
         path = self._common.path / "examples"
         with (self._common.path / "examples.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                self._fetch_examples(path, told.sha256, pieces)
-        self._worker = worker.PoolWorker(msgspec.structs.replace(told.setup, examples=str(path)))
+                self._fetch_examples(path, setup.examples, pieces)
+        self._worker = worker.PoolWorker(replace(setup, examples=str(path)))
         return b""
 
     def answer(self, parcel: bytes, offered: Sequence[Any]) -> bytes:
-        """Run work requests and return encoded `packages.WorkResults`.
+        """Run work requests and return an encoded `WorkerReply`.
 
         Args:
-            parcel: Encoded `packages.WorkPackage`.
-            offered: References to the contents of the parcel.
+            parcel: Encoded `WorkBatch`.
+            offered: References to the contents of the batch.
 
         Raises:
             StoreError: If the disk of this node failed, which is not the fault of a device.
         """
-        told = msgspec.msgpack.decode(parcel, type=packages.WorkPackage)
+        told = msgspec.msgpack.decode(parcel, type=WorkBatch)
         references = dict(zip(told.contents, offered, strict=True))
         caches = f"{self._common.path}/caches"
 
         def find(sha256: str) -> str:
             return self._files.ensure_file(sha256, references[sha256])
 
-        orders = tuple(packages.unpack_request(each, find, caches, str(self._out)) for each in told.work.orders)
+        orders = tuple(unpack_request(each, find, caches, str(self._out)) for each in told.orders)
         assert self._worker is not None
-        done = self._worker.run_batch(WorkBatch(orders, told.work.together)).done
-        for each in done:
+        reply = self._worker.run_batch(WorkBatch(orders, told.together))
+        for each in reply.done:
             if each.outcome.code == "disk":
                 raise StoreError(each.outcome.reason)
         private = {}
-        for order, each in zip(orders, done, strict=True):
+        for order, each in zip(orders, reply.done, strict=True):
             if (left := each.outcome.private) is not None:
                 payload = Path(f"{order.out}/{order.prefix}{PRIVATE}").read_bytes()
                 private[left.sha256] = payload
                 self._files.store_file(left.sha256, payload)
         self._files.evict_files(told.contents)
         shutil.rmtree(self._out, ignore_errors=True)
-        return msgspec.msgpack.encode(packages.WorkResults(done, private))
+        return msgspec.msgpack.encode(replace(reply, private=private))
 
     def leave(self) -> bytes:
         """Delete the files of this worker, and those of the node with its last worker. Return empty bytes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,16 +18,25 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from fedquilt.core import JobError
+from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import WorkRequest
-from fedquilt.host.disk import REAL
-from fedquilt.tools.simulation import machines
+from fedquilt.host.disk import REAL, disk_errors
+from fedquilt.tools.simulation import adversaries, machines
 from fedquilt.tools.simulation.machines import Machine
-from fedquilt.tools.simulation.workers import packages
-from fedquilt.tools.simulation.workers.protocol import KEPT, SINGLE, PoolError, PoolSetup, WorkBatch, WorkerReply
+from fedquilt.tools.simulation.workers.protocol import (
+    KEPT,
+    SINGLE,
+    PoolError,
+    PoolSetup,
+    WorkBatch,
+    WorkerReply,
+    WorkOutcome,
+)
 from fedquilt.tools.simulation.workers.ray import cluster
-from fedquilt.tools.simulation.workers.ray.node import RayNode
+from fedquilt.tools.simulation.workers.ray.node import RayNode, WorkerSetup
 
 log = logging.getLogger("fedquilt.simulation")
 
@@ -72,7 +82,7 @@ class RayWorkers:
         self._calls: dict[Any, int] = {}  # reference of an answer -> worker
         self._number = 0
         self._folder = f"ray-{secrets.token_hex(8)}"
-        self._begin: packages.ExamplesTransfer | None = None
+        self._examples, self._begin = "", b""  # file of the examples, and the message that precedes them
         self._pieces: list[Any] = []  # of the examples, while a worker fetches them
         self._references: dict[str, Any] = {}  # sha256 -> reference
         self._failed: Counter[str] = Counter()  # node -> workers in a row that did not get ready
@@ -95,7 +105,8 @@ class RayWorkers:
 
     def send_setup(self, setup: PoolSetup) -> None:
         # each node receives the examples when its first worker has reported
-        self._begin = packages.ExamplesTransfer(setup, REAL.hash_file(setup.examples))
+        self._examples = setup.examples
+        self._begin = msgspec.msgpack.encode(replace(setup, examples=REAL.hash_file(setup.examples)))
 
     def wait_until_ready(self) -> None:
         """Wait until all workers are ready, or some are and PATIENCE_S has passed.
@@ -121,12 +132,12 @@ class RayWorkers:
         # workers on Ray do not fold: the state of the round is not among the files
         sent, files, orders = [], {}, work.orders
         for order in orders:
-            packed, named = packages.pack_request(order)
+            packed, named = pack_request(order)
             sent.append(packed)
             files.update(named)
         shared = {ref.sha256 for order in orders for ref in order.task.bundles.values()}
         offered = [self._get_object_reference(sha256, path, sha256 in shared) for sha256, path in files.items()]
-        parcel = packages.WorkPackage(WorkBatch(tuple(sent), work.together), tuple(files))
+        parcel = WorkBatch(tuple(sent), work.together, contents=tuple(files))
         given = self._all[worker]
         given.orders, given.held = orders, offered
         self._record_call(worker, given.actor.answer.remote(msgspec.msgpack.encode(parcel), offered))
@@ -147,12 +158,7 @@ class RayWorkers:
                     yield number, None
                 continue
             if hired.state == "ready":
-                yield (
-                    number,
-                    WorkerReply(
-                        packages.write_outputs(orders, msgspec.msgpack.decode(answer, type=packages.WorkResults))
-                    ),
-                )
+                yield number, write_outputs(orders, msgspec.msgpack.decode(answer, type=WorkerReply))
             else:
                 self._advance_startup(number, hired, answer)
         if block and time.monotonic() > self._looked_s + LOOK_S:
@@ -201,7 +207,7 @@ class RayWorkers:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         folder = f"{self._folder}-{node[:12]}"
-        asked = packages.WorkerSetup(self._engine, self._modules, folder)
+        asked = WorkerSetup(self._engine, self._modules, folder)
         actor = self._actor.options(
             num_cpus=1,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
@@ -229,13 +235,11 @@ class RayWorkers:
             return
         if not self._admit_machine(number, hired, answer):
             return
-        assert self._begin is not None
         hired.state = "begin"
         if not self._pieces:
-            self._pieces = [
-                self._ray.put(each) for each in packages.read_pieces(self._begin.setup.examples, PIECE_BYTES)
-            ]
-        self._record_call(number, hired.actor.begin.remote(msgspec.msgpack.encode(self._begin), self._pieces))
+            with open(self._examples, "rb") as file:
+                self._pieces = [self._ray.put(piece) for piece in iter(lambda: file.read(PIECE_BYTES), b"")]
+        self._record_call(number, hired.actor.begin.remote(self._begin, self._pieces))
 
     def _admit_machine(self, number: int, hired: RayWorkerHandle, answer: bytes) -> bool:
         named = self._names[hired.node]
@@ -292,3 +296,42 @@ class RayWorkers:
             while len(self._references) > REFERENCES:
                 del self._references[next(iter(self._references))]
         return reference
+
+
+def pack_request(order: WorkRequest) -> tuple[WorkRequest, dict[str, str]]:
+    """Return a work request without paths, and the path of each file by sha256."""
+    files = {order.task.bundles[name].sha256: path for name, path in order.bundles.items()}
+    private = None
+    if order.private is not None:
+        private = REAL.hash_file(order.private)
+        files[private] = order.private
+    if (honest := adversaries.honest_file(order)) is not None:
+        files[REAL.hash_file(honest)] = honest
+        order = adversaries.add_honest_mean(order, REAL.hash_file(honest))
+    bundles = {name: order.task.bundles[name].sha256 for name in order.bundles}
+    sent = replace(order, bundles=bundles, private=private, cache="", out="", whole_bytes=sys.maxsize)
+    return sent, files
+
+
+def write_outputs(orders: Sequence[WorkRequest], made: WorkerReply) -> WorkerReply:
+    """Write the outputs of a remote worker into the folders of the work requests.
+
+    Returns:
+        Reply with the small blobs alone, as a worker of this machine returns it.
+
+    Raises:
+        StoreError: If a file cannot be written.
+    """
+    found = []
+    for order, done in zip(orders, made.done, strict=True):
+        outcome, small = done.outcome, {}
+        with disk_errors(f"write into {order.out}"):
+            for sha256, payload in outcome.blobs.items():
+                if len(payload) < order.whole_bytes:
+                    small[sha256] = payload
+                else:
+                    REAL.write(f"{order.out}/{order.prefix}{sha256}", payload)
+            if outcome.private is not None:
+                REAL.write(f"{order.out}/{order.prefix}{PRIVATE}", made.private[outcome.private.sha256])
+        found.append(WorkOutcome(replace(outcome, blobs=small), done.joint))
+    return WorkerReply(found)
