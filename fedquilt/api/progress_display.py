@@ -12,13 +12,13 @@ from fedquilt.console import progress
 class Display(Protocol):
     """Progress line that replaces its previous content."""
 
-    def show(self, line: str) -> None: ...
+    def show(self, line: str, done: float | None = None, total: float | None = None) -> None: ...
 
     def close(self) -> None: ...
 
 
 class SilentDisplay:
-    def show(self, line: str) -> None: ...
+    def show(self, line: str, done: float | None = None, total: float | None = None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -29,9 +29,9 @@ class TerminalDisplay:
     def __init__(self) -> None:
         self._last = ""
 
-    def show(self, line: str) -> None:
+    def show(self, line: str, done: float | None = None, total: float | None = None) -> None:
         self._last = line
-        progress.LINE.show_status(line)
+        progress.LINE.show_status(line, done, total)
 
     def close(self) -> None:
         progress.LINE.end_operation()
@@ -46,7 +46,9 @@ class NotebookDisplay:
         self._ipython = ipython
         self._handle: Any = None
 
-    def show(self, line: str) -> None:
+    def show(self, line: str, done: float | None = None, total: float | None = None) -> None:
+        if total:
+            line = f"{line} {progress.format_bar((done or 0.0) / total)}"
         shown = self._ipython.HTML(f"<pre>{escape(line)}</pre>")
         if self._handle is None:
             self._handle = self._ipython.display(shown, display_id=True)

@@ -112,7 +112,7 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
                 f"{blobs.given_options[0]} has no effect: a coordinator serves {home}, by the options of its "
                 "own command"
             )
-        terminal.print_log(store, id, follow=True)
+        terminal.print_log(store, id, follow=True, wordy=verbosity() > 0)
     return report_end(home, id, store.stored_status(id), f"fedquilt resume {id}")
 
 
