@@ -62,8 +62,8 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
 
 
 def is_evaluation_due(state: JobState) -> bool:
-    """Return whether the state after a round, which is that of the job, is still to be evaluated."""
-    every = state.plan.check_every
+    """Return whether the state after a round, which is that of the job, is evaluated in a later one."""
+    every = 0 if state.plan.check_beside else state.plan.check_every
     return bool(every) and (state.is_work_done or state.completed_rounds % every == 0)
 
 

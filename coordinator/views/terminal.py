@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -63,6 +62,8 @@ WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
 BRIEF: Final = (EligibilityRecorded, CohortSelected, UpdateAccepted, TaskDeclined, UpdateRejected, RoundClosed)
 """Events within a round, which only its status shows."""
 
+ELAPSED: Final = "[{:6.1f} s] "
+VIRTUAL: Final = "[{:6.1f} s virtual] "
 ENDED: Final = ("done", "failed", "stopped")
 SINGLY = 3  # declines of a round for one reason that are printed one by one; further ones are counted
 
@@ -160,7 +161,8 @@ class Console:
             mend: The hint on how to start missing devices.
         """
         self._block, self._named, self._wordy = progress.ProgressLine(sys.stdout), named, wordy
-        self._clock, self._stamp = clock, stamp or partial(format_elapsed, clock())
+        began_s = clock()
+        self._clock, self._stamp = clock, stamp or (lambda now_s: ELAPSED.format(now_s - began_s))
         self._contact, self._mend = ConnectionReporter(), mend
         self._wait_s = -math.inf  # when it was last looked at
         self._runs: dict[str, _WatchedRun] = {}
@@ -170,7 +172,7 @@ class Console:
     def observe(self, job: JobView, fact: AnyEvent) -> None:
         run = self._watch_run(job)
         before, run.summary = run.summary, run.summary.after(fact, state=job.rounds)
-        self._shown = job.id
+        self._shown, run.wait = job.id, None
         if isinstance(fact, JobEnded) and fact.code:  # the end names the cause
             self._declines = defaultdict(list, {key: kept for key, kept in self._declines.items() if key[0] != job.id})
         if not isinstance(fact, BRIEF):
@@ -192,11 +194,6 @@ class Console:
             self.close()
         self.refresh()
 
-    def observe_score(self, id: str, score: str) -> None:
-        """Print the line of the last round with its score, which is from outside of the run's rounds."""
-        if id in self._runs:
-            self._print_round(self._runs[id], score)
-
     def observe_rollout(self, rollout: Rollout, fact: rounds_rollout.AnyRolloutEvent) -> None:
         """Print an event of a rollout, but a device's report only if it failed or all events are printed."""
         if self._wordy or not isinstance(fact, rounds_rollout.StatusReported) or fact.phase in rounds_rollout.FAILED:
@@ -208,13 +205,11 @@ class Console:
         return run
 
     def _print_round(self, run: _WatchedRun, score: str) -> None:
-        run.score = score or run.score
-        committed, run.committed = run.committed, None
-        if committed is not None and not self._wordy:
-            width = table.PLAIN - len(self._format_head(run.job.id))
-            self._report_for(
-                run.job.id, event_messages.format_round(committed, run.job.rounds.plan.rounds, score, width)
-            )
+        job, committed = run.job, run.committed
+        run.score, run.committed = score or run.score, None
+        if committed is not None:
+            width = table.PLAIN - len(self._format_head(job.id))
+            self._report_for(job.id, event_messages.format_round(committed, job.rounds.plan.rounds, score, width))
 
     def _print_declines(self) -> None:
         for (run, round, code), lines in self._declines.items():
@@ -269,6 +264,7 @@ class Console:
     ) -> None:
         run = self._watch_run(job)
         run.wait, line = wait, run.waiting.line_due(wait, now_s)
+        self._shown = self._shown or job.id
         if wait is not None and line is not None and not (wait.kind == "working" and self._block.is_live):
             fix = find_fix() or (self._mend if wait.kind == "boards" else None)
             self._report_for(job.id, line, *([fix] if fix else []))
@@ -302,18 +298,6 @@ class Console:
 
     def _format_time(self) -> str:
         return self._stamp(self._clock())
-
-
-def format_elapsed(since_s: float, now_s: float) -> str:
-    return f"[{now_s - since_s:6.1f} s] "
-
-
-def format_virtual_time(now_s: float) -> str:
-    return f"[{now_s:6.1f} s virtual] "
-
-
-def format_date(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S  ", time.localtime(at_s))
 
 
 class ParentCoordinator(Protocol):
@@ -421,6 +405,10 @@ def run_coordinator(
             server.shut_down()
 
 
+def format_date(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S  ", time.localtime(at_s))
+
+
 def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False, wordy: bool = False) -> None:
     """Print a run's events with their dates. With `follow`, print its rounds until the run has ended.
 
@@ -440,7 +428,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
     console = Console(
         wordy or not follow,
         clock=lambda: at_s,
-        stamp=partial(format_elapsed, row.created) if follow else format_date,
+        stamp=(lambda now_s: ELAPSED.format(now_s - row.created)) if follow else format_date,
     )
     while True:
         status = store.stored_status(id)  # read first, so that no last fact is missed

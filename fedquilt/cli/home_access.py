@@ -118,10 +118,10 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
 
 def report_end(home: Path, id: str, status: str, again: str) -> int:
     """Print the next step after a run, and return the exit code. `again` is the resuming command."""
-    if status == "running":
-        print(f"interrupted; `{again} --home {home}` continues it")
-    elif status == "done" and id:
-        print(f"done; `{export_command(home, id)}` writes its result")
+    told = f"interrupted; `{again} --home {home}` continues it" if status == "running" else ""
+    if status == "done" and id:
+        told = f"`{export_command(home, id)}` writes the result"
+    print_rows("text", [], [told] if told else [])
     return ENDED.get(status, 130)
 
 

@@ -27,6 +27,9 @@ SHARE: Final = 0.25  # of the time passed so far, between two lines
 LIVE_S: Final = 0.1  # between two changes of a terminal's line
 TICK_S: Final = 1.0
 BAR: Final = 20  # columns
+EVIDENCE: Final = 2.0  # units of work, or this share of all, before a remaining time is shown
+EVIDENCE_SHARE: Final = 0.2
+MISJUDGED: Final = 1.5  # an estimate so many times the least one hides the remaining time, which must not climb
 
 
 class ProgressLine:
@@ -50,7 +53,7 @@ class ProgressLine:
         self._due_s = 0.0
         self._drawn: list[str] = []
         self._first: tuple[float, float, float] | None = None  # total, what was done first, and when
-        self._left_s = math.inf  # as shown last: a remaining time does not climb
+        self._left_s = math.inf  # the least estimate
         self._part: tuple[str, float, float] | None = None  # as of `set_part`
 
     @property
@@ -147,10 +150,13 @@ class ProgressLine:
         if self._first is None or self._first[0] != total or done < self._first[1]:
             self._first, self._left_s = (total, done, now_s), math.inf
         _, first, first_s = self._first
-        told = f" {format_bar(done / total)} {done / total:.0%}" if live else f": {done / total:.0%}"
-        if done > first:
-            self._left_s = min(self._left_s, (now_s - first_s) / (done - first) * (total - done))
-            told += f", about {units.format_duration(self._left_s)} left"
+        told = f" {format_bar(done / total)}" if live else ":"
+        told += f" {100 * done / total:.0f} %"
+        if done - first >= min(EVIDENCE, EVIDENCE_SHARE * total):
+            left_s = (now_s - first_s) / (done - first) * (total - done)
+            self._left_s = min(self._left_s, left_s)
+            if left_s <= MISJUDGED * self._left_s:
+                told += f", about {units.format_duration(self._left_s)} left"
         return told
 
 

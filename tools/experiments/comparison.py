@@ -169,7 +169,7 @@ def run_cases(
         out: Folder of the comparison.
         player: Function that runs a case.
         say: Function that prints a permanent line.
-        show: Function that prints a temporary progress line, with the number of finished runs and of all.
+        show: Function that prints a temporary progress line, with the finished part of all work.
         abreast: Run one case per core, each in a process that imports `player` by name.
 
     Returns:
@@ -205,14 +205,14 @@ Made = Iterator[tuple[ComparisonCase, SeedRun | str]]
 
 
 def _run_sequentially(missing: Sequence[ComparisonCase], player: Player, show: Show) -> Made:
+    rounds = [case.settings.rounds for case in missing]
     for count, case in enumerate(missing):
 
-        def tell(done: int, count: int = count, case: ComparisonCase = case) -> None:
-            rounds = case.settings.rounds
-            line = f"run {count + 1} of {len(missing)}: {case.name}: round {done} of {rounds}"
-            show(line, count + done / rounds, len(missing))
+        def show_round(done: int, count: int = count, case: ComparisonCase = case) -> None:
+            line = f"run {count + 1} of {len(missing)}: {case.name}: round {done} of {rounds[count]}"
+            show(line, sum(rounds[:count]) + done, sum(rounds))
 
-        yield case, _try_case(player, case, tell)
+        yield case, _try_case(player, case, show_round)
 
 
 def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Show) -> Made:

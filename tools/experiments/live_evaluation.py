@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedquilt import methods
 from fedquilt.coordinator.settings import JobSettings
-from fedquilt.coordinator.views import event_messages, run_summary
+from fedquilt.coordinator.views import run_summary
 from fedquilt.coordinator.views.scores import EvaluationScore, HeldOutScore
 from fedquilt.core import Examples, evaluation
 from fedquilt.tools.experiments.evaluation import Evaluator, score_from_sums
@@ -23,12 +23,6 @@ class EvaluationResult:
     test: EvaluationScore | None  # on the examples that no device has
     held: HeldOutScore | None  # on the devices' held-out shares
     devices: Mapping[str, float]  # device -> accuracy on its held-out share, 0..1
-
-    def format_score(self) -> str:
-        """Return the main metric, of the test set if there is one, or ""."""
-        if self.test is not None:
-            return event_messages.format_metric(self.test.metric, self.test.value)
-        return "" if self.held is None else event_messages.format_metric(self.held.metric, self.held.weighted)
 
 
 class LiveEvaluator:

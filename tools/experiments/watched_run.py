@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,7 +19,7 @@ from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import job_validation
 from fedquilt.coordinator.views import scores
-from fedquilt.coordinator.views.terminal import Console, format_virtual_time
+from fedquilt.coordinator.views.terminal import VIRTUAL, Console
 from fedquilt.core import FedquiltError
 from fedquilt.tools.experiments.live_evaluation import EvaluationResult, LiveEvaluator
 from fedquilt.tools.experiments.single_run import is_evaluation_due, load_devices
@@ -51,7 +50,6 @@ def run_job(
     heard: Callable[[RunningJob, AnyEvent], None] = lambda running, fact: None,
     begun: Callable[[str], None] = lambda run: None,
     watch: Watch = lambda simulation: None,
-    scored: Callable[[str, EvaluationResult], None] = lambda run, result: None,
 ) -> str:
     """Run a job to its end, or resume its unfinished run, and return the run id.
 
@@ -69,7 +67,6 @@ def run_job(
         heard: Function called with each event of the run.
         begun: Function called with the run id before the first round.
         watch: Function called before the first round, after each round, and at the end.
-        scored: Function called with the run id and each evaluation from outside of the rounds.
 
     Raises:
         FedquiltError: If the job does not fit its bundle, data or fleet, or the run has failed.
@@ -85,8 +82,7 @@ def run_job(
                 ran.append(simulation)
                 begun(simulation.run)
             if is_evaluation_due(simulation, job.check.every):
-                look = partial(judge.evaluate, simulation, hands, shares=job.check.beside)
-                _store_evaluation(home, simulation, look, scored)
+                _store_evaluation(home, simulation, lambda: judge.evaluate(simulation, hands, shares=job.check.beside))
             watch(simulation)
 
         simulate(
@@ -124,16 +120,12 @@ def run_and_print(
     job = msgspec.structs.replace(plan.job, fleet=msgspec.structs.replace(plan.job.fleet, devices=plan.size))
     seen: list[Simulation] = []
     runs: list[str] = []
-    console = Console(wordy=wordy, clock=lambda: seen[-1].now_s if seen else 0.0, stamp=format_virtual_time)
+    console = Console(wordy=wordy, clock=lambda: seen[-1].now_s if seen else 0.0, stamp=VIRTUAL.format)
 
     def print_machines(run: str) -> None:
         runs.append(run)
         for line in machines.format_machines(machines.read_machines(plan.home, run)):
             console.report(f"{run} on {line}")
-
-    def print_score(run: str, result: EvaluationResult) -> None:
-        if job.check.beside and (told := result.format_score()):
-            console.observe_score(run, told)
 
     try:
         run = run_job(
@@ -146,7 +138,6 @@ def run_and_print(
             heard=console.observe,
             begun=print_machines,
             watch=seen.append,
-            scored=print_score,
         )
     except FedquiltError:
         with Store(plan.home, durable=False) as store:
@@ -159,19 +150,13 @@ def run_and_print(
     return run, "done"
 
 
-def _store_evaluation(
-    home: Path,
-    simulation: Simulation,
-    look: Callable[[], EvaluationResult],
-    scored: Callable[[str, EvaluationResult], None],
-) -> None:
+def _store_evaluation(home: Path, simulation: Simulation, look: Callable[[], EvaluationResult]) -> None:
     with Store(home, durable=False) as store:
         row = store.find_job(simulation.run)
     found = scores.read_scores(home, row)
     if simulation.completed_rounds in {*(each.rounds for each in found.scores), *(each.rounds for each in found.held)}:
         return
     verdict = look()
-    scored(row.id, verdict)
     test = (*found.scores, verdict.test) if verdict.test else found.scores
     held = (*found.held, verdict.held) if verdict.held else found.held
     devices = dict(verdict.devices) or found.devices

@@ -24,7 +24,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings, require_no_adversaries
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates.job_validation import create_initial_state, require_matching_bundle
-from fedquilt.coordinator.views.terminal import Console, format_virtual_time, run_coordinator
+from fedquilt.coordinator.views.terminal import VIRTUAL, Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import compatibility, examples
 from fedquilt.data.spec import DataSpec
@@ -189,10 +189,11 @@ def run_fleet_on_broker(
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.queue_or_resume(store)
+        console = Console(wordy=wordy, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
+        console.report(f"{run}: starting {plan.size} agents")
         agents = stack.enter_context(start_agents(plan.make_agent_tables(run), broker))
         link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.wait_until_connected(timeout_s=10.0)
-        console = Console(wordy=wordy, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
         run_coordinator(
             store, link, plan.fleet, console, only=run, watch=_ProcessMonitor(plan, run, agents, console.report)
         )
@@ -226,7 +227,7 @@ def run_fleet_virtually(
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.queue_or_resume(store, make)
-        console = Console(wordy=wordy, clock=lambda: broker.now_s, stamp=format_virtual_time)
+        console = Console(wordy=wordy, clock=lambda: broker.now_s, stamp=VIRTUAL.format)
         console.report(f"{run}: making {plan.size} devices")
         link = broker.connect()
         server = Server(

@@ -176,9 +176,9 @@ def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
             store.append_event(run, fact)
     home = ["--home", str(tmp_path)]
     assert main(["why", run, *home]) == 0
-    assert capsys.readouterr().out == "round 0:\n  selected: a\n  hotter than [cohort] max_temperature_c: b\n"
-    assert main(["why", "digits", "0", "--device", "b", "--format", "json", *home]) == 0
-    assert json.loads(capsys.readouterr().out)["0"]["b"]["code"] == "hot"
+    assert capsys.readouterr().out == "round 1:\n  selected: a\n  hotter than [cohort] max_temperature_c: b\n"
+    assert main(["why", "digits", "1", "--device", "b", "--format", "json", *home]) == 0
+    assert json.loads(capsys.readouterr().out)["1"]["b"]["code"] == "hot"
     assert main(["why", run, "--device", "c", *home]) == 2
     assert "it knows a, b" in capsys.readouterr().err
 

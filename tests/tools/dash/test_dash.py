@@ -171,7 +171,7 @@ def test_the_log_is_bounded_and_filtered(dash: Dashboard) -> None:
     assert {line["kind"] for line in told["lines"]} == {"TaskDeclined"}
     assert dash.values("/api/log?run=leaves&text=QUORUM")["found"] == 0
     assert dash.values("/api/log?run=digits&device=board-00001")["lines"][0]["text"].startswith(
-        "round 2: update from board-"
+        "round 3: update from board-"
     )
 
 
