@@ -90,7 +90,7 @@ def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
     parts = [
         score or ("" if loss is None else f"loss {_format_number(loss)}"),
         f"{cost.tasks} of {one.selected} devices" if cost.tasks < one.selected else "",
-        "" if cost.energy_j is None else f"{costs.format_joules(cost.energy_j)}{cost.energy_word}",
+        _format_energy(cost),
         units.format_bytes(cost.down_bytes + cost.up_bytes),
         all_there if cost.tasks >= one.selected else "",
     ]
@@ -203,8 +203,7 @@ def _describe_retry(fact: RoundRetried, before: JobState) -> str:
 def _describe_commit(fact: RoundCommitted, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
     # devices evaluate the state that they receive, which is that of the round before
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
-    if (energy := _format_energy(updates)) is not None:
-        counts.append(energy)
+    counts += filter(None, [_format_energy(costs.sum_costs(updates))])
     checked = describe_evaluation(fact.evaluation)
     if closing:
         told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
@@ -231,10 +230,9 @@ def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
     return [f"{first} on {sums.examples} held-out examples", *others]
 
 
-def _format_energy(updates: Sequence[Update]) -> str | None:
-    taken = costs.sum_costs(updates)
+def _format_energy(taken: CostLedger) -> str:
     if taken.energy_j is None:
-        return None
+        return ""
     some = "" if taken.metered == taken.tasks else f" of {taken.metered} with a meter"
     return f"{costs.format_joules(taken.energy_j)}{taken.energy_word}{some}"
 
@@ -348,7 +346,7 @@ def format_runs(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list
         [
             row["run"],
             row["status"],
-            f"{row['rounds']} of {row['of']}",
+            f"{row['rounds']}/{row['of']}",
             (row["result"] or "-").removeprefix("accuracy "),
             units.format_bytes(row["bytes"]),
             row["began"][5:16],
