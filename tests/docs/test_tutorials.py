@@ -39,7 +39,7 @@ SERVE, AGENT, DEVICES, RUN, LOGS, WHY, STOP, RESUME, BROKER = [
     "fedquilt why train --home runs",
     "fedquilt stop train --home runs",
     "fedquilt resume train --home runs",
-    "fedquilt broker --port 1883",
+    "fedquilt broker --listen 127.0.0.1:1883",
 ]
 # tested elsewhere, or too long or too privileged for a test: test_pages.py parses them
 PARSED = {
