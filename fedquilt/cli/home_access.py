@@ -98,7 +98,7 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
 
     where, limited = blobs.to_locations(broker.ca), limits.load_limits(home)
     here, id = store.acquire_lock(), submit()
-    print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
+    print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
     if here:
         console = terminal.Console(wordy=verbosity() > 0)
         link, identity = make_link(broker, console.report)
@@ -157,4 +157,4 @@ def print_rows(format: str, rows: Any, lines: Sequence[str]) -> None:
 
         print(msgspec.json.encode(rows).decode())
     elif lines:
-        print("\n".join(part for line in lines for part in table.fold_line(line)))
+        print("\n".join(part for line in lines for part in table.fold_line(line)), flush=True)

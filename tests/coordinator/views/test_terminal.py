@@ -405,7 +405,7 @@ def round_facts(number: int, score: float | None, devices: str = "ab", energy_j:
     usage = Usage(wall_s=1.0, energy_j=energy_j, energy_source="profile pi (assumed)", down_bytes=500, up_bytes=500)
     updates = [msgspec.structs.replace(answer(device, number).update, usage=usage) for device in devices]
     told = [UpdateAccepted(number, update) for update in updates]
-    evaluation = None if score is None else of_classes(score)
+    evaluation = None if score is None else total(of_classes(score))
     committed = RoundCommitted(number, REF, False, {"loss": 0.25}, evaluation=evaluation)
     return [CohortSelected(number, 0, ("a", "b")), *told, RoundClosed(number), committed]
 
@@ -462,7 +462,7 @@ def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch: pytest.Mon
         assert ("\x1b" in out.getvalue()) == block
         shown = out.getvalue().rpartition("\x1b[J")[2].splitlines()
         assert shown == block * [
-            "[   0.0 s] round 2 of 2 ████████████████████ 100 %",
+            "[   0.0 s] round 2 of 2 ████████████████████ 100 %, about 0 s left",
             "18 J predicted, 3 kB so far",
             "1 of 1 devices answered, declined: b: too big",
             "waiting for c, at work",
