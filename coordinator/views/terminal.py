@@ -26,6 +26,7 @@ from fedquilt.coordinator.job_view import EndedJob, JobView
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
+from fedquilt.coordinator.rounds import next_event
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
@@ -65,8 +66,6 @@ BRIEF: Final = (EligibilityRecorded, CohortSelected, UpdateAccepted, TaskDecline
 ELAPSED: Final = "[{:6.1f} s] "
 VIRTUAL: Final = "[{:6.1f} s virtual] "
 ENDED: Final = ("done", "failed", "stopped")
-SINGLY = 3  # declines of a round for one reason that are printed one by one; further ones are counted
-
 MORE = "start more: `fedquilt agent agent.toml` on a board"
 AWAY_S = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
 AWAY = wait_reasons.WaitReason("its broker, which cannot be reached", "broker", "lost")
@@ -167,14 +166,14 @@ class Console:
         self._wait_s = -math.inf  # when it was last looked at
         self._runs: dict[str, _WatchedRun] = {}
         self._shown: str | None = None  # the run of the block
-        self._declines = defaultdict[tuple[str, int, str], list[str]](list)  # (run, round, code) -> unprinted lines
+        self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
     def observe(self, job: JobView, fact: AnyEvent) -> None:
         run = self._watch_run(job)
         before, run.summary = run.summary, run.summary.after(fact, state=job.rounds)
         self._shown, run.wait = job.id, None
         if isinstance(fact, JobEnded) and fact.code:  # the end names the cause
-            self._declines = defaultdict(list, {key: kept for key, kept in self._declines.items() if key[0] != job.id})
+            self._declines.pop((job.id, job.rounds.round), None)
         if not isinstance(fact, BRIEF):
             self._print_declines()
         if self._wordy or not isinstance(fact, (RoundCommitted, UpdatesAggregated, *BRIEF)):
@@ -182,7 +181,8 @@ class Console:
                 self._print_round(run, "")
             self._report_for(job.id, *event_messages.format_event(before, fact, run.summary))
         elif isinstance(fact, TaskDeclined | UpdateRejected):
-            self._declines[job.id, fact.round, fact.code] += event_messages.format_event(before, fact, run.summary)
+            what = f"declined ({fact.code})" if isinstance(fact, TaskDeclined) else "update refused"
+            self._declines[job.id, fact.round][fact.device] = f"{what}: {fact.reason}"
         elif isinstance(fact, RoundCommitted) and not fact.settled:
             self._print_round(run, event_messages.format_score(run.summary.running.scores))
             if run.summary.running.is_work:
@@ -212,12 +212,8 @@ class Console:
             self._report_for(job.id, event_messages.format_round(committed, job.rounds.plan.rounds, score, width))
 
     def _print_declines(self) -> None:
-        for (run, round, code), lines in self._declines.items():
-            for line in lines[:SINGLY]:
-                self._report_for(run, line)
-            if len(lines) > SINGLY:
-                more = f"{len(lines) - SINGLY} more declined ({code}): `fedquilt logs {run}` has them all"
-                self._report_for(run, f"round {round + 1}: {more}")
+        for (run, round), reasons in self._declines.items():
+            self._report_for(run, f"round {round + 1}: {next_event.format_by_reason(reasons)}")
         self._declines.clear()
 
     def _report_for(self, run: str, first: str, *more: str) -> None:

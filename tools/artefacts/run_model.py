@@ -15,7 +15,7 @@ from fedquilt.data.spec import TABLES
 from fedquilt.tools.artefacts.classifier import Classifier, StoredExamples, examples_from_arrays
 
 BATCH = 64
-SCORE = "score: the largest of the network's outputs for the labels, which is no probability"
+SCORE = "score: the largest output of the network for a label, which is no probability"
 
 
 @dataclass(frozen=True)

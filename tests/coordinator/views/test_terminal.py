@@ -376,7 +376,7 @@ def test_an_evaluation_has_its_own_metrics() -> None:
 
 
 def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first of a round are told with their reasons, the others when the round goes on."""
+    """Five are named with each reason when the round goes on."""
 
     class Job:
         id = "j"
@@ -389,9 +389,10 @@ def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixt
             console.observe(Job(), TaskDeclined(number, f"dev-{device}", "memory", "too small"))  # type: ignore[arg-type]
         console.observe(Job(), RoundRetried(number, 1))  # type: ignore[arg-type]
     told = [line for line in capsys.readouterr().out.splitlines() if "declined" in line]
-    assert [line.partition("declined")[0][-14:-1] for line in told[:3]] == [f"ound 1: dev-{i}" for i in range(3)]
-    assert told[3].endswith("round 1: 997 more declined (memory): `fedquilt logs j` has them all")
-    assert len(told) == 4 + 2
+    assert told == [
+        "[   0.0 s] round 1: dev-0, dev-1, dev-10, dev-100, dev-101 and 995 more: declined (memory): too small",
+        "[   0.0 s] round 2: dev-0, dev-1: declined (memory): too small",
+    ]
 
 
 def observe_round(console: Console, state: JobState, facts: Sequence[AnyEvent]) -> JobState:

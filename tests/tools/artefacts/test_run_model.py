@@ -108,7 +108,7 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
         "image  prediction  score  label",
         "0      night       0.461  night",
         "1      night       0.382  day",
-        "score: the largest of the network's outputs for the labels, which is no probability",
+        "score: the largest output of the network for a label, which is no probability",
         "50.0% of 2 images right",
     ]
     main(model, source, "json")
