@@ -200,9 +200,10 @@ class Console:
             self.report(f"{rollout.id}: {rollout_view.format_event(rollout, fact)}")
 
     def _watch_run(self, job: JobView) -> _WatchedRun:
-        run = self._runs.setdefault(job.id, _WatchedRun(job, RunSummary.from_job(job.job)))
-        run.job = job
-        return run
+        if job.id not in self._runs:
+            self._runs[job.id] = _WatchedRun(job, RunSummary(JobState(job.rounds.plan)))
+        self._runs[job.id].job = job
+        return self._runs[job.id]
 
     def _print_round(self, run: _WatchedRun, score: str) -> None:
         job, committed = run.job, run.committed

@@ -421,7 +421,7 @@ def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys: py
     state = observe_round(console, state, [*round_facts(2, 0.75), JobEnded("done")])
     head = "[   0.0 s virtual] "
     assert capsys.readouterr().out.splitlines() == [
-        f"{head}round 1 of 2: accuracy 50.0 %, 12 J predicted, 2 kB, 2 devices",
+        f"{head}round 1 of 2: accuracy 50.0 %, 12 J predicted, 2 kB",
         f"{head}round 2 of 2: accuracy 75.0 %, 1 of 2 devices, 6 J predicted, 1 kB",
         f"{head}done",
     ]
@@ -438,6 +438,7 @@ def test_a_round_without_an_evaluation_is_told_at_once(capsys: pytest.CaptureFix
     observe_round(console, begun(CohortSettings()), round_facts(0, None, "ab", 600.0))
     assert capsys.readouterr().out == "[   0.0 s] round 1 of 2: loss 0.25, 1.2 kJ predicted, 2 kB, 2 devices\n"
     state = JobState(JobConstants(0, 2, CohortSettings(), 1, check_beside=True))
+    console = Console(clock=lambda: 0.0)
     observe_round(console, apply_event(state, JobStarted(REF), 0.0), round_facts(0, None))
     assert "round 1 of 2: loss 0.25, 12 J" in capsys.readouterr().out
 
@@ -464,7 +465,7 @@ def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch: pytest.Mon
         shown = out.getvalue().rpartition("\x1b[J")[2].splitlines()
         assert shown == block * [
             "[   0.0 s] round 2 of 2 ████████████████████ 100 %, about 0 s left",
-            "18 J predicted, 3 kB so far",
+            "accuracy 10.0 %, 18 J predicted, 3 kB so far",
             "1 of 1 devices answered, declined: b: too big",
             "waiting for c, at work",
         ]

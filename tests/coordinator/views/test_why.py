@@ -210,7 +210,7 @@ def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: 
         UpdateRejected(0, "d", "NaN"),
         JobEnded(status, "no quorum"),
     ]
-    assert round_outcomes.format_outcomes(told(facts, JobConstants(0, 100, CohortSettings(size=3), 0)), 0) == [
+    assert round_outcomes.format_outcomes(told(facts, JobConstants(0, 100, CohortSettings(size=3), 0)), 1) == [
         "round 1:",
         "  update received: a",
         "  declined (memory): too big: b",
@@ -232,7 +232,7 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
         JobResumed(),
         EligibilityRecorded(0, (), {"offline": ("b",)}),
     ]
-    assert round_outcomes.format_outcomes(told(facts), 0) == [
+    assert round_outcomes.format_outcomes(told(facts), 1) == [
         "round 1:",
         "  declined (data): no data: a",
         "  selected; no update by the deadline: b",

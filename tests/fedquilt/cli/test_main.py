@@ -201,8 +201,6 @@ def test_energy_is_told_with_what_is_above_idle_and_its_error(
     assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
     row = json.loads(capsys.readouterr().out)[0]
     assert (row["energy_j"], row["net_j"], row["example_j"], row["round_j"]) == (8.0, 5.0, 2.0, [8.0])
-    assert main(["ls", "--home", str(tmp_path)]) == 0
-    assert " 8.00 J" in capsys.readouterr().out
 
 
 def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
