@@ -418,11 +418,11 @@ def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys: py
     state = observe_round(console, state, round_facts(0, 0.1))
     assert capsys.readouterr().out == ""
     state = observe_round(console, state, round_facts(1, 0.5, "a"))
-    state = observe_round(console, state, [*round_facts(2, 0.75), JobEnded("done")])
+    state = observe_round(console, state, [*round_facts(2, 0.8), JobEnded("done")])
     head = "[   0.0 s virtual] "
     assert capsys.readouterr().out.splitlines() == [
         f"{head}round 1 of 2: accuracy 50.0 %, 12 J predicted, 2 kB",
-        f"{head}round 2 of 2: accuracy 75.0 %, 1 of 2 devices, 6 J predicted, 1 kB",
+        f"{head}round 2 of 2: accuracy 80.0 %, 1 of 2 devices, 6 J predicted",
         f"{head}done",
     ]
     wide = RoundSummary(
