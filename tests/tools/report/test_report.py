@@ -184,7 +184,6 @@ def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
         "300 MB",  # at its highest
         "by the coordinator's clock",
         "by this machine's clock",
-        "rounds count from 0",
         "final evaluation: accuracy 87.5 % on 8 held-out examples, balanced accuracy 87.5 %",
         "6 MB down and 2 MB up",
         "declined (memory): too big for 64 MB",
