@@ -82,8 +82,8 @@ def remove_devices(store: Store, devices: Sequence[str], *, force: bool = False)
                 raise JobError(f"no coordinator of {store.home} has heard of a board {device!r}")
             if (doing := known[device].doing) is not None and not force and store.is_served():
                 raise JobError(
-                    f"{device} has a task of {doing.job}, round {doing.round}: wait until it has answered, or take the "
-                    "task back with --force"
+                    f"{device} has a task of {doing.job}, round {doing.round + 1}: wait until it has answered, or take "
+                    "the task back with --force"
                 )
         boards.request_removal(devices)
     return (

@@ -230,14 +230,13 @@ class Agent:
             self.duty.state = state
             self._delete_unneeded(offer.update.bundles.values())
         except StoreError as error:
-            log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
+            log.error("the answer to %s, round %d, cannot be noted: %s", key[0], key[1] + 1, error)
             if accepted:
                 return
             self.duty.state = state  # what is left of a refused update on the disk may be too little to offer it again
         if not accepted:
-            log.warning(
-                "the update of %s, round %d, was refused: %s", *key, reason, extra=log_ids(run=key[0], round=key[1])
-            )
+            ids = log_ids(run=key[0], round=key[1])
+            log.warning("the update of %s, round %d, was refused: %s", key[0], key[1] + 1, reason, extra=ids)
         self.duty.carry_out_actions(actions, now_s)
 
     def _delete_unneeded(self, refs: Iterable[BlobRef]) -> None:
@@ -253,12 +252,12 @@ class Agent:
     # -- what the duty asks for --
 
     def publish_claim(self, claim: wire.Claim) -> None:
-        ids = log_ids(run=claim.job, round=claim.round)
+        ids, number = log_ids(run=claim.job, round=claim.round), claim.round + 1
         if claim.code == "cleared":
-            log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason, extra=ids)
+            log.info("%s, round %d, given up: %s", claim.job, number, claim.reason, extra=ids)
         elif not claim.accepted:
             self.local.depot.forget_verifications()  # as it may be what the disk has made of a blob
-            log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason, extra=ids)
+            log.warning("%s, round %d, refused (%s): %s", claim.job, number, claim.code, claim.reason, extra=ids)
         self.publish_message("claim", claim)
         if claim.code == "full":
             self._full_s, self._telemetry_s = None, -math.inf
@@ -269,7 +268,7 @@ class Agent:
         log.warning(
             "the update of %s, round %d, is dropped: the coordinator asks for that round again, from another state",
             update.job,
-            update.round,
+            update.round + 1,
         )
         self.local.record_ack((update.job, update.round), False, self.duty.state.counted)
         self._delete_unneeded(update.bundles.values())
@@ -345,7 +344,7 @@ class Agent:
 
     def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         if update.note:
-            log.warning("%s, round %d: %s", update.job, update.round, update.note)
+            log.warning("%s, round %d: %s", update.job, update.round + 1, update.note)
         return self.local.commit_update(update, blobs, private)
 
     def store_learned_costs(self, learned: Mapping[str, LearnedModel]) -> None:
@@ -365,7 +364,7 @@ class Agent:
             here = all(self.local.depot.is_intact(ref) for ref in update.bundles.values())
         except StoreError as error:
             said = "%s, round %d: the update is offered later: %s"
-            log.warning(said, update.job, update.round, error, extra=log_ids(run=update.job))
+            log.warning(said, update.job, update.round + 1, error, extra=log_ids(run=update.job))
             return
         if not here:
             gone = UpdateAcked((update.job, update.round), False, update.epoch, update.attempt)

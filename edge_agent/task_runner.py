@@ -190,7 +190,7 @@ class TaskRunner:
         if outcome.code != "ok":
             self._pacer.stop()
             if outcome.killed:
-                log.warning("%s, round %d: %s", open.task.job, open.task.round, outcome.reason)
+                log.warning("%s, round %d: %s", open.task.job, open.task.round + 1, outcome.reason)
             return self.handle_event(TaskFailed(outcome.code, outcome.reason, outcome.overrun, outcome.killed), now_s)
         spent = self._pacer.end_task(open.task.work.total_for_examples(outcome.examples), outcome.wall_s, now_s)
         update = messages.update_message(self.device, open, outcome, spent.cost)

@@ -242,7 +242,7 @@ def _decide_on_announcement(job: str, state: JobState | None, arriving: Arriving
         return Decision(arriving)  # its device keeps it and offers it again when the round has asked for it
     if update.round != state.round or not _is_update_expected(state, device):
         return _reject_unexpected_update(
-            state, arriving, event, f"round {update.round} is closed or did not ask for this"
+            state, arriving, event, f"round {update.round + 1} is closed or did not ask for this"
         )
     if state.state is not None and update.state != state.state.sha256:
         reason = f"it was computed from the state {update.state[:12] or '(none)'}, and this round began with another"

@@ -409,7 +409,7 @@ def _describe_refusals(round: int, code: str, refused: Mapping[str, tuple[str, s
     reason, count = Counter(reasons).most_common(1)[0]
     example = "" if count == len(reasons) else f"{min(d for d, each in refused.items() if each == (code, reason))}: "
     devices = f"{len(reasons)} of {asked} {'device' if asked == 1 else 'devices'}"
-    return f"{REFUSALS[code].cause} in round {round} on {devices}" + (f" ({example}{reason})" if reason else "")
+    return f"{REFUSALS[code].cause} in round {round + 1} on {devices}" + (f" ({example}{reason})" if reason else "")
 
 
 def format_by_reason(declined: Mapping[str, str], most: int = 5) -> str:
@@ -439,8 +439,8 @@ def _describe_outcomes(state: JobState, want: int, reasons: Mapping[str, tuple[s
     refused = format_by_reason({device: reason for device, (_, reason) in reasons.items()})
     enough = quorum(state, want)
     return (
-        f"round {state.round} asked {len(asked)} {'device' if len(asked) == 1 else 'devices'} in {state.attempt + 1} "
-        f"{'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, "
+        f"round {state.round + 1} asked {len(asked)} {'device' if len(asked) == 1 else 'devices'} in "
+        f"{state.attempt + 1} {'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, "
         f"and {enough} {'update is' if enough == 1 else 'updates are'} needed"
         + (f"; refused: {refused}" if refused else "")
         + (f"; silent: {', '.join(silent[:5])}" if silent else "")

@@ -234,7 +234,7 @@ def warn_of_rolled_back_log(rounds: JobState, job: str, device: str, claim: Clai
     log.warning(
         "%s has counted round %d of %s, whose log here is at round %d: this home is an older copy, or has lost its "
         "end; the job goes on from its log, and what devices know beyond does not count",
-        *(device, claim.counted, job, rounds.round),
+        *(device, claim.counted + 1, job, rounds.round + 1),
     )
 
 

@@ -7,13 +7,14 @@ sum is a bound. Rejected updates are in no sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import reduce
 from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
 
+from fedquilt.console import units
 from fedquilt.core import Update
 
 COLUMNS: Final = (
@@ -61,6 +62,10 @@ class CostLedger(msgspec.Struct, frozen=True):
         """Meters of the metered tasks, each once."""
         return "; ".join(sorted(self.meters)) or None
 
+    @property
+    def energy_word(self) -> str:
+        return describe_source(self.meters)
+
     def add_update(self, update: Update) -> CostLedger:
         usage, found = update.usage, self
         if usage.energy_j is not None:
@@ -103,6 +108,18 @@ def _add_known(total: float | None, value: float | None) -> float | None:
 def format_number(value: float) -> str:
     """Return a number of joules as text: two decimals from 1 on, else three digits."""
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+
+
+def format_joules(value: float) -> str:
+    """Return joules as text in three digits: "12 J", "1.25 kJ"."""
+    scale, prefix = units.select_prefix(value)
+    return f"{value / scale:.3g} {prefix}J"
+
+
+def describe_source(meters: Collection[str]) -> str:
+    """Return " predicted" if a board's profile gives the joules, " partly predicted" if only some, else ""."""
+    predicted = sum("profile " in meter for meter in meters)
+    return "" if not predicted else " predicted" if predicted == len(meters) else " partly predicted"
 
 
 def format_energy(energy_j: float, net_j: float | None, error_j: float | None) -> str:

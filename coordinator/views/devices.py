@@ -107,7 +107,7 @@ def format_devices(
         for runs in device.board.runs:
             told.append(_truncate_line(f"  {_format_release(runs, now)}", wide))
         if (refusal := device.board.refusal) is not None:
-            what = f" {_job_name(refusal.job)}, round {refusal.round}," if refusal.job else ""
+            what = f" {_job_name(refusal.job)}, round {refusal.round + 1}," if refusal.job else ""
             when = units.format_duration(now - refusal.at)
             first = f"  refused{what} {when} ago ({refusal.code}): "
             told.append(
@@ -152,7 +152,7 @@ def _format_digits(value: float, digits: int) -> str:
 
 def _format_task(doing: CurrentTask, now: float) -> str:
     share = f" {100 * doing.fraction:.0f} %" if doing.fraction is not None else ""
-    return f"{_job_name(doing.job)}, round {doing.round}:{share} {units.format_duration(now - doing.since)}"
+    return f"{_job_name(doing.job)}, round {doing.round + 1}:{share} {units.format_duration(now - doing.since)}"
 
 
 def _job_name(run: str) -> str:

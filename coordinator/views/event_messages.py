@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fedquilt import metrics
 from fedquilt.console import table, units
-from fedquilt.coordinator.rounds import eligibility
+from fedquilt.coordinator.rounds import eligibility, next_event
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     AttemptResumed,
@@ -31,9 +31,11 @@ from fedquilt.coordinator.rounds.events import (
 )
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import UNAPPROVED, Store, StoredJob
-from fedquilt.coordinator.views import costs, wait_reasons
+from fedquilt.coordinator.views import costs, scores, wait_reasons
 from fedquilt.coordinator.views.costs import CostLedger
 from fedquilt.coordinator.views.run_summary import (
+    PersonalScores,
+    RoundSummary,
     RunSummary,
     energy_per_point_j,
     is_of_final_evaluation,
@@ -47,12 +49,56 @@ UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_re
 """Metrics that a line does not show."""
 
 
-def format_status(state: JobState) -> str:
-    """Return a status line: updates received and rounds completed."""
-    what = FINAL if state.is_work_done and not state.settling else f"round {state.round}"
-    most = len(state.asked) + len(state.answered)
-    there = f"{len(state.answered)} of {most} updates" if most else "no board asked yet"
-    return f"{what}: {there}; {state.completed_rounds} of at most {state.plan.rounds} rounds done"
+def format_status(summary: RunSummary, state: JobState) -> list[str]:
+    """Return the status of a run in three lines: the running round, costs, and devices."""
+    final = state.is_work_done and not state.settling
+    what = FINAL if final else f"round {state.completed_rounds + 1} of {state.plan.rounds}"
+    spent, cohort = state.spent, len(state.asked) + len(state.answered)
+    taken = [f"{costs.format_joules(spent.joules)}{summary.total.energy_word}"] if spent.metered else []
+    devices = [f"{len(state.answered)} of {cohort} devices answered" if cohort else "no device selected yet"]
+    devices += [f"{len(state.asked)} at work"] if state.asked else []
+    devices += [f"declined: {next_event.format_by_reason(state.declined, 3)}"] if state.declined else []
+    return [what, ", ".join([*taken, f"{units.format_bytes(spent.bytes)} so far"]), ", ".join(devices)]
+
+
+def is_evaluation_due(state: JobState) -> bool:
+    """Return whether the state after a round, which is that of the job, is evaluated in a later one."""
+    every = 0 if state.plan.check_beside else state.plan.check_every
+    return bool(every) and (state.is_work_done or state.completed_rounds % every == 0)
+
+
+def format_score(found: PersonalScores | None) -> str:
+    return "" if found is None else format_metric(found.metric, found.weighted)
+
+
+def format_metric(name: str, value: float) -> str:
+    metric = metrics.KNOWN[name]
+    return f"{metric.title} {metrics.format_value(metric, value, 1)}"
+
+
+def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
+    """Return the line of a committed round of work, without the parts for which `width` has no room.
+
+    Args:
+        one: The round.
+        rounds: The number of rounds of the job.
+        score: The score of the state after the round, or "".
+        width: The maximum length of the line.
+    """
+    cost, loss = one.cost, one.train_loss
+    all_there = f"{cost.tasks} device{'s' * (cost.tasks != 1)}"
+    parts = [
+        score or ("" if loss is None else f"loss {_format_number(loss)}"),
+        f"{cost.tasks} of {one.selected} devices" if cost.tasks < one.selected else "",
+        _format_energy(cost),
+        units.format_bytes(cost.down_bytes + cost.up_bytes),
+        all_there if cost.tasks >= one.selected else "",
+    ]
+    line, separator = f"round {one.rounds_before + 1} of {rounds}", ": "
+    for part in filter(None, parts):
+        if len(line) + len(separator) + len(part) <= width:
+            line, separator = line + separator + part, ", "
+    return line
 
 
 def format_event(before: RunSummary, fact: AnyEvent, after: RunSummary) -> list[str]:
@@ -67,7 +113,7 @@ def format_event(before: RunSummary, fact: AnyEvent, after: RunSummary) -> list[
     if isinstance(fact, RoundCommitted):
         return _describe_commit(fact, last, list(before.state.answered.values()), len(before.selected))
     if isinstance(fact, RoundRetried) and before.state.phase != "new":  # else earlier events are not known
-        return [f"{FINAL if last else f'round {fact.round}'}: {_describe_retry(fact, before.state)}"]
+        return [f"{FINAL if last else f'round {fact.round + 1}'}: {_describe_retry(fact, before.state)}"]
     return format_single_event(fact, last)
 
 
@@ -75,7 +121,7 @@ def format_single_event(fact: AnyEvent, closing: bool = False) -> list[str]:
     if isinstance(fact, RoundCommitted):
         return _describe_commit(fact, closing, (), 0)
     first, *more = _describe_event(fact)
-    return [first.replace(f"round {getattr(fact, 'round', '')}", FINAL, 1) if closing else first, *more]
+    return [first.replace(f"round {getattr(fact, 'round', -1) + 1}", FINAL, 1) if closing else first, *more]
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> str:
@@ -91,36 +137,38 @@ def _describe_event(fact: AnyEvent) -> list[str]:
         case EligibilityRecorded():
             changes = [f"{', '.join(devices)}: {eligibility.reason_text(c)}" for c, devices in fact.passed.items()]
             can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
-            return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
+            return [
+                f"round {fact.round + 1}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"
+            ]
         case CohortSelected():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
             limit = f"; deadline {fact.deadline_s:.0f} s, chosen for it" if fact.deadline_s is not None else ""
             moved = ", ".join(f"{device} {epochs}" for device, epochs in sorted(fact.epochs.items()))
-            work = [f"round {fact.round}: epochs, as planned for energy: {moved}"] if moved else []
-            return [f"round {fact.round}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]
+            work = [f"round {fact.round + 1}: epochs, as planned for energy: {moved}"] if moved else []
+            return [f"round {fact.round + 1}{again}: cohort {', '.join(fact.devices)}{limit}", *work, *fact.coverage]
         case TaskDeclined():
-            return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
+            return [f"round {fact.round + 1}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case UpdateAccepted():
             note = [fact.update.note] if fact.update.note else []
-            return [
-                f"round {fact.round}: update from {_describe_sender(fact.update)}: {format_usage(fact.update.usage)}",
-                *note,
-            ]
+            usage = format_usage(fact.update.usage)
+            return [f"round {fact.round + 1}: update from {_describe_sender(fact.update)}: {usage}", *note]
         case UpdateRejected():
-            return [f"round {fact.round}: update from {fact.device} refused: {fact.reason}"]
+            return [f"round {fact.round + 1}: update from {fact.device} refused: {fact.reason}"]
         case UpdateLost():
-            return [f"round {fact.round}: update from {fact.device} is lost here, and asked for again: {fact.reason}"]
+            return [
+                f"round {fact.round + 1}: update from {fact.device} is lost here, and asked for again: {fact.reason}"
+            ]
         case UpdatesAggregated():
             count = f"{len(fact.devices)} {'update' if len(fact.devices) == 1 else 'updates'}"
-            return [f"round {fact.round}: sum of {count} stored, {fact.sum.size / 1e6:.0f} MB; they are dropped"]
+            return [f"round {fact.round + 1}: sum of {count} stored, {fact.sum.size / 1e6:.0f} MB; they are dropped"]
         case RoundClosed():
-            return [f"round {fact.round}: closed to further updates"]
+            return [f"round {fact.round + 1}: closed to further updates"]
         case DeadlineExtended():
-            return [f"round {fact.round}: no quorum by the deadline; the round stays open until there is one"]
+            return [f"round {fact.round + 1}: no quorum by the deadline; the round stays open until there is one"]
         case RoundRetried():
-            return [f"round {fact.round}: no quorum; starting another attempt"]
+            return [f"round {fact.round + 1}: no quorum; starting another attempt"]
         case AttemptResumed(passed_s=passed_s):
-            return [f"round {fact.round}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
+            return [f"round {fact.round + 1}: the coordinator has restarted; {passed_s:.0f} s of the time limit count"]
         case JobEnded():
             return format_end(fact.status, fact.reason)
         case JobResumed():
@@ -155,8 +203,7 @@ def _describe_retry(fact: RoundRetried, before: JobState) -> str:
 def _describe_commit(fact: RoundCommitted, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
     # devices evaluate the state that they receive, which is that of the round before
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
-    if (energy := _format_energy(updates)) is not None:
-        counts.append(energy)
+    counts += filter(None, [_format_energy(costs.sum_costs(updates))])
     checked = describe_evaluation(fact.evaluation)
     if closing:
         told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
@@ -165,9 +212,9 @@ def _describe_commit(fact: RoundCommitted, closing: bool, updates: Sequence[Upda
         parts = [f"{word} ({', '.join(counts)})" if counts else word]
         parts += [_format_metrics(fact.metrics)] if fact.metrics and not fact.notes else []
         if checked:
-            when = "at the start" if not fact.round else f"after round {fact.round - 1}"
+            when = "at the start" if not fact.round else f"after round {fact.round}"
             parts.append(f"{when}: {', '.join(checked)}")
-        told = [f"round {fact.round}: {'; '.join(parts)}"]
+        told = [f"round {fact.round + 1}: {'; '.join(parts)}"]
     return [*told, *fact.notes]
 
 
@@ -183,13 +230,11 @@ def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
     return [f"{first} on {sums.examples} held-out examples", *others]
 
 
-def _format_energy(updates: Sequence[Update]) -> str | None:
-    taken = costs.sum_costs(updates)
+def _format_energy(taken: CostLedger) -> str:
     if taken.energy_j is None:
-        return None
+        return ""
     some = "" if taken.metered == taken.tasks else f" of {taken.metered} with a meter"
-    scale, prefix = units.select_prefix(taken.energy_j)
-    return f"{taken.energy_j / scale:.3g} {prefix}J{some}"
+    return f"{costs.format_joules(taken.energy_j)}{taken.energy_word}{some}"
 
 
 def _describe_sender(update: Update) -> str:
@@ -210,7 +255,8 @@ def format_usage(usage: Usage) -> str:
     parts = [f"{usage.wall_s / scale:.2f} {prefix}s"]
     if usage.energy_j is not None:
         net_j = None if usage.idle_j is None else usage.energy_j - usage.idle_j
-        parts.append(costs.format_energy(usage.energy_j, net_j, usage.energy_error_j))
+        word = costs.describe_source([str(usage.energy_source)])
+        parts.append(costs.format_energy(usage.energy_j, net_j, usage.energy_error_j) + word)
     if usage.peak_bytes is not None:
         parts.append(f"peak {units.format_bytes(usage.peak_bytes)}")
     parts.append(f"{units.format_bytes(usage.down_bytes)} down, {units.format_bytes(usage.up_bytes)} up")
@@ -233,7 +279,10 @@ def format_energy_summary(summary: RunSummary) -> list[str]:
     took = costs.format_energy(whole.energy_j, whole.net_j, whole.energy_error_j)
     tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
     some = "" if whole.metered == whole.tasks else f" of {whole.tasks}; the others were not metered"
-    return [f"energy: {took} for {tasks}{some}: {', '.join(parts)}", f"energy measured by: {whole.energy_source}"]
+    return [
+        f"energy: {took} for {tasks}{some}: {', '.join(parts)}",
+        f"energy{whole.energy_word or ' measured'} by: {whole.energy_source}",
+    ]
 
 
 def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str, int] = {}) -> dict[str, Any]:
@@ -254,13 +303,18 @@ def summarise_run(row: StoredJob | UnreadableRow, store: Store, own: Mapping[str
         except JobError as error:
             problem = str(error)
     taken = CostLedger() if summary is None else summary.total
+    held = None if summary is None else summary.last_scores
+    tested = scores.read_scores(store.home, row).scores if isinstance(row, StoredJob) else ()
+    value = format_metric(tested[-1].metric, tested[-1].value) if tested else format_score(held)
     return {
         "run": row.id,
         "status": store.current_status(row) if isinstance(row, StoredJob) else row.status,
         "waits": wait_reasons.describe_wait(row, store) if isinstance(row, StoredJob) and not problem else None,
         "submitter": row.submitter if isinstance(row, StoredJob) else None,
         "method": row.job.method if isinstance(row, StoredJob) else None,
+        "of": row.job.rounds if isinstance(row, StoredJob) else None,
         "rounds": None if summary is None else summary.completed_rounds,
+        "result": value or None,
         "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created)),
         "problem": problem,
         "energy_j": taken.energy_j,
@@ -292,19 +346,17 @@ def format_runs(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list
         [
             row["run"],
             row["status"],
-            row["method"],
-            f"{row['rounds']} rounds",
-            "-" if row["energy_j"] is None else f"{costs.format_number(row['energy_j'])} J",
+            f"{row['rounds']}/{row['of']}",
+            (row["result"] or "-").removeprefix("accuracy "),
             units.format_bytes(row["bytes"]),
+            row["began"][5:16],
         ]
         for row in fine
     ]
-    told = table.format_table(cells, "<<<>>>", wide, STATUS)
     odd = ["{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None]
-    held_up = [f"{row['run']} waits for {row['waits']}" for row in fine if row["waits"]]
-    if len(told) != len(fine):  # in blocks
-        return [*told, *odd, *held_up]
-    return [*((odd if row["problem"] is not None else told).pop(0) for row in rows), *held_up]
+    head = [["run", "status", "rounds", "result", "disk", "began"]] if fine else []
+    waits = [f"{row['run']} waits for {row['waits']}" for row in fine if row["waits"]]
+    return [*table.format_table([*head, *cells], "<<>>><", wide, STATUS), *odd, *waits]
 
 
 def _format_number(value: float) -> str:

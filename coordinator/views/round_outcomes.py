@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Final
 
 from fedquilt.coordinator import limits
@@ -207,34 +208,47 @@ def _selection_outcomes(state: JobState, fact: CohortSelected) -> Mapping[str, D
 
 
 def format_outcomes(told: RoundOutcomes, round: int | None = None, device: str | None = None) -> list[str]:
-    """Return outcomes as text: by round and outcome, or of one device in every round.
+    """Return outcomes as text: by rounds with the same outcomes, or of one device.
+
+    Args:
+        told: The outcomes of a run.
+        round: The number of a round, from 1, or None for all.
+        device: The name of a device, or None for all.
 
     Raises:
         JobError: If the log does not contain the round or the device.
     """
     chosen = filter_outcomes(told.found, round, device)
-    names = {number: event_messages.FINAL if number == told.summary.final else f"round {number}" for number in chosen}
-    if device is not None:
-        return [f"{names[number]}: {parts[device].text}" for number, parts in chosen.items()]
+    last = None if told.summary.final is None else told.summary.final + 1
     shown = []
-    for number, devices in chosen.items():
-        shown.append(f"{names[number]}:")
-        groups: dict[str, list[str]] = {}
-        for name, part in sorted(devices.items(), key=lambda each: (each[1].place or 0, each[0])):
-            if part.code == "drawn":
-                groups.setdefault(f"not drawn, by place ({part.wanted} of {part.of} selected)", []).append(name)
-            else:
-                groups.setdefault(part.text, []).append(name)
-        shown += [f"  {text}: {_format_names(members)}" for text, members in groups.items()]
+    for (final, lines), group in groupby(chosen, lambda n: (n == last, _format_devices(chosen[n], device))):
+        numbers = list(group)
+        name = f"rounds {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"round {numbers[0]}"
+        name = event_messages.FINAL if final else name
+        shown += [f"{name}: {lines[0]}"] if device is not None else [f"{name}:", *lines]
     return shown
+
+
+def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) -> list[str]:
+    if device is not None:
+        return [devices[device].text]
+    groups: dict[str, list[str]] = {}
+    for name, part in sorted(devices.items(), key=lambda each: (each[1].place or 0, each[0])):
+        text = part.text
+        if part.code == "drawn":
+            text = f"not drawn, by place ({part.wanted} of {part.of} selected)"
+        groups.setdefault(text, []).append(name)
+    return [f"  {text}: {_format_names(members)}" for text, members in groups.items()]
 
 
 def filter_outcomes(
     found: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    if round is not None and round not in found:
-        raise JobError(f"there has been no round {round}; rounds so far: {_format_range(sorted(found))}")
-    chosen = {number: dict(parts) for number, parts in sorted(found.items()) if round in (None, number)}
+    """Return the outcomes of a round or of all, and of a device or of all, by round from 1."""
+    by_number = {number + 1: dict(parts) for number, parts in sorted(found.items())}
+    if round is not None and round not in by_number:
+        raise JobError(f"there has been no round {round}; rounds so far: {_format_range(list(by_number))}")
+    chosen = {number: parts for number, parts in by_number.items() if round in (None, number)}
     if device is None:
         return chosen
     known = {name for parts in found.values() for name in parts}

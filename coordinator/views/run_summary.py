@@ -105,6 +105,7 @@ class RoundSummary(msgspec.Struct, frozen=True):
     committed: bool = False
     # of a committed round:
     rounds_before: int = 0  # number of the job's rounds completed before it
+    selected: int = 0  # number of devices, in all attempts
     is_work: bool = False  # one of the job's rounds, neither a settling round nor the closing evaluation
     settled: bool = False
     took_s: float = 0.0  # on the coordinator's clock
@@ -185,6 +186,10 @@ class RunSummary(msgspec.Struct, frozen=True):
     def committed_rounds(self) -> list[RoundSummary]:
         return [each for each in (*self.earlier.values(), self.running) if each.committed]
 
+    @property
+    def last_scores(self) -> PersonalScores | None:
+        return next((each.scores for each in reversed(self.committed_rounds()) if each.scores is not None), None)
+
     def round_costs(self) -> dict[int, CostLedger]:
         """Return the cost of each round in which a device answered or declined, by number."""
         found = {each.number: each.cost for each in (*self.earlier.values(), self.running)}
@@ -222,6 +227,7 @@ class RunSummary(msgspec.Struct, frozen=True):
             self.running,
             committed=True,
             rounds_before=done,
+            selected=len(self.selected),
             is_work=not fact.settled and not self.state.is_work_done,
             settled=fact.settled,
             took_s=fact.took_s,

@@ -8,9 +8,10 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import msgspec
 
@@ -21,26 +22,33 @@ from fedquilt.coordinator.background_worker import ThreadWorker
 from fedquilt.coordinator.delivery.blobs.locations import BlobLocationSettings
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
-from fedquilt.coordinator.job_view import JobView
+from fedquilt.coordinator.job_view import EndedJob, JobView
+from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
+from fedquilt.coordinator.rounds import next_event
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
+    JobConstants,
     JobEnded,
+    JobState,
     RoundClosed,
+    RoundCommitted,
     TaskDeclined,
     UpdateAccepted,
     UpdateRejected,
+    UpdatesAggregated,
+    apply_event,
 )
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons
 from fedquilt.coordinator.views import rollouts as rollout_view
-from fedquilt.coordinator.views.run_summary import RunSummary
+from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.core import JobError
 from fedquilt.host import connection_limits, process_memory
 from fedquilt.security.handshake import LinkIdentity
@@ -52,8 +60,12 @@ WORK_SAID_S = 30.0  # likewise for devices that are at work
 WAIT_LOOK_S = 1.0
 WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
 
-SINGLY = 3  # declines of a round for one reason that are printed one by one; further ones are counted
+BRIEF: Final = (EligibilityRecorded, CohortSelected, UpdateAccepted, TaskDeclined, UpdateRejected, RoundClosed)
+"""Events within a round, which only its status shows."""
 
+ELAPSED: Final = "[{:6.1f} s] "
+VIRTUAL: Final = "[{:6.1f} s virtual] "
+ENDED: Final = ("done", "failed", "stopped")
 MORE = "start more: `fedquilt agent agent.toml` on a board"
 AWAY_S = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
 AWAY = wait_reasons.WaitReason("its broker, which cannot be reached", "broker", "lost")
@@ -112,15 +124,22 @@ class ConnectionReporter:
         return None
 
 
-class Console:
-    """Console output of events. On a terminal, the running round is one line, rewritten in place.
+@dataclass
+class _WatchedRun:
+    """What a console knows of a run, since its first event of this process."""
 
-    Args:
-        wordy: Whether to print every event instead of one line per round.
-        named: Whether to print the run of each event, as there may be several runs.
-        clock: The clock for the printed times, in seconds.
-        mend: The advice on how to start devices that a round waits for.
-        real_clock: The clock for the frequency of status lines, in seconds.
+    job: JobView
+    summary: RunSummary
+    waiting: WaitReporter = field(default_factory=WaitReporter)
+    wait: wait_reasons.WaitReason | None = None
+    committed: RoundSummary | None = None  # the last round of work, until its line is printed
+    score: str = ""  # the last one
+
+
+class Console:
+    """Console output of runs: a line for each round and, on a terminal, a block on the running round.
+
+    The line of a round that is evaluated is printed with the evaluation, which the next round brings.
     """
 
     def __init__(
@@ -128,8 +147,8 @@ class Console:
         wordy: bool = False,
         named: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        stamp: Callable[[float], str] | None = None,
         mend: str = MORE,
-        real_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Print to standard output.
 
@@ -137,61 +156,74 @@ class Console:
             wordy: Whether to print every event, instead of a line for each round.
             named: Whether to print the run of each event, for several runs.
             clock: The clock in seconds for printed times.
+            stamp: The text before a line by the clock's time, or None for the seconds from now on.
             mend: The hint on how to start missing devices.
-            real_clock: The clock in seconds for the interval of progress lines.
         """
-        self._line, self._named, self._wordy = progress.ProgressLine(sys.stdout, clock=real_clock), named, wordy
-        self._clock, self._began_s = clock, clock()
+        self._block, self._named, self._wordy = progress.ProgressLine(sys.stdout), named, wordy
+        began_s = clock()
+        self._clock, self._stamp = clock, stamp or (lambda now_s: ELAPSED.format(now_s - began_s))
         self._contact, self._mend = ConnectionReporter(), mend
-        self._waiting: dict[str, WaitReporter] = {}  # by run
         self._wait_s = -math.inf  # when it was last looked at
-        self._summaries: dict[str, RunSummary] = {}  # by run, since its first event of this process
-        self._declines = defaultdict[tuple[str, int, str], list[str]](list)  # (run, round, code) -> unprinted lines
+        self._runs: dict[str, _WatchedRun] = {}
+        self._shown: str | None = None  # the run of the block
+        self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
     def observe(self, job: JobView, fact: AnyEvent) -> None:
-        before = self._summaries.get(job.id) or RunSummary.from_job(job.job)
-        self._summaries[job.id] = after = before.after(fact, state=job.rounds)
-        first, *more = event_messages.format_event(before, fact, after)
-        if isinstance(fact, JobEnded):
-            del self._summaries[job.id]
-        if isinstance(fact, TaskDeclined | UpdateRejected) and not self._wordy:
-            said = f"{job.id}: {first}" if self._named else first
-            self._declines[job.id, fact.round, fact.code].append(said)
-        elif isinstance(fact, JobEnded) and fact.code:
-            for key in [key for key in self._declines if key[0] == job.id]:
-                del self._declines[key]  # the end names the cause
-        elif not isinstance(fact, EligibilityRecorded | CohortSelected | UpdateAccepted):
+        run = self._watch_run(job)
+        before, run.summary = run.summary, run.summary.after(fact, state=job.rounds)
+        self._shown, run.wait = job.id, None
+        if isinstance(fact, JobEnded) and fact.code:  # the end names the cause
+            self._declines.pop((job.id, job.rounds.round), None)
+        if not isinstance(fact, BRIEF):
             self._print_declines()
-        if (
-            isinstance(
-                fact,
-                EligibilityRecorded | CohortSelected | UpdateAccepted | TaskDeclined | UpdateRejected | RoundClosed,
-            )
-            and not self._wordy
-        ):
-            self._show_job_status(job)
-        else:
-            self.report(f"{job.id}: {first}" if self._named else first, *more)
+        if self._wordy or not isinstance(fact, (RoundCommitted, UpdatesAggregated, *BRIEF)):
+            if isinstance(fact, JobEnded):
+                self._print_round(run, "")
+            self._report_for(job.id, *event_messages.format_event(before, fact, run.summary))
+        elif isinstance(fact, TaskDeclined | UpdateRejected):
+            what = f"declined ({fact.code})" if isinstance(fact, TaskDeclined) else "update refused"
+            self._declines[job.id, fact.round][fact.device] = f"{what}: {fact.reason}"
+        elif isinstance(fact, RoundCommitted) and not fact.settled:
+            self._print_round(run, event_messages.format_score(run.summary.running.scores))
+            if run.summary.running.is_work:
+                run.committed = run.summary.running
+            if not event_messages.is_evaluation_due(job.rounds):
+                self._print_round(run, "")
+        if isinstance(fact, JobEnded):
+            del self._runs[job.id]
+            self.close()
+        self.refresh()
 
     def observe_rollout(self, rollout: Rollout, fact: rounds_rollout.AnyRolloutEvent) -> None:
         """Print an event of a rollout, but a device's report only if it failed or all events are printed."""
         if self._wordy or not isinstance(fact, rounds_rollout.StatusReported) or fact.phase in rounds_rollout.FAILED:
             self.report(f"{rollout.id}: {rollout_view.format_event(rollout, fact)}")
 
+    def _watch_run(self, job: JobView) -> _WatchedRun:
+        if job.id not in self._runs:
+            self._runs[job.id] = _WatchedRun(job, RunSummary(JobState(job.rounds.plan)))
+        self._runs[job.id].job = job
+        return self._runs[job.id]
+
+    def _print_round(self, run: _WatchedRun, score: str) -> None:
+        job, committed = run.job, run.committed
+        run.score, run.committed = score or run.score, None
+        if committed is not None:
+            width = table.PLAIN - len(self._format_head(job.id))
+            self._report_for(job.id, event_messages.format_round(committed, job.rounds.plan.rounds, score, width))
+
     def _print_declines(self) -> None:
-        for (run, round, code), lines in self._declines.items():
-            for line in lines[:SINGLY]:
-                self.report(line)
-            if len(lines) > SINGLY:
-                more = (
-                    f"round {round}: {len(lines) - SINGLY} more declined ({code}): `fedquilt logs {run}` has them all"
-                )
-                self.report(f"{run}: {more}" if self._named else more)
+        for (run, round), reasons in self._declines.items():
+            self._report_for(run, f"round {round + 1}: {next_event.format_by_reason(reasons)}")
         self._declines.clear()
 
+    def _report_for(self, run: str, first: str, *more: str) -> None:
+        self.report(f"{run}: {first}" if self._named else first, *more)
+
     def report(self, first: str, *more: str) -> None:
-        told = (f"{self._format_elapsed()} {first}", *(f"{'':11}{line}" for line in more))
-        self._line.print_lines(*(part for line in told for part in table.fold_line(line, 11)))
+        head = self._format_time()
+        told = (f"{head}{first}", *(f"{'':{len(head)}}{line}" for line in more))
+        self._block.print_lines(*(part for line in told for part in table.fold_line(line, len(head))))
 
     def report_connection(self, link: Link) -> None:
         if (line := self._contact.line_due(link.connected, link.session)) is not None:
@@ -200,11 +232,9 @@ class Console:
     def report_waits(self, server: Server, board: Callable[[str], DeviceStatus | None] = lambda device: None) -> None:
         now_s, now = self._clock(), time.time()
         if now_s < self._wait_s + WAIT_LOOK_S:
-            return
+            return self.refresh()
         self._wait_s = now_s
-        jobs = server.active_jobs()
-        self._waiting = {job.id: self._waiting.get(job.id, WaitReporter()) for job in jobs}
-        for job in jobs:
+        for job in server.active_jobs():
             able = server.registry.usable_engines(job.engines, now_s)
             state, until = server.wall_clock_state(job.id, now_s, now)
             wait = wait_reasons.find_wait(
@@ -212,27 +242,59 @@ class Console:
             )
             if away := wait is not None and self._contact.is_disconnected:  # who is online is not known then
                 wait = AWAY
-            line = self._waiting[job.id].line_due(wait, now_s)
-            if line is not None and wait is not None:
-                taken = (
-                    None
-                    if away
-                    else wait_reasons.describe_busy_devices(
-                        job.rounds, able.keys(), server.jobs_by_leased_device(job.id)
-                    )
-                )
-                mend = BROKER if away else taken or (self._mend if wait.kind == "boards" else None)
-                self.report(f"{job.id}: {line}" if self._named else line, *([mend] if mend else []))
 
-    def _show_job_status(self, job: JobView) -> None:
-        self.show_status(lambda: f"{job.id}: {event_messages.format_status(job.rounds)}")
+            def find_fix(job: RunningJob = job, able: Collection[str] = able.keys(), away: bool = away) -> str | None:
+                if away:
+                    return BROKER
+                return wait_reasons.describe_busy_devices(job.rounds, able, server.jobs_by_leased_device(job.id))
+
+            self.report_wait(job, wait, now_s, find_fix)
+        self._runs = {id: run for id, run in self._runs.items() if run.job.rounds.phase not in ENDED}
+        self.refresh()
+
+    def report_wait(
+        self,
+        job: JobView,
+        wait: wait_reasons.WaitReason | None,
+        now_s: float,
+        find_fix: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        run = self._watch_run(job)
+        run.wait, line = wait, run.waiting.line_due(wait, now_s)
+        self._shown = self._shown or job.id
+        if wait is not None and line is not None and not (wait.kind == "working" and self._block.is_live):
+            fix = find_fix() or (self._mend if wait.kind == "boards" else None)
+            self._report_for(job.id, line, *([fix] if fix else []))
+
+    def refresh(self) -> None:
+        """Show the block of the run that had the last event, if one is due."""
+        if self._shown in self._runs and self._block.is_live:
+            run = self._runs[self._shown]
+            state = run.job.rounds
+            cohort = len(state.asked) + len(state.answered)
+            done = min(state.completed_rounds + (len(state.answered) / cohort if cohort else 0.0), state.plan.rounds)
+            self._block.show_status(lambda: self._format_block(run), done, state.plan.rounds)
 
     def show_status(self, line: Callable[[], str]) -> None:
         """Show a status line on a terminal, if one is due. The next line replaces it."""
-        self._line.show_status(lambda: f"{self._format_elapsed()} {line()}")
+        if self._block.is_live:
+            self._block.show_status(lambda: f"{self._format_time()}{line()}")
 
-    def _format_elapsed(self) -> str:
-        return f"[{self._clock() - self._began_s:6.1f} s]"
+    def close(self) -> None:
+        """Remove the block."""
+        self._block.end_operation()
+
+    def _format_block(self, run: _WatchedRun) -> str:
+        lines = event_messages.format_status(run.summary, run.job.rounds)
+        lines[0] = self._format_head(run.job.id) + lines[0]
+        lines[1] = ", ".join(part for part in (run.score, lines[1]) if part)
+        return "\n".join([*lines, *([f"waiting for {run.wait.text}"] if run.wait is not None else [])])
+
+    def _format_head(self, run: str) -> str:
+        return f"{self._format_time()}{run}: " if self._named else self._format_time()
+
+    def _format_time(self) -> str:
+        return self._stamp(self._clock())
 
 
 class ParentCoordinator(Protocol):
@@ -334,37 +396,49 @@ def run_coordinator(
         try:
             links.run_endpoint(endpoint, link, should_stop)
         finally:
+            console.close()
             if site is not None:
                 site.announce_end()
             server.shut_down()
 
 
-def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False) -> None:
-    """Print a run's events with their wall-clock times. With `follow`, print until the run has ended.
+def format_date(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S  ", time.localtime(at_s))
+
+
+def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False, wordy: bool = False) -> None:
+    """Print a run's events with their dates. With `follow`, print its rounds until the run has ended.
 
     Args:
         store: The home of the run.
         id: The id of the run.
         follow: Whether to wait for later events.
         json: Whether to print each event as a line of JSON.
+        wordy: Whether to print every event of a followed run too.
 
     Raises:
         JobError: If the run is deleted meanwhile.
         InactiveRunError: If `follow` is set and no coordinator has run for AWAY_S.
     """
     row, served_s, away = store.find_job(id), -math.inf, False  # when a coordinator was last seen to serve it
-    seen, summary, waiting = 0, RunSummary.from_job(row.job), WaitReporter()
+    seen, state, at_s, summary = 0, JobState(JobConstants.from_job(row.job)), row.created, RunSummary.from_job(row.job)
+    console = Console(
+        wordy or not follow,
+        clock=lambda: at_s,
+        stamp=(lambda now_s: ELAPSED.format(now_s - row.created)) if follow else format_date,
+    )
     while True:
         status = store.stored_status(id)  # read first, so that no last fact is missed
-        ended = status in ("done", "failed", "stopped")
+        ended = status in ENDED
         if not status:
             raise JobError(f"{id} has been deleted meanwhile")
         for number, at_s, fact in store.read_events(id, after=seen):
-            seen, before, summary = number, summary, summary.after(fact, at_s)
+            seen, state = number, apply_event(state, fact, at_s)
+            summary = summary.after(fact, at_s, state)
             if json:
                 print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
             else:
-                _print_lines(at_s, *event_messages.format_event(before, fact, summary))
+                console.observe(EndedJob(id, row.job, state), fact)
         sys.stdout.flush()
         served, now_s = store.is_served(), time.monotonic()
         served_s = now_s if served else served_s
@@ -372,41 +446,33 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
         if not (served or gone or away or ended) and follow:
             print(f"no coordinator serves {store.home}: another one is waited for {AWAY_S:g} s", file=sys.stderr)
         away = not served
+        if ended or not follow or gone:
+            console.close()
         if not ended and follow and gone:
             raise InactiveRunError(
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )
         if ended or not follow:
             for told in [] if json else event_messages.format_energy_summary(summary):
-                print(told)
+                print("\n".join(table.fold_line(told)))
             return
-        state, hold = summary.state, store.holds.current_suspension(id)
-        wait = (
-            wait_reasons.WaitReason(str(hold), hold, "lost")
-            if hold
-            else wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home))
-        )
-        if waiting.line_due(wait, time.monotonic()) is not None and wait is not None and not json:
-            busy = {} if hold else wait_reasons.devices_of_other_runs(store, id)
-            if not hold:
-                wait = (
-                    wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy.keys())
-                    or wait
-                )
-            taken = (
-                None
-                if hold
-                else wait_reasons.describe_busy_devices(state, wait_reasons.eligible_online_devices(state), busy)
-            )
-            mend = taken or (MORE if wait.kind == "boards" else None)
-            _print_lines(time.time(), f"waiting for {wait.text}", *([mend] if mend else []))
+        if not json:
+            at_s = time.time()
+            _report_stored_wait(console, store, EndedJob(id, row.job, state), row, now_s)
         time.sleep(0.5)
 
 
-def _print_lines(at_s: float, first: str, *more: str) -> None:
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
-    told = (f"{stamp}  {first}", *(f"{'':21}{line}" for line in more))
-    print("\n".join(part for line in told for part in table.fold_line(line, 21)), flush=True)
+def _report_stored_wait(console: Console, store: Store, job: JobView, row: StoredJob, now_s: float) -> None:
+    state, hold = job.rounds, store.holds.current_suspension(row.id)
+    if hold:
+        return console.report_wait(job, wait_reasons.WaitReason(str(hold), hold, "lost"), now_s)
+
+    def find_fix() -> str | None:
+        able = wait_reasons.eligible_online_devices(state)
+        return wait_reasons.describe_busy_devices(state, able, wait_reasons.devices_of_other_runs(store, row.id))
+
+    wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home))
+    console.report_wait(job, wait, now_s, find_fix)
 
 
 class StopSignal:

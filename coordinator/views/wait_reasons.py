@@ -125,6 +125,8 @@ def find_wait(
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{taken}{alone}{declined}"
     if state.phase == "selecting":
         least = next_event.devices_to_start(state) - len(able)
+        if least <= 0 and not barred and not taken:
+            return None
         text = (
             f"{there}, at least {next_event.devices_to_start(state)} needed{_describe_missing_plugins(state, lacking)}"
         )

@@ -220,7 +220,7 @@ class AgentState:
         if not self.durable:
             self._make_folders()
         target = self._entry_folder((update.job, update.round))
-        with disk_errors(f"keep the result of {update.job}, round {update.round}, in {self._outbox}"):
+        with disk_errors(f"keep the result of {update.job}, round {update.round + 1}, in {self._outbox}"):
             self._disk.clear_folder(scratch)
             if private is not None:
                 kept = f"{scratch}/{private.sha256}{KEPT}"
@@ -248,7 +248,7 @@ class AgentState:
         if key in self._light:
             self._light.remove(key)
             return self._remembered.record_counted_in_memory(key) if accepted else None
-        with disk_errors(f"settle {key[0]}, round {key[1]}, in {self.home}"):
+        with disk_errors(f"settle {key[0]}, round {key[1] + 1}, in {self.home}"):
             folder = self._entry_folder(key)
             if accepted:
                 made = self._private_state_in(folder)

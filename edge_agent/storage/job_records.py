@@ -101,7 +101,7 @@ class JobRecords:
             if counted is None or not self._durable:  # on virtual time, not all is written down
                 return PrivateState()
             return PrivateState(
-                forgotten=f"this device knows nothing of round {counted} of {job}, which has been counted"
+                forgotten=f"this device knows nothing of round {counted + 1} of {job}, which has been counted"
             )
         if not entry.private:
             return PrivateState()
@@ -110,8 +110,8 @@ class JobRecords:
         wanted = entry.left if counted == entry.round else max(rounds, default=-1)
         if wanted in kept:
             return PrivateState(str(self._folder / kept[wanted].file_name), kept[wanted].sha256)
-        after = "before its first round" if counted is None else f"after round {counted}"
-        return PrivateState(lost=f"the private state of {job} {after} is not here, only that of round {entry.left}")
+        after = "before its first round" if counted is None else f"after round {counted + 1}"
+        return PrivateState(lost=f"the private state of {job} {after} is not here, only that of round {entry.left + 1}")
 
     def latest_private_state(self, job: str) -> PrivateState:
         """Return the private state after the last counted round, without a path if there is none."""

@@ -106,7 +106,7 @@ class Run:
 
         Args:
             device: Id of the device, or None for all devices.
-            round: Round from 0, as in the event log, or None for all rounds.
+            round: Round from 1, or None for all rounds.
 
         Returns:
             The sentences.

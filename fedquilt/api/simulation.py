@@ -124,7 +124,7 @@ class _RunReporter:
         job: settings.JobSettings,
         home: Path,
         on_round: Callable[[Mapping[str, Any]], None] | None,
-        show: Callable[[str], None],
+        show: Callable[[str, float, float], None],
     ) -> None:
         self._job, self._home, self._on_round, self._show = job, home, on_round, show
         self._reader: RoundReader | None = None
@@ -135,7 +135,8 @@ class _RunReporter:
 
     def __call__(self, simulation: Simulation) -> None:
         self.report_rounds(ended=False)
-        self._show(f"{simulation.run}: round {simulation.completed_rounds} of {self._job.rounds}{self._reached}")
+        done, rounds = simulation.completed_rounds, self._job.rounds
+        self._show(f"{simulation.run}: round {done} of {rounds}{self._reached}", done, rounds)
 
     def report_rounds(self, *, ended: bool) -> None:
         for row in self._reader.read_new_rows(ended=ended) if self._reader is not None else ():

@@ -98,7 +98,7 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
 
     where, limited = blobs.to_locations(broker.ca), limits.load_limits(home)
     here, id = store.acquire_lock(), submit()
-    print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
+    print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
     if here:
         console = terminal.Console(wordy=verbosity() > 0)
         link, identity = make_link(broker, console.report)
@@ -112,16 +112,16 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
                 f"{blobs.given_options[0]} has no effect: a coordinator serves {home}, by the options of its "
                 "own command"
             )
-        terminal.print_log(store, id, follow=True)
+        terminal.print_log(store, id, follow=True, wordy=verbosity() > 0)
     return report_end(home, id, store.stored_status(id), f"fedquilt resume {id}")
 
 
 def report_end(home: Path, id: str, status: str, again: str) -> int:
     """Print the next step after a run, and return the exit code. `again` is the resuming command."""
-    if status == "running":
-        print(f"interrupted; `{again} --home {home}` continues it")
-    elif status == "done" and id:
-        print(f"done; `{export_command(home, id)}` writes its result")
+    told = f"interrupted; `{again} --home {home}` continues it" if status == "running" else ""
+    if status == "done" and id:
+        told = f"`{export_command(home, id)}` writes the result"
+    print_rows("text", [], [told] if told else [])
     return ENDED.get(status, 130)
 
 
@@ -157,4 +157,4 @@ def print_rows(format: str, rows: Any, lines: Sequence[str]) -> None:
 
         print(msgspec.json.encode(rows).decode())
     elif lines:
-        print("\n".join(part for line in lines for part in table.fold_line(line)))
+        print("\n".join(part for line in lines for part in table.fold_line(line)), flush=True)

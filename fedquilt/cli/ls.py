@@ -12,7 +12,7 @@ from fedquilt.cli.commands import verb
 @options.home_option
 @options.format_option
 def ls(home: Path, format: str) -> None:
-    """List the runs in --home with status, rounds, energy and exclusive disk space."""
+    """List the runs in --home with status, rounds, result and exclusive disk space."""
     from fedquilt.coordinator.jobs import retention
     from fedquilt.coordinator.views import event_messages
     from fedquilt.security import authenticated_link

@@ -10,7 +10,7 @@ from fedquilt.cli.commands import argument, option, verb
 
 @verb()
 @options.run_argument
-@argument("number", "Show this round only.", type=options.WHOLE, metavar="[ROUND]", required=False)
+@argument("number", "Show this round only, counted from 1.", type=options.WHOLE, metavar="[ROUND]", required=False)
 @option("--device", type=options.NAME, metavar="D", help="Show this device only.")
 @options.home_option
 @options.format_option

@@ -1,4 +1,4 @@
-"""Progress of long operations: a live line on a terminal, otherwise lines at growing intervals.
+"""Progress of long operations: a live block on a terminal, otherwise lines at growing intervals.
 
 A file or a pipe gets a first line after QUIET_S, and further ones after EVERY_S or a quarter of the elapsed time,
 whichever is longer, but at most RARELY_S.
@@ -6,11 +6,14 @@ whichever is longer, but at most RARELY_S.
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final, TextIO
 
@@ -23,16 +26,19 @@ RARELY_S: Final = 300.0
 SHARE: Final = 0.25  # of the time passed so far, between two lines
 LIVE_S: Final = 0.1  # between two changes of a terminal's line
 TICK_S: Final = 1.0
+BAR: Final = 20  # columns
+EVIDENCE: Final = 2.0  # units of work, or this share of all, before a remaining time is shown
+EVIDENCE_SHARE: Final = 0.2
+MISJUDGED: Final = 1.5  # an estimate so many times the least one hides the remaining time, which must not climb
 
 
 class ProgressLine:
-    """Progress line of the current operation. Thread-safe.
+    """Progress of the current operation: lines that are rewritten in place. Thread-safe.
 
     Args:
         out: Output stream, or None for the current standard error.
-        live: Whether the line is rewritten in place, or None to do so on a terminal.
+        live: Whether lines are rewritten in place, or None to do so on a terminal that can.
         clock: Function that returns seconds.
-        rarely_s: Maximum seconds before the first line and between lines, if not rewritten.
     """
 
     def __init__(
@@ -41,42 +47,42 @@ class ProgressLine:
         *,
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
-        rarely_s: float = RARELY_S,
     ) -> None:
-        self._rarely_s = rarely_s
         self._given, self._live, self._clock, self._lock = out, live, clock, threading.Lock()
         self._begun_s: float | None = None  # of what goes on now
         self._due_s = 0.0
-        self._drawn = ""
+        self._drawn: list[str] = []
         self._first: tuple[float, float, float] | None = None  # total, what was done first, and when
+        self._left_s = math.inf  # the least estimate
         self._part: tuple[str, float, float] | None = None  # as of `set_part`
 
     @property
     def is_live(self) -> bool:
-        return self._out.isatty() if self._live is None else self._live
+        return self._out.isatty() and os.environ.get("TERM") != "dumb" if self._live is None else self._live
 
     def show_status(self, what: str | Callable[[], str], done: float | None = None, total: float | None = None) -> None:
         """Show the current operation, unless the last line is too recent.
 
         Args:
-            what: Short text, or a function that returns the text and is called only when shown.
-            done: Completed part of `total`. With both, the remaining time is shown too.
+            what: Short text, or a function that returns the text and is called only when shown. Further lines of it
+                are for a terminal.
+            done: Completed part of `total`. With both, the first line has a bar and the remaining time too.
             total: Amount of all work.
         """
         with self._lock:
             now_s, live = self._clock(), self.is_live
             if self._begun_s is None:
-                self._begun_s, self._due_s = now_s, now_s + (0.0 if live else min(QUIET_S, self._rarely_s))
-            left = self._format_remaining(done, total, now_s)
+                self._begun_s, self._due_s = now_s, now_s + (0.0 if live else QUIET_S)
+            left = self._format_remaining(done, total, now_s, live)
             if now_s < self._due_s:
                 return
-            told = (what if isinstance(what, str) else what()) + left
+            first, *more = (what if isinstance(what, str) else what()).splitlines()
             if live:
                 self._due_s = now_s + LIVE_S
-                self._draw(told)
+                self._draw([first + left, *more])
             else:
-                self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), self._rarely_s)
-                print(told, file=self._out, flush=True)
+                self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), RARELY_S)
+                print(first + left, file=self._out, flush=True)
 
     def set_part(self, now: str, done: float, total: float) -> None:
         """Set the current part of the work, which `show_progress` displays.
@@ -117,38 +123,55 @@ class ProgressLine:
             self._wipe()
             self._out.flush()
             self._begun_s = self._first = self._part = None
+            self._left_s = math.inf
 
     @property
     def _out(self) -> TextIO:
         return sys.stderr if self._given is None else self._given
 
-    def _draw(self, told: str) -> None:
+    def _draw(self, lines: Sequence[str]) -> None:
         wide = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
-        told = told if len(told) <= wide else f"{told[: wide - 1]}…"
-        if told != self._drawn:
-            print(f"\r\x1b[K{told}", end="", file=self._out, flush=True)
-            self._drawn = told
+        shown = [line if len(line) <= wide else f"{line[: wide - 1]}…" for line in lines]
+        if shown != self._drawn:
+            print(self._to_start() + "\n".join(shown), end="", file=self._out, flush=True)
+            self._drawn = shown
 
     def _wipe(self) -> None:
         if self._drawn:
-            print("\r\x1b[K", end="", file=self._out)
-            self._drawn, self._due_s = "", 0.0
+            print(self._to_start(), end="", file=self._out)
+            self._drawn, self._due_s = [], 0.0
 
-    def _format_remaining(self, done: float | None, total: float | None, now_s: float) -> str:
-        if done is None or total is None:
+    def _to_start(self) -> str:
+        return f"\r\x1b[{len(self._drawn) - 1}A\x1b[J" if len(self._drawn) > 1 else "\r\x1b[K"
+
+    def _format_remaining(self, done: float | None, total: float | None, now_s: float, live: bool) -> str:
+        if done is None or not total:
             return ""
         if self._first is None or self._first[0] != total or done < self._first[1]:
-            self._first = (total, done, now_s)
+            self._first, self._left_s = (total, done, now_s), math.inf
         _, first, first_s = self._first
-        told = f" ({done:g} of {total:g} done"
-        if done > first:
+        told = f" {format_bar(done / total)}" if live else ":"
+        told += f" {100 * done / total:.0f} %"
+        if done - first >= min(EVIDENCE, EVIDENCE_SHARE * total):
             left_s = (now_s - first_s) / (done - first) * (total - done)
-            told += f", about {units.format_duration(left_s)} left"
-        return f"{told})"
+            self._left_s = min(self._left_s, left_s)
+            if left_s <= MISJUDGED * self._left_s:
+                told += f", about {units.format_duration(self._left_s)} left"
+        return told
+
+
+def format_bar(share: float) -> str:
+    return ("█" * round(BAR * share)).ljust(BAR, "░")
 
 
 LINE: Final = ProgressLine()
-"""The line of this process on standard error: all that a command does shows itself here."""
+"""The line of this process on standard error."""
+
+
+def count_parts(total: int) -> Callable[[str], None]:
+    """Return a function to call with the name of each of `total` parts of the work when it begins."""
+    begun = itertools.count()
+    return lambda now: LINE.set_part(now, next(begun), total)
 
 
 def call_periodically(tell: Callable[[], None], every_s: float = TICK_S) -> AbstractContextManager[None]:

@@ -6,17 +6,19 @@ Output to a file or a pipe is 80 columns wide.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Final, TextIO
 
 PLAIN: Final = 80
 MOST: Final = 120
 GAP: Final = "  "
 LEAST: Final = 20  # columns kept for wrapped text, however wide the others are
-COLOURS: Final = {"red": "31", "green": "32", "yellow": "33", "dim": "2"}
+COLOURS: Final = {"bold": "1", "red": "31", "green": "32", "yellow": "33", "dim": "2"}
 
 
 def line_width(out: TextIO | None = None) -> int:
@@ -79,6 +81,25 @@ def format_table(
             GAP.join(_format_cell(row[i], align[i], widths[i], colours or {}) for i in block).rstrip() for row in rows
         ]
     return lines
+
+
+def format_markdown(lines: Iterable[str]) -> list[str]:
+    """Format headings, paragraphs, lists and tables of a Markdown page without its signs."""
+    shown: list[str] = []
+    kinds = {"": "blank", "|": "table", "#": "heading"}
+    for kind, group in groupby("\n".join(lines).splitlines(), lambda line: kinds.get(line[:1], "text")):
+        part = re.sub(r" \(\[[^]]+\]\([^)]+\)\)|[`*]{1,2}", "", "\n".join(group))
+        if kind == "table":
+            rows = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in part.splitlines() if set(line) - set("|-")]
+            pairs = [(name, "; ".join(filter(None, cells))) for name, *cells in rows]
+            shown += format_table([(name, text.replace("\\|", "|")) for name, text in pairs], "<~")
+        elif kind == "text":
+            for each in re.split(r"\n(?=- )", part):
+                hang = "  " * each.startswith("- ")
+                shown += textwrap.wrap(" ".join(each.split()), line_width(), subsequent_indent=hang)
+        else:
+            shown += [colour_text(line.lstrip("# "), "bold") if line else "" for line in part.split("\n")]
+    return shown
 
 
 def _group_columns(widths: Sequence[int], wide: int) -> list[list[int]]:

@@ -14,9 +14,11 @@ import msgspec
 IDS: Final = ("run", "round", "device", "fact")
 
 
-def log_ids(**ids: str | int | None) -> dict[str, str | int]:
-    """Return the given ids that are not None, as `extra` of a logging call."""
-    return {name: value for name, value in ids.items() if value is not None}
+def log_ids(*, round: int | None = None, **ids: str | None) -> dict[str, str | int]:
+    """Return the given ids that are not None, as `extra` of a logging call. In a log, rounds are counted from 1."""
+    return ({} if round is None else {"round": round + 1}) | {
+        name: value for name, value in ids.items() if value is not None
+    }
 
 
 class JsonFormatter(logging.Formatter):

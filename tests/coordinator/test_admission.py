@@ -310,7 +310,7 @@ def test_an_update_that_nobody_asked_for_is_turned_down_and_its_task_taken_back(
     answer, idle = hear(situation, UpdateAnnounced("a", update())).actions
     assert isinstance(answer, AckUpdate)
     assert not answer.accepted
-    assert "round 1 is closed or did not ask for this" in answer.reason
+    assert "round 2 is closed or did not ask for this" in answer.reason
     assert idle == CancelTask("a")
 
 

@@ -184,8 +184,8 @@ def test_the_log_tells_the_planned_epochs() -> None:
     """The sentence of a round's cohort has each board's epochs."""
     told = event_messages._describe_event(CohortSelected(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
     assert told == [
-        "round 3: cohort a, b; deadline 42 s, chosen for it",
-        "round 3: epochs, as planned for energy: a 1, b 8",
+        "round 4: cohort a, b; deadline 42 s, chosen for it",
+        "round 4: epochs, as planned for energy: a 1, b 8",
     ]
 
 

@@ -384,9 +384,9 @@ def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(
     states = {each.board.device: each.state for each in devices.load_devices(stage.store.home)}
     assert states == {"a": "sending", "b": "sending", "c": "waiting", "d": "waiting", "e": "asked", "f": "asked"}
     assert "waits for its turn to be sent: 2 others are being sent or read" in stage.told_of("c")
-    assert stage.told_of("a") == stage.told_of("e") == "round 0: selected"
+    assert stage.told_of("a") == stage.told_of("e") == "round 1: selected"
     with monkeypatch.context() as patch:
         patch.setattr(Store, "is_served", lambda store: False)
-        assert stage.told_of("c") == "round 0: selected"
+        assert stage.told_of("c") == "round 1: selected"
     stage.work(10.0)
-    assert stage.told_of("c") == "round 0: update received"
+    assert stage.told_of("c") == "round 1: update received"

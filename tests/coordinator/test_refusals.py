@@ -121,7 +121,7 @@ def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> Non
     play(stage, "ab", 40.0)
     (ended,) = stage.told(JobEnded)
     assert (ended.status, ended.code) == ("failed", "data")
-    assert ended.reason.startswith("the data cannot be used in round 0 on 2 of 2 devices (no data here).\nFix: correct")
+    assert ended.reason.startswith("the data cannot be used in round 1 on 2 of 2 devices (no data here).\nFix: correct")
     assert not stage.told(RoundRetried)
 
 
@@ -211,7 +211,7 @@ def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(
     assert not stage.told(RoundRetried)
     assert (ended.status, ended.code) == ("failed", code)
     kind = REFUSALS[code]
-    assert ended.reason == f"{kind.cause} in round 0 on 3 of 3 devices (no data here).\nFix: {kind.fix}."
+    assert ended.reason == f"{kind.cause} in round 1 on 3 of 3 devices (no data here).\nFix: {kind.fix}."
 
 
 @pytest.mark.parametrize("code", RECURS)
@@ -266,7 +266,7 @@ def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tm
         stage.hand(name)
     play(stage, "ab", 40.0, "diverged")
     (ended,) = stage.told(JobEnded)
-    assert ended.reason.startswith("training diverged in round 0 on 2 of 3 devices (no data here).\nFix: lower")
+    assert ended.reason.startswith("training diverged in round 1 on 2 of 3 devices (no data here).\nFix: lower")
     assert len(asked(stage)) == 1
 
 
@@ -281,7 +281,7 @@ def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path: Path) -> No
     stage.play(40.0)
     (ended,) = stage.told(JobEnded)
     assert (ended.status, ended.code) == ("failed", "update")
-    assert ended.reason.startswith("the update was rejected in round 0 on 2 of 2 devices (")
+    assert ended.reason.startswith("the update was rejected in round 1 on 2 of 2 devices (")
     assert "not finite" in ended.reason
     assert len(asked(stage)) == 1
 

@@ -69,7 +69,7 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
 ) -> None:
     """The task is taken back, and the round does not wait for its update."""
     stage, a, b = fleet
-    assert f"b has a task of {stage.job}, round 0" in stage.said(capsys, "b", "--remove", code=2)
+    assert f"b has a task of {stage.job}, round 1" in stage.said(capsys, "b", "--remove", code=2)
     stage.play()
     assert stage.known() == ["a", "b"]
     stage.said(capsys, "b", "--remove", "--force")

@@ -123,7 +123,7 @@ def test_updates_that_are_refused_do_not_make_one_board_a_fleet() -> None:
     assert decide_event(state, 1.0, set("abcde")) is None
     fact = decide_event(state, 10.0, set("abcde"))
     assert isinstance(fact, JobEnded)
-    assert fact.reason.startswith("the update was rejected in round 0 on 4 of 5 devices (NaN).\nFix: ")
+    assert fact.reason.startswith("the update was rejected in round 1 on 4 of 5 devices (NaN).\nFix: ")
 
 
 def test_a_sized_round_asks_that_many_and_over_selects_by_the_share() -> None:
@@ -193,7 +193,7 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
 
     alone = after(begun(attempts=1), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "failed", "too big"))
     assert said(alone, {"a"}).startswith(
-        "round 0 asked 1 device in 1 attempt: 0 answered, 1 declined, and 1 update is needed; refused: a: too big.\nFix"
+        "round 1 asked 1 device in 1 attempt: 0 answered, 1 declined, and 1 update is needed; refused: a: too big.\nFix"
     )
     state = after(begun(size=5, attempts=2, quorum=0.6), CohortSelected(0, 0, tuple("abcde")))
     state = after(state, UpdateAccepted(0, update("a")), RoundRetried(0, 1), CohortSelected(0, 1, tuple("bcd")))
@@ -204,7 +204,7 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
         TaskDeclined(0, "d", "none", ""),
     )
     assert said(state, set("abcd")).startswith(
-        "round 0 asked 5 devices in 2 attempts: 1 answered, 1 declined, 1 sent what was rejected, 1 had nothing to do, "
+        "round 1 asked 5 devices in 2 attempts: 1 answered, 1 declined, 1 sent what was rejected, 1 had nothing to do, "
         "1 stayed silent, and 3 updates are needed; refused: b: too big; c: NaN; d: ; silent: e.\nFix: see to"
     )
 

@@ -130,7 +130,7 @@ def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
     assert task is not None
     assert task.epoch == 10
     assert stage.store.epoch == 10
-    assert caplog.text.count("a has counted round 5") == 1
+    assert caplog.text.count("a has counted round 6") == 1
     assert "this home is an older copy" in caplog.text
 
 

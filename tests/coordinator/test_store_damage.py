@@ -48,7 +48,7 @@ def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path: Path, op
     assert isinstance(fine, StoredJob)
     rows = [event_messages.summarise_run(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, True]
-    assert f"{run} was made by another version" in event_messages.format_runs(rows)[0]
+    assert f"{run} was made by another version" in event_messages.format_runs(rows)[2]
 
 
 BLOB = BlobRef(sha256="a" * 64, size=3)
@@ -91,7 +91,7 @@ def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[],
     rows = [event_messages.summarise_run(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
     assert [row["rounds"] for row in rows] == [None, None, 0]
-    assert "cannot be read by this version" in event_messages.format_runs(rows)[0]
+    assert "cannot be read by this version" in event_messages.format_runs(rows)[2]
     assert store.latest_state_hashes() == {"d" * 64, "b" * 64, "c" * 64}
     assert store.referenced_blobs() == store.latest_state_hashes()
 
@@ -187,7 +187,7 @@ def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path: Path, opene
     store._db.execute("update facts set body = cast(x'7bff' as text) where job = ?", (runs[1],))
     rows = [event_messages.summarise_run(row, store) for row in opened().all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
-    assert "is damaged" in event_messages.format_runs(rows)[0]
+    assert "is damaged" in event_messages.format_runs(rows)[2]
 
 
 def test_a_number_of_starts_that_is_damaged_is_made_of_the_runs(tmp_path: Path, opened: Callable[[], Store]) -> None:

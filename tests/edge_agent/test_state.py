@@ -199,8 +199,8 @@ def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_las
         for last in (None, 0, 1, 5):
             found = now.find_private_state("j-1", last)
             assert found.path is None
-            assert "only that of round 4" in found.lost
-    assert "nothing of round 2 of j-2" in local.find_private_state("j-2", 2).forgotten
+            assert "only that of round 5" in found.lost
+    assert "nothing of round 3 of j-2" in local.find_private_state("j-2", 2).forgotten
     assert local.find_private_state("j-2", None) == PrivateState()
 
 

@@ -41,7 +41,7 @@ def test_a_job_that_diverges_on_every_board_fails_in_one_attempt_with_cause_and_
     assert not [fact for fact in facts if isinstance(fact, RoundRetried)]
     assert [fact.code for fact in facts if isinstance(fact, TaskDeclined)] == ["diverged"] * 2
     cause, fix = ended.reason.splitlines()
-    assert cause.startswith("training diverged in round 0 on 2 of 2 devices (")
+    assert cause.startswith("training diverged in round 1 on 2 of 2 devices (")
     assert "learning rate 1e+09" in cause
     assert fix.startswith("Fix: lower [params] lr (0.01 to 0.1 is usual with SGD)")
     assert printed.count("learning rate 1e+09") == 1

@@ -67,3 +67,21 @@ def test_a_long_sentence_is_folded_for_people_alone(monkeypatch: pytest.MonkeyPa
     assert f"{first} {second[4:]}" == line
     assert table.fold_line("", out=Terminal()) == [""]
     assert table.fold_line(line, 9, Terminal())[1].startswith(" " * 9 + "j")
+
+
+def test_markdown_is_shown_without_its_signs() -> None:
+    """A heading, a paragraph, a list, and a table with its name first; a page that a link names is not here."""
+    page = [
+        "# a",
+        "",
+        "`b` *c* ([d](e.md))",
+        "f.",
+        "- g",
+        "  h",
+        "- i",
+        "",
+        "| j | k |",
+        "|---|---|",
+        "| `l` | m \\| n |",
+    ]
+    assert table.format_markdown(page) == ["a", "", "b c f.", "- g h", "- i", "", "j  k", "l  m | n"]

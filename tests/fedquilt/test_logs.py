@@ -36,7 +36,7 @@ def test_a_line_has_the_ids_that_its_call_names(lines: list[dict[str, Any]]) -> 
         "WARNING",
         "j-1,\nround 3",
         "j-1",
-        3,
+        4,
         "orin-07",
     ]
     assert lines[0]["at"].endswith("+00:00")
@@ -46,7 +46,7 @@ def test_text_that_is_no_utf_8_makes_a_line_too(lines: list[dict[str, Any]]) -> 
     """Formatted, not logged: pytest's own record of the log could not be sent to another process."""
     record = logging.makeLogRecord({"msg": "odd \udcff", **logs.log_ids(device="pi-01", round=3)})
     told = json.loads(logging.getLogger().handlers[0].format(record))
-    assert [told[key] for key in ("message", "device", "round")] == [r"odd \udcff", "pi-01", 3]
+    assert [told[key] for key in ("message", "device", "round")] == [r"odd \udcff", "pi-01", 4]
 
 
 def test_an_error_has_its_traceback(lines: list[dict[str, Any]]) -> None:
@@ -72,9 +72,9 @@ def test_a_coordinators_facts_are_lines(lines: list[dict[str, Any]]) -> None:
     console.report("connected to the broker")
     told = [tuple(line.get(key) for key in ("level", "fact", "run", "round")) for line in lines]
     assert told == [
-        ("INFO", "CohortSelected", "digits-1", 3),
-        ("INFO", "TaskDeclined", "digits-1", 3),
+        ("INFO", "CohortSelected", "digits-1", 4),
+        ("INFO", "TaskDeclined", "digits-1", 4),
         ("ERROR", "JobEnded", "digits-1", None),
         ("INFO", None, None, None),
     ]
-    assert (lines[1]["device"], lines[1]["message"]) == ("a", "round 3: a declined (memory): 12 MB short")
+    assert (lines[1]["device"], lines[1]["message"]) == ("a", "round 4: a declined (memory): 12 MB short")

@@ -63,6 +63,9 @@ def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock: Clock, mo
     assert out.getvalue() == "\r\x1b[Kone\r\x1b[Kthree, which is lo…\r\x1b[Kstays\n\r\x1b[Kfour\r\x1b[K"
 
 
+BAR = {4: "████████░░░░░░░░░░░░", 6: "████████████░░░░░░░░"}
+
+
 def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> None:
     """Since the first call: what was done before took none of this time."""
     out = Terminal()
@@ -71,13 +74,30 @@ def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> 
     clock.now_s += 60
     line.show_status("runs", 6, 10)
     told = out.getvalue().split("\r\x1b[K")[1:]
-    assert told == ["runs (4 of 10 done)", "runs (6 of 10 done, about 2 min left)"]
+    assert told == [f"runs {BAR[4]} 40 %", f"runs {BAR[6]} 60 %, about 2 min left"]
+
+
+def test_a_remaining_time_does_not_climb(clock: Clock) -> None:
+    """It stands still while work slows down a little, and is not shown while it is far from true."""
+    shown = []
+    for slow, fast in ((1.4, 1.0), (9.0, 0.1)):
+        line = ProgressLine(io.StringIO(), clock=clock)
+        told: list[str] = []
+        for done in range(10):
+            told.append(line._format_remaining(done, 10, clock.now_s, False).partition("about ")[2])
+            clock.now_s += 60 * (slow if 2 <= done < 5 else fast)
+        shown.append(told)
+    minutes = [int(each.split()[0]) for each in shown[0] if "min" in each]
+    assert minutes == sorted(minutes, reverse=True)
+    assert shown[0][:2] == ["", ""]  # too little is done
+    assert shown[0][2] == "8 min left"
+    assert shown[1][3:6] == ["", "", ""]
 
 
 def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
     """What came before says nothing of it: neither after the end nor where fewer are done than before."""
-    out = Terminal()
-    line = ProgressLine(out, clock=clock)
+    out = io.StringIO()
+    line = ProgressLine(out, live=True, clock=clock)
     line.show_status("runs", 4, 10)
     clock.now_s += 3600
     line.end_operation()
@@ -86,13 +106,22 @@ def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
     line.show_status("runs", 1, 10)
     clock.now_s += 60
     line.show_status("runs", 4, 10)
-    told = [text for text in out.getvalue().split("\r\x1b[K") if text]
-    assert told == [
-        "runs (4 of 10 done)",
-        "runs (5 of 10 done)",
-        "runs (1 of 10 done)",
-        "runs (4 of 10 done, about 2 min left)",
-    ]
+    told = [text.partition("░ ")[2] for text in out.getvalue().split("\r\x1b[K") if text]
+    assert told == ["40 %", "50 %", "10 %", "40 %, about 2 min left"]
+
+
+def test_further_lines_are_rewritten_in_place_and_only_on_a_terminal(clock: Clock) -> None:
+    """A block of three lines is removed whole before a line that stays."""
+    out, file = Terminal(), io.StringIO()
+    line = ProgressLine(out, clock=clock)
+    line.show_status("one\ntwo\nthree")
+    line.print_lines("stays")
+    assert out.getvalue() == "\r\x1b[Kone\ntwo\nthree\r\x1b[2A\x1b[Jstays\n"
+    line = ProgressLine(file, clock=clock)
+    line.show_status("one\ntwo", 1, 4)
+    clock.now_s += QUIET_S
+    line.show_status("one\ntwo", 1, 4)
+    assert file.getvalue() == "one: 25 %\n"
 
 
 def test_a_line_that_says_the_same_is_not_written_again(clock: Clock) -> None:
@@ -147,9 +176,11 @@ def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_ot
             line.set_part(name, number, 3)
             line.show_elapsed("preparing", 0.0)
     told = [text for text in out.getvalue().split("\r\x1b[K") if text]
-    assert any(text.startswith("preparing: donor a, ") and text.endswith(" so far (0 of 3 done)") for text in told)
+    assert any(
+        text.startswith("preparing: donor a, ") and text.endswith(" so far ░░░░░░░░░░░░░░░░░░░░ 0 %") for text in told
+    )
     assert told[-1].startswith("preparing: the files, ")
-    assert told[-1].endswith(" so far (2 of 3 done, about 10 s left)")
+    assert told[-1].endswith(" 67 %, about 10 s left")
     clock.now_s += 10.0
     line.show_elapsed("another", 0.0)
     assert out.getvalue().endswith(" so far")

@@ -50,7 +50,7 @@ def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(
     assert ended(federation) == "done: "
     assert federation.states() == calm["fedavg"]
     assert federation.notes() == []
-    assert "whose log here is at round 3: this home is an older copy" in caplog.text
+    assert "whose log here is at round 4: this home is an older copy" in caplog.text
 
 
 def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the_method_allows(
@@ -63,7 +63,7 @@ def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the
     assert ended(federation) == "done: "
     assert len(federation.states()) == len(calm["scaffold"])
     assert federation.states() != calm["scaffold"]
-    said = "the private state of {} after round 1 is not here, only that of round 4: it has begun anew"
+    said = "the private state of {} after round 2 is not here, only that of round 5: it has begun anew"
     assert federation.notes() == [said.format(federation.job)] * 3
 
 
@@ -97,7 +97,7 @@ def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path: Path) 
     federation = Federation(tmp_path, "local").make()
     put_back(federation, after=1, until=5)
     federation.run()
-    assert "after round 1 is not here, only that of round 4, and local does not allow" in ended(federation)
+    assert "after round 2 is not here, only that of round 5, and local does not allow" in ended(federation)
 
 
 def test_a_copy_from_before_several_starts_learns_the_epoch_from_its_devices(

@@ -5,7 +5,6 @@ All steps that need torch happen here, once. Preparing the same job twice gives 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,8 +104,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
 def _make_progress_reporter(job: Mapping[str, Any]) -> Callable[[str], None]:
     network = bool(job.get("model"))
     total = network + (network and bool(job.get("schedule"))) + len(job.get("donors") or ()) + bool(job.get("int8")) + 1
-    begun = itertools.count()
-    return lambda now: progress.LINE.set_part(now, next(begun), total)
+    return progress.count_parts(total)
 
 
 def _measure_features(job: Mapping[str, Any]) -> inputs.ValueInput:

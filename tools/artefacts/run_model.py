@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
+from fedquilt.console import table
 from fedquilt.core import DataError
 from fedquilt.data.spec import TABLES
 from fedquilt.tools.artefacts.classifier import Classifier, StoredExamples, examples_from_arrays
 
 BATCH = 64
+SCORE = "score: the largest output of the network for a label, which is no probability"
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,14 @@ def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
 
 def main(model: Path, source: Path, format: str) -> int:
     rows = run_model(model, source)
-    share = compute_accuracy(rows)
+    share, known = compute_accuracy(rows), sum(row.truth is not None for row in rows)
     if format == "json":
         print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": share}, indent=1))
         return 0
-    width = max(len("image"), *(len(row.image) for row in rows))
-    wide = max(len("label"), *(len(row.label) for row in rows))
-    print(f"{'image':{width}}  {'label':{wide}}  score")
-    for row in rows:
-        known = "" if row.truth in (None, row.label) else f"   wrong: it is {row.truth}"
-        print(f"{row.image:{width}}  {row.label:{wide}}  {row.score:5.3f}{known}")
-    print("score: the network's output for the label, the largest of all labels'; it is no probability")
-    if share is not None:
-        print(f"{share:.1%} of {sum(row.truth is not None for row in rows)} images right")
+    cells = [[row.image, row.label, f"{row.score:.3f}", *([row.truth or "-"] if known else [])] for row in rows]
+    right = [] if share is None else [f"{share:.1%} of {known} images right"]
+    head = ["image", "prediction", "score", *(["label"] if known else [])]
+    print("\n".join([*table.format_table([head, *cells], "<<><"), SCORE, *right]))
     return 0
 
 

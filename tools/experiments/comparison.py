@@ -19,7 +19,7 @@ from fedquilt.console import progress, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.updates.job_validation import require_matching_bundle
-from fedquilt.coordinator.views import scores
+from fedquilt.coordinator.views import event_messages, scores
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.data import compatibility
 from fedquilt.data.spec import DataSpec
@@ -51,6 +51,7 @@ class ComparisonCase(msgspec.Struct, frozen=True):
 
 
 Tell = Callable[[int], None]  # hears how many rounds are done
+Show = Callable[[str, float, float], None]
 Player = Callable[[ComparisonCase, Tell], SeedRun]
 
 
@@ -157,7 +158,7 @@ def run_cases(
     out: Path,
     player: Player,
     say: Callable[[str], None],
-    show: Callable[[str], None] = progress.LINE.show_status,
+    show: Show = progress.LINE.show_status,
     *,
     abreast: bool = False,
 ) -> tuple[dict[ComparisonCase, SeedRun], list[str]]:
@@ -168,7 +169,7 @@ def run_cases(
         out: Folder of the comparison.
         player: Function that runs a case.
         say: Function that prints a permanent line.
-        show: Function that prints a temporary progress line.
+        show: Function that prints a temporary progress line, with the finished part of all work.
         abreast: Run one case per core, each in a process that imports `player` by name.
 
     Returns:
@@ -182,22 +183,19 @@ def run_cases(
     for line in store.describe_cache(len(found), keys.values()):
         say(line)
     failed: list[str] = []
-    began_s = time.monotonic()
     made = _run_in_parallel(missing, player, show) if abreast else _run_sequentially(missing, player, show)
     for count, (case, outcome) in enumerate(made, 1):
         if isinstance(outcome, str):
             failed.append(f"{case.name}: {outcome}")
-            say(f"[{count}/{len(missing)}] {case.name} failed: {outcome}")
+            say(f"run {count} of {len(missing)}: {case.name} failed: {outcome}")
             continue
         found[case] = outcome
         store.store(keys[case], outcome)
-        left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
         last = outcome.marks[-1] if outcome.marks else None
-        value = None if last is None else last.value
         told = (
-            "" if last is None or value is None else f": {metrics.format_value(metrics.KNOWN[last.metric], value, 1)}"
+            "" if last is None or last.value is None else f", {event_messages.format_metric(last.metric, last.value)}"
         )
-        say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {case.name}{told}")
+        say(f"run {count} of {len(missing)}: {case.name}{told}")
     progress.LINE.end_operation()
     return {case: found[case] for case in todo if case in found}, failed
 
@@ -206,17 +204,23 @@ Made = Iterator[tuple[ComparisonCase, SeedRun | str]]
 """Each case with its run, or with the sentence that says why it failed."""
 
 
-def _run_sequentially(missing: Sequence[ComparisonCase], player: Player, show: Callable[[str], None]) -> Made:
-    for count, case in enumerate(missing, 1):
-        live = f"[{count}/{len(missing)}] {case.name}: round {{}} of {case.settings.rounds}"
-        yield case, _try_case(player, case, lambda done, live=live: show(live.format(done)))  # type: ignore[misc]
+def _run_sequentially(missing: Sequence[ComparisonCase], player: Player, show: Show) -> Made:
+    rounds = [case.settings.rounds for case in missing]
+    for count, case in enumerate(missing):
+
+        def show_round(done: int, count: int = count, case: ComparisonCase = case) -> None:
+            line = f"run {count + 1} of {len(missing)}: {case.name}: round {done} of {rounds[count]}"
+            show(line, sum(rounds[:count]) + done, sum(rounds))
+
+        yield case, _try_case(player, case, show_round)
 
 
-def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Callable[[str], None]) -> Made:
+def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Show) -> Made:
     began_s, done = time.monotonic(), 0
 
     def show_progress() -> None:
-        show(f"{done} of {len(missing)} runs are done, {units.format_duration(time.monotonic() - began_s)} so far")
+        elapsed = units.format_duration(time.monotonic() - began_s)
+        show(f"{done} of {len(missing)} runs are done, {elapsed} so far", done, len(missing))
 
     with progress.call_periodically(show_progress):
         for index, run in parallel_runs.run_in_processes(_try_case, [(player, case) for case in missing]):

@@ -134,7 +134,7 @@ def main(name: str | None, out: Path | None, format: str, covering: Covering) ->
         own = methods.builtin_names()
         print(
             "\n".join(
-                format_card(make_card(name, covering))
+                table.format_markdown(format_card(make_card(name, covering)))
                 if name
                 else [*format_method_list(own, plugins.usable_plugins("method", own))]
             )

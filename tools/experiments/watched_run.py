@@ -19,7 +19,7 @@ from fedquilt.coordinator.settings import EvaluationSettings, JobSettings
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates import job_validation
 from fedquilt.coordinator.views import scores
-from fedquilt.coordinator.views.terminal import Console
+from fedquilt.coordinator.views.terminal import VIRTUAL, Console
 from fedquilt.core import FedquiltError
 from fedquilt.tools.experiments.live_evaluation import EvaluationResult, LiveEvaluator
 from fedquilt.tools.experiments.single_run import is_evaluation_due, load_devices
@@ -120,7 +120,7 @@ def run_and_print(
     job = msgspec.structs.replace(plan.job, fleet=msgspec.structs.replace(plan.job.fleet, devices=plan.size))
     seen: list[Simulation] = []
     runs: list[str] = []
-    console = Console(wordy=wordy, clock=lambda: seen[-1].now_s if seen else 0.0)
+    console = Console(wordy=wordy, clock=lambda: seen[-1].now_s if seen else 0.0, stamp=VIRTUAL.format)
 
     def print_machines(run: str) -> None:
         runs.append(run)
@@ -145,6 +145,8 @@ def run_and_print(
         if ended not in ("failed", "stopped"):
             raise
         return runs[0], ended
+    finally:
+        console.close()
     return run, "done"
 
 

@@ -45,7 +45,7 @@ def make_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]]) -> DeviceMatri
     rows = [(name, [_make_cell(number, name, parts[number].get(name)) for number in numbers]) for name in names]
     seen = {code for _, cells in rows for code, _ in cells}
     step = max(1, -(-len(numbers) // 12), 2 if max(numbers, default=0) > 9 and len(numbers) > 1 else 1)
-    heads = [(str(numbers[i]), len(numbers[i : i + step])) for i in range(0, len(numbers), step)]
+    heads = [(str(numbers[i] + 1), len(numbers[i : i + step])) for i in range(0, len(numbers), step)]
     codes = Counter(part.code for devices in parts.values() for part in devices.values())
     told = ", ".join(f"{MEANINGS.get(code, code)}: {count}" for code, count in codes.most_common())
     hidden = [f"{len(known) - len(names)} more devices"] if len(known) > len(names) else []
@@ -58,4 +58,4 @@ def make_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]]) -> DeviceMatri
 def _make_cell(number: int, name: str, part: DeviceOutcome | None) -> tuple[str, str]:
     if part is None:
         return "", ""
-    return (part.code if part.code in COLOURED else "barred"), f"round {number}, {name}: {part.text}"
+    return (part.code if part.code in COLOURED else "barred"), f"round {number + 1}, {name}: {part.text}"

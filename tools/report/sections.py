@@ -337,7 +337,7 @@ def _thin_out(items: Sequence[T], most: int) -> list[T]:
 def _format_round_name(found: RunData, number: int) -> str:
     # an evaluation may follow the last round
     done = found.points[-1].rounds if found.points else number + 1
-    return f"round {number}" if number < done else "evaluation"
+    return f"round {number + 1}" if number < done else "evaluation"
 
 
 def _find_main_metric(found: RunData) -> metrics.Metric:

@@ -10,7 +10,6 @@ import logging
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import JobSettings, require_no_adversaries
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.coordinator.updates.job_validation import create_initial_state, require_matching_bundle
-from fedquilt.coordinator.views.terminal import Console, run_coordinator
+from fedquilt.coordinator.views.terminal import VIRTUAL, Console, run_coordinator
 from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import compatibility, examples
 from fedquilt.data.spec import DataSpec
@@ -161,7 +160,6 @@ def run_fleet_on_broker(
     broker: Mapping[str, Any] | None,
     *,
     wordy: bool = False,
-    console: Console | None = None,
 ) -> tuple[str, str]:
     """Run agents as processes and a coordinator here. Return the run id and its final status.
 
@@ -169,7 +167,6 @@ def run_fleet_on_broker(
         plan: Plan of the fleet.
         broker: The [broker] table of the agents, or None to start an embedded broker.
         wordy: Print every event.
-        console: Console of the run, or None for one line per round.
 
     Raises:
         JobError: If all agents have ended, the broker table has a certificate, or the job has adversaries or
@@ -192,10 +189,11 @@ def run_fleet_on_broker(
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.queue_or_resume(store)
+        console = Console(wordy=wordy, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
+        console.report(f"{run}: starting {plan.size} agents")
         agents = stack.enter_context(start_agents(plan.make_agent_tables(run), broker))
         link = MqttLink(Broker.from_url(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.wait_until_connected(timeout_s=10.0)
-        console = console or Console(wordy=wordy, mend=f"the boards' logs: {plan.get_agent_folder(run, '*')}/agent.log")
         run_coordinator(
             store, link, plan.fleet, console, only=run, watch=_ProcessMonitor(plan, run, agents, console.report)
         )
@@ -210,7 +208,6 @@ def run_fleet_virtually(
     *,
     wordy: bool = False,
     make: Callable[[str], Device] = make_board,
-    real_clock: Callable[[], float] = time.monotonic,
 ) -> tuple[str, str]:
     """Run all agents and the coordinator on virtual time. Return the run id and the final status.
 
@@ -220,7 +217,6 @@ def run_fleet_virtually(
         plan: Plan of the fleet.
         wordy: Print every event.
         make: Factory of a board, by its name.
-        real_clock: Clock in seconds that paces the status line.
 
     Raises:
         JobError: If the run waits for devices in vain, or the job has adversaries.
@@ -231,8 +227,8 @@ def run_fleet_virtually(
         if not store.acquire_lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.queue_or_resume(store, make)
-        console = Console(wordy=wordy, clock=lambda: broker.now_s, real_clock=real_clock)
-        console.report(f"{run}: making {plan.size} boards")
+        console = Console(wordy=wordy, clock=lambda: broker.now_s, stamp=VIRTUAL.format)
+        console.report(f"{run}: making {plan.size} devices")
         link = broker.connect()
         server = Server(
             LinkExecutor(link, plan.fleet, store.depot, store.begin_epoch()), store, console.observe, only=run
@@ -250,13 +246,13 @@ def run_fleet_virtually(
                 worker = InlineWorker(board, together.load_share)
                 agents.append(Agent(own, options, board, worker, durable=False, shared=shared, clock=lambda: None))
                 sides.append((own, agents[-1]))
-                console.show_status(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
+                console.show_status(lambda: f"{len(agents)} of {plan.size} devices are made")
 
         def watch() -> None:
-            console.show_status(lambda: _format_status(run, server, agents))
+            console.refresh()
             waiting.check_progress(server, broker.now_s)
 
-        with _suppress_agent_logs(wordy):
+        with _suppress_agent_logs(wordy), contextlib.closing(console):
             run_on_virtual_time(broker, lambda: sides, lambda: server.finished, watch=watch)
         ended = store.stored_status(run)
     if ended == "done":
@@ -287,19 +283,9 @@ class _StallDetector:
             self._busy_s = now_s
         elif now_s > self._busy_s + WAITS_S:
             raise JobError(
-                f"{self._run} has waited for boards since its round {job.rounds.round}, and no others will come: "
+                f"{self._run} has waited for boards since its round {job.rounds.round + 1}, and no others will come: "
                 "see `fedquilt why`, and mend [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
             )
-
-
-def _format_status(run: str, server: Server, agents: Sequence[Agent]) -> str:
-    job = server.find_job(run)
-    if job is None:
-        return f"{run}: {len(agents)} boards are there"
-    state = job.rounds
-    asked = len(state.asked) + len(state.answered)
-    at_work = sum(agent.duty.state.open is not None and agent.duty.state.open.working for agent in agents)
-    return f"{run}: round {state.round}: {len(state.answered)} of {asked} answered, {at_work} at work"
 
 
 def _delete_run_files(plan: FleetPlan, run: str) -> None:

@@ -69,13 +69,13 @@ def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
         "3 boards: 2 online, 1 of them at work; 1 offline",
         "",
         "board    state     for     W  °C     memory  doing",
-        "orin-07  working   3 h  12.3  61  0.31/2 GB  digits, round 3: 45 % 65 s",
+        "orin-07  working   3 h  12.3  61  0.31/2 GB  digits, round 4: 45 % 65 s",
         "  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, clock -7.0 s; site=lab window",
         "pi-01    idle     60 s     -   -          -",
         "  Raspberry Pi 5, clock right; site=hall",
         "pi-02    offline  25 h     -   -          -",
         "  has not said what it is, last heard 25 h ago",
-        f"  refused digits, round 3, 25 h ago (memory): the task ...{' x' * 11}",
+        f"  refused digits, round 4, 25 h ago (memory): the task ...{' x' * 11}",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 from evaluations import of_classes, of_numbers, total
 from stored_job import JOB
 
+from fedquilt.console import progress
 from fedquilt.coordinator.fleet.device_status import DeviceStatus
+from fedquilt.coordinator.job_view import EndedJob
 from fedquilt.coordinator.rounds.events import (
     AnyEvent,
     CohortSelected,
     EligibilityRecorded,
     JobConstants,
+    JobEnded,
     JobStarted,
     JobState,
     RoundClosed,
@@ -29,9 +33,10 @@ from fedquilt.coordinator.rounds.events import (
     apply_event,
 )
 from fedquilt.coordinator.settings import CohortSettings
-from fedquilt.coordinator.views import event_messages, wait_reasons
-from fedquilt.coordinator.views.run_summary import RunSummary
+from fedquilt.coordinator.views import costs, event_messages, wait_reasons
+from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.coordinator.views.terminal import (
+    VIRTUAL,
     WAIT_AGAIN_S,
     WAIT_SAID_S,
     WORK_SAID_S,
@@ -229,10 +234,10 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
         RoundCommitted(1, REF, False, {}, evaluation=of_classes(0.5)),
     ]
     told = [lines[0] for lines in formatted(state, facts)]
-    assert told[:2] == ["round 0: cohort a", "round 0: update from a: 1.00 s, 0 B down, 0 B up"]
+    assert told[:2] == ["round 1: cohort a", "round 1: update from a: 1.00 s, 0 B down, 0 B up"]
     assert told[2:5] == [
-        "round 0: closed to further updates",
-        "round 0: updates aggregated (1 of 1 devices)",
+        "round 1: closed to further updates",
+        "round 1: updates aggregated (1 of 1 devices)",
         "final evaluation: cohort a",
     ]
     assert told[7].startswith("final evaluation: accuracy 50.0 % on 10 held-out examples, ")
@@ -247,8 +252,8 @@ def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_ro
         facts += [CohortSelected(round, 0, ("a",)), answer("a", round), RoundClosed(round)]
         facts.append(RoundCommitted(round, REF, False, {}, settled=settled))
     told = [lines[0] for lines in formatted(state, facts)]
-    assert told[8] == "round 2: cohort a"
-    assert told[11] == "round 2: statistics for the evaluation gathered (1 of 1 devices)"
+    assert told[8] == "round 3: cohort a"
+    assert told[11] == "round 3: statistics for the evaluation gathered (1 of 1 devices)"
     assert told[12] == "final evaluation: cohort a"
 
 
@@ -256,18 +261,16 @@ def test_progress_counts_rounds_of_work_alone() -> None:
     """Rounds that gather statistics, and the final evaluation, have numbers and are none of the job's two."""
     state, told = (
         apply_event(JobState(JobConstants(0, 2, CohortSettings(), 1)), JobStarted(REF, settles=True), 0.0),
-        list[str](),
+        list[list[str]](),
     )
     for round, settled in enumerate((True, False, True, False, True, False)):
         state = apply_event(state, CohortSelected(round, 0, ("a", "b")), 1.0)
         state = apply_event(state, answer("a", round), 1.0)
-        told.append(event_messages.format_status(state))
+        told.append(event_messages.format_status(RunSummary(state), state))
         for fact in (RoundClosed(round), RoundCommitted(round, REF, False, {}, settled=settled)):
             state = apply_event(state, fact, 1.0)
-    assert told[0] == "round 0: 1 of 2 updates; 0 of at most 2 rounds done"
-    assert told[3] == "round 3: 1 of 2 updates; 1 of at most 2 rounds done"
-    assert told[4] == "round 4: 1 of 2 updates; 2 of at most 2 rounds done"
-    assert told[5] == "final evaluation: 1 of 2 updates; 2 of at most 2 rounds done"
+    assert told[0] == ["round 1 of 2", "0 B so far", "1 of 2 devices answered, 1 at work"]
+    assert [lines[0] for lines in told[3:]] == ["round 2 of 2", "round 3 of 2", "final evaluation"]
 
 
 @pytest.mark.parametrize(
@@ -301,8 +304,8 @@ def test_an_attempt_without_a_quorum_says_what_became_of_it(facts: list[AnyEvent
     """A deadline is named only where boards were waited for until it."""
     facts = [CohortSelected(0, 0, ("a", "b", "c")), *facts, RoundRetried(0, attempt)]
     told = formatted(begun(CohortSettings(size=4)), facts)[-1]
-    assert told == [f"round 0: {said}"]
-    assert event_messages.format_single_event(RoundRetried(0, 1)) == ["round 0: no quorum; starting another attempt"]
+    assert told == [f"round 1: {said}"]
+    assert event_messages.format_single_event(RoundRetried(0, 1)) == ["round 1: no quorum; starting another attempt"]
 
 
 def test_a_count_is_told_to_the_last_one() -> None:
@@ -310,21 +313,21 @@ def test_a_count_is_told_to_the_last_one() -> None:
     told = event_messages.format_single_event(
         RoundCommitted(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False
     )
-    assert told == ["round 0: updates aggregated; examples 12001, loss 0.1235"]
+    assert told == ["round 1: updates aggregated; examples 12001, loss 0.1235"]
 
 
 def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> None:
     """Devices evaluate what they get, before they train it: the state that the round before has left."""
-    for round, of in ((0, "at the start"), (3, "after round 2")):
+    for round, of in ((0, "at the start"), (3, "after round 3")):
         evaluated = "accuracy 50.0 % on 4 held-out examples, balanced accuracy 50.0 %, macro F1 33.3 %, loss 0.5"
         (told,) = event_messages.format_single_event(
             RoundCommitted(round, REF, False, {"loss": 0.25}, evaluation=of_classes(0.5, 4))
         )
-        assert told == f"round {round}: updates aggregated; loss 0.25; {of}: {evaluated}"
+        assert told == f"round {round + 1}: updates aggregated; loss 0.25; {of}: {evaluated}"
     noted = event_messages.format_single_event(
         RoundCommitted(3, REF, False, {"loss": 0.25}, ("a note",), evaluation=of_classes(0.5, 4))
     )
-    assert noted == [f"round 3: updates aggregated; after round 2: {evaluated}", "a note"]
+    assert noted == [f"round 4: updates aggregated; after round 3: {evaluated}", "a note"]
 
 
 def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
@@ -342,12 +345,12 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
     facts += [CohortSelected(1, 0, ("a",)), RoundClosed(1), RoundCommitted(1, REF, False, {}, settled=True)]
     told = formatted(state, facts)
     assert told[5] == [
-        "round 0: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "
+        "round 1: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "
         "at the start: accuracy 70.0 % on 40 held-out examples, worst tenth of 3 devices 60.0 %, spread 8.2 %, "
         "balanced accuracy 70.0 %, macro F1 41.2 %, loss 0.5"
     ]
     # nothing of the round before is in it
-    assert told[-1] == ["round 1: statistics for the evaluation gathered (0 of 1 devices)"]
+    assert told[-1] == ["round 2: statistics for the evaluation gathered (0 of 1 devices)"]
 
 
 def test_a_round_that_another_process_began_is_told_whole() -> None:
@@ -361,7 +364,7 @@ def test_a_round_that_another_process_began_is_told_whole() -> None:
         answer("c"),
     ]
     told = formatted(begun(CohortSettings(size=3)), [*facts, RoundClosed(0), RoundCommitted(0, REF, False, {})], 4)
-    assert told[-1] == ["round 0: updates aggregated (3 of 3 devices)"]
+    assert told[-1] == ["round 1: updates aggregated (3 of 3 devices)"]
 
 
 def test_an_evaluation_has_its_own_metrics() -> None:
@@ -369,11 +372,11 @@ def test_an_evaluation_has_its_own_metrics() -> None:
     (told,) = event_messages.format_single_event(
         RoundCommitted(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40))
     )
-    assert told.endswith("after round 0: RMSE 1.5 on 40 held-out examples, MAE 1.25, loss 2.25")
+    assert told.endswith("after round 1: RMSE 1.5 on 40 held-out examples, MAE 1.25, loss 2.25")
 
 
 def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first of a round are told with their reasons, the others when the round goes on."""
+    """Five are named with each reason when the round goes on."""
 
     class Job:
         id = "j"
@@ -386,6 +389,83 @@ def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixt
             console.observe(Job(), TaskDeclined(number, f"dev-{device}", "memory", "too small"))  # type: ignore[arg-type]
         console.observe(Job(), RoundRetried(number, 1))  # type: ignore[arg-type]
     told = [line for line in capsys.readouterr().out.splitlines() if "declined" in line]
-    assert [line.partition("declined")[0][-14:-1] for line in told[:3]] == [f"ound 0: dev-{i}" for i in range(3)]
-    assert told[3].endswith("round 0: 997 more declined (memory): `fedquilt logs j` has them all")
-    assert len(told) == 4 + 2
+    assert told == [
+        "[   0.0 s] round 1: dev-0, dev-1, dev-10, dev-100, dev-101 and 995 more: declined (memory): too small",
+        "[   0.0 s] round 2: dev-0, dev-1: declined (memory): too small",
+    ]
+
+
+def observe_round(console: Console, state: JobState, facts: Sequence[AnyEvent]) -> JobState:
+    for fact in facts:
+        state = apply_event(state, fact, 1.0)
+        console.observe(EndedJob("j", JOB, state), fact)
+    return state
+
+
+def round_facts(number: int, score: float | None, devices: str = "ab", energy_j: float = 6.0) -> list[AnyEvent]:
+    usage = Usage(wall_s=1.0, energy_j=energy_j, energy_source="profile pi (assumed)", down_bytes=500, up_bytes=500)
+    updates = [msgspec.structs.replace(answer(device, number).update, usage=usage) for device in devices]
+    told = [UpdateAccepted(number, update) for update in updates]
+    evaluation = None if score is None else total(of_classes(score))
+    committed = RoundCommitted(number, REF, False, {"loss": 0.25}, evaluation=evaluation)
+    return [CohortSelected(number, 0, ("a", "b")), *told, RoundClosed(number), committed]
+
+
+def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """The next round evaluates what the round before has left; the final evaluation what the last one has left."""
+    console = Console(clock=lambda: 0.0, stamp=VIRTUAL.format)
+    state = begun(CohortSettings(), check_every=1)
+    state = observe_round(console, state, round_facts(0, 0.1))
+    assert capsys.readouterr().out == ""
+    state = observe_round(console, state, round_facts(1, 0.5, "a"))
+    state = observe_round(console, state, [*round_facts(2, 0.8), JobEnded("done")])
+    head = "[   0.0 s virtual] "
+    assert capsys.readouterr().out.splitlines() == [
+        f"{head}round 1 of 2: accuracy 50.0 %, 12 J predicted, 2 kB",
+        f"{head}round 2 of 2: accuracy 80.0 %, 1 of 2 devices, 6 J predicted",
+        f"{head}done",
+    ]
+    wide = RoundSummary(
+        1, rounds_before=99, selected=999, cost=costs.CostLedger(tasks=998, energy_j=1e7, down_bytes=10**9)
+    )
+    line = event_messages.format_round(wide, 100, "balanced accuracy 50.0 %", 60)
+    assert line == "round 100 of 100: balanced accuracy 50.0 %, 10 MJ, 1 GB"
+
+
+def test_a_round_without_an_evaluation_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """With its loss; an evaluation beside the rounds is in none."""
+    console = Console(clock=lambda: 0.0)
+    observe_round(console, begun(CohortSettings()), round_facts(0, None, "ab", 600.0))
+    assert capsys.readouterr().out == "[   0.0 s] round 1 of 2: loss 0.25, 1.2 kJ predicted, 2 kB, 2 devices\n"
+    state = JobState(JobConstants(0, 2, CohortSettings(), 1, check_beside=True))
+    console = Console(clock=lambda: 0.0)
+    observe_round(console, apply_event(state, JobStarted(REF), 0.0), round_facts(0, None))
+    assert "round 1 of 2: loss 0.25, 12 J" in capsys.readouterr().out
+
+
+def test_a_terminal_shows_the_running_round_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bar, accuracy so far, costs, and devices with why they decline; a dumb terminal gets lines only."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    facts = [*round_facts(0, 0.1), *round_facts(1, 0.5)[:2], TaskDeclined(1, "b", "memory", "too big")]
+    for term, block in (("xterm", True), ("dumb", False)):
+        out = Terminal()
+        monkeypatch.setenv("TERM", term)
+        monkeypatch.setattr(progress, "LIVE_S", -1.0)
+        monkeypatch.setattr("sys.stdout", out)
+        console = Console(clock=lambda: 0.0)
+        state = observe_round(console, begun(CohortSettings(), check_every=1), facts)
+        console.report_wait(EndedJob("j", JOB, state), WaitReason("c, at work", "c", "working"), 0.0)
+        console.refresh()
+        monkeypatch.undo()
+        assert ("\x1b" in out.getvalue()) == block
+        shown = out.getvalue().rpartition("\x1b[J")[2].splitlines()
+        assert shown == block * [
+            "[   0.0 s] round 2 of 2 ████████████████████ 100 %, about 0 s left",
+            "accuracy 10.0 %, 18 J predicted, 3 kB so far",
+            "1 of 1 devices answered, declined: b: too big",
+            "waiting for c, at work",
+        ]

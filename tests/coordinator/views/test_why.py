@@ -210,8 +210,8 @@ def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: 
         UpdateRejected(0, "d", "NaN"),
         JobEnded(status, "no quorum"),
     ]
-    assert round_outcomes.format_outcomes(told(facts, JobConstants(0, 100, CohortSettings(size=3), 0)), 0) == [
-        "round 0:",
+    assert round_outcomes.format_outcomes(told(facts, JobConstants(0, 100, CohortSettings(size=3), 0)), 1) == [
+        "round 1:",
         "  update received: a",
         "  declined (memory): too big: b",
         f"  selected; {silence}: c",
@@ -232,8 +232,8 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
         JobResumed(),
         EligibilityRecorded(0, (), {"offline": ("b",)}),
     ]
-    assert round_outcomes.format_outcomes(told(facts), 0) == [
-        "round 0:",
+    assert round_outcomes.format_outcomes(told(facts), 1) == [
+        "round 1:",
         "  declined (data): no data: a",
         "  selected; no update by the deadline: b",
     ]
@@ -242,7 +242,7 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
 def test_a_round_that_cannot_begin_tells_why_too() -> None:
     """All are hot."""
     facts = [JobStarted(BLOB), EligibilityRecorded(0, (), {"hot": ("a", "b")})]
-    assert round_outcomes.format_outcomes(told(facts)) == ["round 0:", "  hotter than [cohort] max_temperature_c: a, b"]
+    assert round_outcomes.format_outcomes(told(facts)) == ["round 1:", "  hotter than [cohort] max_temperature_c: a, b"]
 
 
 def test_a_log_from_before_there_were_surveys_tells_what_it_can() -> None:
@@ -281,13 +281,13 @@ def told(facts: list[AnyEvent], plan: JobConstants = PLAN) -> round_outcomes.Rou
 def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
     """Grouped by reason; one device's way; an error names what there is."""
     found = told(played(PLAN, {"a": "", "b": "", "c": "battery"}, 2))
-    assert round_outcomes.format_outcomes(found, round=1) == [
-        "round 1:",
+    assert round_outcomes.format_outcomes(found, round=2) == [
+        "round 2:",
         "  update received: a, b",
         "  its battery is below [cohort] min_battery, and not charging: c",
     ]
-    assert round_outcomes.format_outcomes(found, device="a") == ["round 0: update received", "round 1: update received"]
-    with pytest.raises(JobError, match="rounds so far: 0 to 1"):
+    assert round_outcomes.format_outcomes(found, device="a") == ["rounds 1 to 2: update received"]
+    with pytest.raises(JobError, match="rounds so far: 1 to 2"):
         round_outcomes.format_outcomes(found, round=9)
     with pytest.raises(JobError, match="it knows a, b, c"):
         round_outcomes.format_outcomes(found, device="z")
@@ -298,7 +298,7 @@ def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it(
     plan = msgspec.structs.replace(PLAN, rounds=1, check_every=1)
     evaluated = [*played(plan, {"a": "", "b": ""}, 1), CohortSelected(1, 0, ("a", "b"))]
     assert [line for line in round_outcomes.format_outcomes(told(evaluated, plan)) if not line.startswith(" ")] == [
-        "round 0:",
+        "round 1:",
         f"{event_messages.FINAL}:",
     ]
     assert round_outcomes.format_outcomes(told(evaluated, plan), device="a")[-1] == f"{event_messages.FINAL}: selected"

@@ -114,9 +114,9 @@ def test_a_table_is_readable_as_text_and_in_a_notebook(run: fq.Run) -> None:
 def test_why_says_what_became_of_a_device(run: fq.Run) -> None:
     """As `fedquilt why` does; an unknown device is an error that names those there are."""
     said = run.why("jetson-tx2-00")
-    assert len(said) == 4
+    assert said[0].startswith("round")
     assert any("answered" in line or "not drawn" in line for line in said)
-    assert run.why(round=0)[0] == "round 0:" or run.why(round=0)
+    assert run.why(round=1)[0] == "round 1:"
     with pytest.raises(fq.JobError, match=r"'jetson-nano-03'; it knows jetson-tx2-00"):
         run.why("jetson-nano-03")
 

@@ -176,9 +176,9 @@ def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
             store.append_event(run, fact)
     home = ["--home", str(tmp_path)]
     assert main(["why", run, *home]) == 0
-    assert capsys.readouterr().out == "round 0:\n  selected: a\n  hotter than [cohort] max_temperature_c: b\n"
-    assert main(["why", "digits", "0", "--device", "b", "--format", "json", *home]) == 0
-    assert json.loads(capsys.readouterr().out)["0"]["b"]["code"] == "hot"
+    assert capsys.readouterr().out == "round 1:\n  selected: a\n  hotter than [cohort] max_temperature_c: b\n"
+    assert main(["why", "digits", "1", "--device", "b", "--format", "json", *home]) == 0
+    assert json.loads(capsys.readouterr().out)["1"]["b"]["code"] == "hot"
     assert main(["why", run, "--device", "c", *home]) == 2
     assert "it knows a, b" in capsys.readouterr().err
 
@@ -201,8 +201,6 @@ def test_energy_is_told_with_what_is_above_idle_and_its_error(
     assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
     row = json.loads(capsys.readouterr().out)[0]
     assert (row["energy_j"], row["net_j"], row["example_j"], row["round_j"]) == (8.0, 5.0, 2.0, [8.0])
-    assert main(["ls", "--home", str(tmp_path)]) == 0
-    assert " 8.00 J" in capsys.readouterr().out
 
 
 def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
@@ -321,10 +319,10 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
         store.set_status(fine, "failed")
     home = ["--home", str(tmp_path)]
     assert main(["ls", *home]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert odd in first
-    assert "cannot be read" in first
-    assert fine in second
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert fine in first
+    assert odd in second
+    assert "cannot be read" in second
     for words in (["logs", fine], ["why", fine], ["report", fine, "--out", str(tmp_path / "page.html")]):
         assert main([*words, *home]) == 0
     capsys.readouterr()

@@ -131,7 +131,7 @@ def test_from_the_page_alone_a_stranger_finds_why(browser: Browser, home: Path) 
         assert "offline" in tab.value("document.querySelector('.turns tbody tr').textContent")
         link = tab.value("document.querySelectorAll('.turns tbody tr')[1].querySelector('a').getAttribute('href')")
         tab = opened(browser, dash, link)
-        assert tab.value("document.querySelector('input[type=number]').value") == "1"
+        assert tab.value("document.querySelector('input[type=number]').value") == "2"
         search = "document.querySelector('#why input[type=search]')"
         tab.value(f"{search}.value = 'board-00030'; {search}.dispatchEvent(new Event('input'))")
         tab.until("document.querySelectorAll('table.why tbody tr').length === 1")

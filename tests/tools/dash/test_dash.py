@@ -125,7 +125,7 @@ def test_a_long_list_comes_page_by_page(tmp_path: Path) -> None:
         ("/api/fleet?page=-1", 409, "is no whole number"),
         ("/api/boards/board-00001?span=9y", 409, "'9y' is no span"),
         ("/api/runs/nothing", 404, "there is no run 'nothing'"),
-        ("/api/runs/digits/why?round=99", 409, "no round 99; rounds so far: 0 to 2"),
+        ("/api/runs/digits/why?round=99", 409, "no round 99; rounds so far: 1 to 3"),
         ("/api/log?run=nothing", 404, "there is no run"),
         ("/api/nothing", 404, "Not Found"),
         ("/static/000000000000/../guard.py", 404, "Not Found"),
@@ -141,9 +141,9 @@ def test_what_is_not_there_is_refused_by_name(dash: Dashboard, path: str, status
 
 def test_a_stranger_finds_why_a_board_was_not_asked_in_a_round(dash: Dashboard) -> None:
     """On the run's page, and on the board's."""
-    told = dash.values("/api/runs/digits/why?round=1&text=board-00005")
+    told = dash.values("/api/runs/digits/why?round=2&text=board-00005")
     assert [(each["device"], each["text"]) for each in told["devices"]] == [("board-00005", "offline")]
-    told = dash.values("/api/runs/digits/why?round=1&code=drawn")
+    told = dash.values("/api/runs/digits/why?round=2&code=drawn")
     assert told["found"] == 16
     assert re.fullmatch(r"not drawn: place \d+ of 32, 16 selected", told["devices"][0]["text"])
     board = dash.until("/api/boards/board-00005", lambda told: len(told["turns"]) == 6)
@@ -171,7 +171,7 @@ def test_the_log_is_bounded_and_filtered(dash: Dashboard) -> None:
     assert {line["kind"] for line in told["lines"]} == {"TaskDeclined"}
     assert dash.values("/api/log?run=leaves&text=QUORUM")["found"] == 0
     assert dash.values("/api/log?run=digits&device=board-00001")["lines"][0]["text"].startswith(
-        "round 2: update from board-"
+        "round 3: update from board-"
     )
 
 

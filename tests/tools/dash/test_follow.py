@@ -50,7 +50,7 @@ def test_it_comes_to_what_the_views_say(home: Path) -> None:
 def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
     """Four of eight are asked, one of them has answered; two are offline."""
     now = followed(home).describe_current_round()
-    assert (now["round"], now["asked"], now["answered"], now["selected"]) == (2, DEVICES[2:5], 1, 4)
+    assert (now["round"], now["asked"], now["answered"], now["selected"]) == (3, DEVICES[2:5], 1, 4)
     assert {each["code"]: each["count"] for each in now["counts"]} == {
         "drawn": 4,
         "asked": 3,
@@ -63,7 +63,7 @@ def test_the_round_under_way_says_who_and_why_not(home: Path) -> None:
 def test_a_board_sees_where_its_time_went(home: Path) -> None:
     """A round of 16 s is 4 s at the task, 6 s of fetching and sending, 3 to 1 as its bytes are, and 6 s of waiting."""
     turns = followed(home).list_device_rounds(DEVICES[1])
-    assert [turn["round"] for turn in turns] == [2, 1, 0]
+    assert [turn["round"] for turn in turns] == [3, 2, 1]
     parts = [turns[1][f"{name}_s"] for name in ("before", "down", "train", "up", "after")]
     assert parts == pytest.approx([0.0, 4.5, 4.0, 1.5, 6.0], abs=0.1)
     offline = followed(home).list_device_rounds(DEVICES[0])

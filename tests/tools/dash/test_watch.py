@@ -164,7 +164,7 @@ def test_a_round_that_is_over_has_nobody_at_work(tmp_path: Path) -> None:
     run = dashes.add_run(tmp_path, dashes.facts(DEVICES))
     told = [
         watched(tmp_path, lambda made, query=query: pages.load_round_page(made, run, query))
-        for query in ({}, {"round": "1"})
+        for query in ({}, {"round": "2"})
     ]
     assert [each["running"] for each in told] == [True, False]
     assert ["at work" in {count["text"] for count in each["counts"]} for each in told] == [True, False]

@@ -318,7 +318,7 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     assert main([*words, "--format", "json"]) == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)
-    assert "[2/2" in shown.err
+    assert "run 2 of 2: " in shown.err
     assert [row["method"] for row in result["table"]] == ["fedavg", "fedprox"]
     assert result["accuracy_on"] == "test set"
     fedavg, fedprox = result["runs"]
@@ -358,7 +358,7 @@ def test_a_comparison_that_is_killed_leaves_no_folders_behind(
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in a shell's background it is ignored
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # likewise under nohup
         "finished = comparison.run_cases\n"
-        f"killed = lambda line: os.kill(os.getpid(), {int(kind)})\n"
+        f"killed = lambda *shown: os.kill(os.getpid(), {int(kind)})\n"
         "comparison.run_cases = lambda todo, out, player, say: finished(todo, out, player, say, killed)\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )

@@ -184,7 +184,6 @@ def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
         "300 MB",  # at its highest
         "by the coordinator's clock",
         "by this machine's clock",
-        "rounds count from 0",
         "final evaluation: accuracy 87.5 % on 8 held-out examples, balanced accuracy 87.5 %",
         "6 MB down and 2 MB up",
         "declined (memory): too big for 64 MB",
@@ -251,12 +250,12 @@ def test_the_picture_of_who_took_part_has_a_square_for_each(tmp_path: Path) -> N
         found = report.load_run_data(store, run_of(store, FACTS))
     drawn = matrix.make_matrix(found.parts)
     cells = {name: list(row) for name, row in drawn.rows}
-    assert cells["a"][0] == ("answered", "round 0, a: update received")
+    assert cells["a"][0] == ("answered", "round 1, a: update received")
     assert cells["b"] == [
-        ("declined", "round 0, b: declined (memory): too big for 64 MB"),
-        ("drawn", "round 1, b: not drawn: place 3 of 3, 1 selected"),
+        ("declined", "round 1, b: declined (memory): too big for 64 MB"),
+        ("drawn", "round 2, b: not drawn: place 3 of 3, 1 selected"),
     ]
-    assert cells["d"][0] == ("barred", "round 0, d: hotter than [cohort] max_temperature_c")
+    assert cells["d"][0] == ("barred", "round 1, d: hotter than [cohort] max_temperature_c")
     assert cells["c"][0][0] == "drawn"
     assert [code for code, _ in drawn.keys] == ["answered", "declined", "barred", "drawn"]
     assert sum(columns for _, columns in drawn.heads) == 2

@@ -13,6 +13,8 @@ from waiting import LIMIT_S, alive, until
 
 from fedquilt.arrays import tensors
 from fedquilt.cli import main
+from fedquilt.console import progress
+from fedquilt.console.progress import ProgressLine
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import RoundCommitted, UpdateAccepted
 from fedquilt.coordinator.storage.store import Store
@@ -59,7 +61,7 @@ def facts_of(given: fleet.FleetPlan, run: str) -> list[object]:
 def test_a_fleet_on_virtual_time_that_waits_for_boards_that_never_come_says_so(tmp_path: Path) -> None:
     """Boards go on telling their sensors, so that virtual time would pass for ever."""
     given = plan(tmp_path, cohort={"min_devices": 5}, fleet={"devices": 2})
-    with pytest.raises(JobError, match="has waited for boards since its round 0"):
+    with pytest.raises(JobError, match="has waited for boards since its round 1"):
         fleet.run_fleet_virtually(given)
 
 
@@ -152,7 +154,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         try:
-            while "round 1: updates aggregated" not in first.stdout.readline():
+            while "round 2 of 30: " not in first.stdout.readline():
                 assert first.poll() is None
             agents = children(first.pid)
             assert len(agents) >= 3
@@ -166,7 +168,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
         assert row.status == "done"
         committed = [fact.round for _, _, fact in store.read_events(row.id) if isinstance(fact, RoundCommitted)]
     assert committed == list(range(30))
-    assert "round 0: updates aggregated" not in again.stdout
+    assert "round 1 of 30: " not in again.stdout
 
 
 def children(pid: int) -> list[int]:
@@ -314,15 +316,17 @@ def test_a_fleets_data_is_read_once_for_all_its_boards(tmp_path: Path, monkeypat
     assert len(reads) == 2  # once before anything is queued
 
 
-def test_a_fleet_is_told_of_from_the_first_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fleet_is_told_of_from_the_first_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Making thousands of boards and their first round take minutes, in which no fact comes."""
     given = plan(tmp_path)
-    ticks = iter(range(0, 10_000_000, 6))
-    fleet.run_fleet_virtually(given, real_clock=lambda: float(next(ticks)))
+    monkeypatch.setattr(ProgressLine, "is_live", property(lambda line: line._out is sys.stdout))
+    monkeypatch.setattr(progress, "LIVE_S", -1.0)
+    fleet.run_fleet_virtually(given)
     told = capsys.readouterr().out.splitlines()
-    assert "3 boards" in told[0]
-    assert any("2 of 3 boards are made" in line for line in told)
-    at_work = [place for place, line in enumerate(told) if "round 0: 0 of 3 answered" in line and "at work" in line]
-    committed = [place for place, line in enumerate(told) if "round 0: updates aggregated" in line]
-    assert at_work
+    assert "3 devices" in told[0]
+    assert any("2 of 3 devices are made" in line for line in told)
+    at_work = [place for place, line in enumerate(told) if "0 of 3 devices answered, 3 at work" in line]
+    committed = [place for place, line in enumerate(told) if "round 1 of 2: " in line]
     assert at_work[0] < committed[0]

@@ -54,7 +54,7 @@ def test_a_fleet_that_cannot_make_its_quorum_fails_with_the_reasons(fleet: Fleet
     """Two wanted of two that are there, and one of them has no room."""
     ended = fleet.played(devices=2, cohort={"size": 2}, fleet={"budgets": ["512MB", "1MB"]})
     assert ended.status == "failed"
-    assert ended.reason.startswith("the task does not fit the memory budget in round 0 on 1 of 2 devices (needs ")
+    assert ended.reason.startswith("the task does not fit the memory budget in round 1 on 1 of 2 devices (needs ")
     assert [fact.attempt for fact in facts(ended, CohortSelected)] == [0]
 
 

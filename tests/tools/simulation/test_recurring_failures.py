@@ -52,23 +52,23 @@ def raising(error: Exception) -> Callable[[Task, ClientContext], Any]:
 
 
 CAUSES: dict[str, tuple[Callable[[Task, ClientContext], Any], str]] = {
-    "diverged": (diverge, r"training diverged in round 0 on 3 of 3 devices \(.*learning rate 1e\+09\)\.\nFix: lower "),
+    "diverged": (diverge, r"training diverged in round 1 on 3 of 3 devices \(.*learning rate 1e\+09\)\.\nFix: lower "),
     "data": (
         raising(DataError("a.csv, line 3: the value is missing")),
-        r"the data cannot be used in round 0 on 3 of 3 devices \(a.csv, line 3: the value is missing\)\.\nFix: correct",
+        r"the data cannot be used in round 1 on 3 of 3 devices \(a.csv, line 3: the value is missing\)\.\nFix: correct",
     ),
     "model": (
         raising(ModelError("there is no layer 'fc9'")),
-        r"the model does not fit in round 0 on 3 of 3 devices \(there is no layer 'fc9'\)\.\nFix: change the model",
+        r"the model does not fit in round 1 on 3 of 3 devices \(there is no layer 'fc9'\)\.\nFix: change the model",
     ),
     "exception": (
         lambda task, site: {}["mu"],
-        r"the method's code failed in round 0 on 3 of 3 devices \(KeyError: 'mu' \(test_recurring_failures.py, line \d+"
+        r"the method's code failed in round 1 on 3 of 3 devices \(KeyError: 'mu' \(test_recurring_failures.py, line \d+"
         r"\)\)\.\nFix: correct the code",
     ),
     "full": (
         raising(DiskFullError("cannot write x: No space left on device")),
-        r"the disk is full in round 0 on 3 of 3 devices \(cannot write x: No space left on device\)\.\nFix: free disk",
+        r"the disk is full in round 1 on 3 of 3 devices \(cannot write x: No space left on device\)\.\nFix: free disk",
     ),
 }
 
@@ -128,7 +128,7 @@ def test_an_update_with_nan_that_no_engine_noticed_is_diverged_too(fleet: Fleet)
 
     ended = fleet.played(method=replace(fedavg.METHOD, work=work))
     assert attempts(ended) == [(0, 0)]
-    assert "training diverged in round 0 on 3 of 3 devices" in ended.reason
+    assert "training diverged in round 1 on 3 of 3 devices" in ended.reason
     assert "not finite" in ended.reason
 
 
@@ -139,7 +139,7 @@ def test_a_loss_that_explodes_on_unscaled_features_names_them(fleet: Fleet) -> N
         member.train.x[:, 0] *= 1e4
     ended = fleet.played(members=given)
     assert ended.status == "failed"
-    assert "training diverged in round 0 on 2 of 2 devices" in ended.reason
+    assert "training diverged in round 1 on 2 of 2 devices" in ended.reason
     assert "features differ in scale by a factor of" in ended.reason
     assert ended.reason.endswith("set [input] standardise = true.")
 

@@ -204,7 +204,7 @@ def test_a_run_that_fails_says_why(engine: NumpyEngine) -> None:
 
     broken = replace(methods.load("fedavg"), work=work)
     with pytest.raises(
-        JobError, match=r"the method's code failed in round 0 on 2 of 2 devices .ValueError: the dog ate it"
+        JobError, match=r"the method's code failed in round 1 on 2 of 2 devices .ValueError: the dog ate it"
     ):
         run_method("fedavg", toy_bundle(), point_members(2), SMALL, engine=engine, method=broken, rounds=1)
 

@@ -7,7 +7,6 @@ memory budgets, broker, bytes, accuracy.
 
 from __future__ import annotations
 
-import contextlib
 import textwrap
 import time
 import webbrowser
@@ -20,6 +19,7 @@ import numpy as np
 from fedquilt.console import progress, table, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.views import costs
 from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import Examples
 from fedquilt.formats import job_bundle
@@ -35,13 +35,11 @@ from fedquilt.tools.lab.demo.comparison import (
     count_parts,
     mean_accuracy_alone,
 )
-from fedquilt.tools.lab.demo.console import SearchConsole, format_bold
 from fedquilt.tools.report import render_run_page
 from fedquilt.tools.report.run_data import load_run_data
 from fedquilt.tools.simulation import DeviceData, agents
 
 HERE = Path(__file__).parent
-COMPARING = "comparing"
 STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
 
 
@@ -64,26 +62,22 @@ def run_demo(out: Path, format: str = "text", wordy: bool = False, show: bool = 
     # a folder for each run: what boards have cached from an earlier one would change what is measured
     plan = agents.FleetPlan(jobs.load_job(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
     members, test = plan.load_devices()
-    live = SearchConsole()
     text = format == "text"
     if text:
         print("\n".join(_format_introduction(plan, members, test)), flush=True)
-    run, status = agents.run_fleet_on_broker(plan, None, console=None if wordy or not text else live, wordy=wordy)
+    run, status = agents.run_fleet_on_broker(plan, None, wordy=wordy)
     if status == "running":  # Ctrl-C ended its coordinator in good order
         raise KeyboardInterrupt
     if status != "done":
         return 8
-    with Store(plan.home) as store:
-        live.clear_line()
-        far = live.start_parts(COMPARING, 1 + count_parts(members))
-        with progress.call_periodically(live.show_progress) if text else contextlib.nullcontext():
-            far("the boards' network")
-            evaluation.evaluate_run(store, run)
-            found = load_run_data(store, run)
-            artefact = export.load_result(store, run)
-            others = compare_networks(plan, members, test, found.points[-1].rounds, far)
-            written = export.export_result(store, run, out / "stitched.onnx")
-    live.clear_line()
+    with Store(plan.home) as store, progress.show_progress("comparing"):
+        far = progress.count_parts(1 + count_parts(members))
+        far("the boards' network")
+        evaluation.evaluate_run(store, run)
+        found = load_run_data(store, run)
+        artefact = export.load_result(store, run)
+        others = compare_networks(plan, members, test, found.points[-1].rounds, far)
+        written = export.export_result(store, run, out / "stitched.onnx")
     whole = found.summary.total
     moved = whole.down_bytes + whole.up_bytes
     taps, headed = artefact.meta["taps"], artefact.meta["head"] is not None
@@ -136,7 +130,7 @@ def _format_introduction(plan: agents.FleetPlan, members: Sequence[DeviceData], 
         ("  test", f"{len(test)} digits that no board has"),
     ]
     title = "Six boards build one network for their digits: no training, no image is sent."
-    return [*map(format_bold, _wrap_text(title)), *table.format_table(rows, "<~"), ""]
+    return [*(table.colour_text(line, "bold") for line in _wrap_text(title)), *table.format_table(rows, "<~"), ""]
 
 
 def _wrap_text(text: str) -> list[str]:
@@ -181,19 +175,19 @@ def _format_results(
     summary: RunSummary,
     plan: agents.FleetPlan,
 ) -> list[str]:
-    lines = [format_bold(f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}")]
+    head = f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}"
+    lines = [table.colour_text(head, "bold")]
     for network in networks:
         energy, moved = _format_cost(network)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
     lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(theirs)]
     lines += ["+ new head: last layer solved from all images in one place, as no board would", ""]
-    lines.append(
-        format_bold(f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}")
-    )
+    head = f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}"
+    lines.append(table.colour_text(head, "bold"))
     budgets = {table["device"]: table["budget"] for table in plan.make_agent_tables()}
-    costs = summary.device_costs()
+    by_device = summary.device_costs()
     for device in devices:
-        took = costs[device.name]
+        took = by_device[device.name]
         energy = "-" if took.energy_j is None else f"{took.energy_j:.1f} J"
         lines.append(
             f"{device.name:20} {budgets[device.name]:>7} {device.examples:7} {100 * device.alone:9.1f} "
@@ -204,8 +198,5 @@ def _format_results(
 
 
 def _format_cost(network: NetworkResult) -> tuple[str, str]:
-    energy = "-"
-    if network.energy_j is not None:
-        scale, prefix = units.select_prefix(network.energy_j)
-        energy = f"{network.energy_j / scale:.3g} {prefix}J"
+    energy = "-" if network.energy_j is None else costs.format_joules(network.energy_j)
     return energy, "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)

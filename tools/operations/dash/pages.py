@@ -214,10 +214,10 @@ async def load_round_page(watch: HomeWatcher, id: str, query: Query) -> dict[str
     first, last = found.first, found.last
     if first is None or last is None:
         return {"at": time.time(), "round": None, "counts": [], "found": 0, "page": 1, "pages": 1, "devices": []}
-    round = _parse_integer(query, "round", last)
+    round = _parse_integer(query, "round", last + 1) - 1
     parts = await watch.load_round_outcomes(found, round)
     if parts is None:
-        raise JobError(f"there has been no round {round}; rounds so far: {first} to {last}")
+        raise JobError(f"there has been no round {round + 1}; rounds so far: {first + 1} to {last + 1}")
     code, text = query.get("code", ""), query.get("text", "").casefold()
     chosen = sorted(
         (
@@ -231,10 +231,10 @@ async def load_round_page(watch: HomeWatcher, id: str, query: Query) -> dict[str
     running = round == found.state.round and found.state.phase in ("selecting", "open", "closing")
     return {
         "at": time.time(),
-        "round": round,
+        "round": round + 1,
         "running": running,
-        "first": first,
-        "last": last,
+        "first": first + 1,
+        "last": last + 1,
         "counts": run_follower.count_outcomes(parts, running),
         "found": len(chosen),
         "page": page,

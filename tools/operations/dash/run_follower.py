@@ -92,7 +92,7 @@ class RunFollower:
         before = self.summary
         self._parts.apply_event(fact, at)
         text, *more = event_messages.format_event(before, fact, self.summary)
-        round: int | None = getattr(fact, "round", None)
+        round: int | None = fact.round + 1 if hasattr(fact, "round") else None
         device = fact.update.device if isinstance(fact, UpdateAccepted) else getattr(fact, "device", None)
         kind = type(fact).__name__
         self.lines.append(LogLine(seq, at, self.row.id, kind, round, device, text, tuple(more)))
@@ -166,7 +166,7 @@ class RunFollower:
         state = self.state
         parts = self.parts.get(state.round, {})
         return {
-            "round": state.round,
+            "round": state.round + 1,
             "phase": state.phase,
             "attempt": state.attempt,
             "asked": sorted(state.asked),
@@ -184,7 +184,7 @@ class RunFollower:
             part = self.parts[number].get(device)
             if part is not None:
                 found.append(
-                    {"round": number, "code": part.code, "text": part.text, **self._split_time(number, device)}
+                    {"round": number + 1, "code": part.code, "text": part.text, **self._split_time(number, device)}
                 )
         return found
 

@@ -285,7 +285,7 @@ class SiteWorker:
             log.warning(
                 "the coordinator above asks for round %d of %s, and round %d was worked for here: its home is an older "
                 "copy, or has lost its end; the boards work for these rounds again",
-                *(task.round, id, known.current_round),
+                *(task.round + 1, id, known.current_round + 1),
             )
         started = events.JobStarted(
             store.depot.store_bytes(tensors.pack_state(given)),

@@ -43,7 +43,7 @@ export function page(place, { name, again, ask }) {
       refusal.hidden = !board.refusal;
       if (board.refusal) {
         refusal.replaceChildren(h("strong", {}, `Refused (${board.refusal.code}), `), since(board.refusal.at, "", " ago"),
-          board.refusal.job ? h("span", {}, ", ", runLink(board.refusal.job, jobOf(board.refusal.job)), ` round ${board.refusal.round}`) : "", `: ${board.refusal.reason}`);
+          board.refusal.job ? h("span", {}, ", ", runLink(board.refusal.job, jobOf(board.refusal.job)), ` round ${board.refusal.round + 1}`) : "", `: ${board.refusal.reason}`);
       }
     } else {
       head.textContent = "Nothing is noted of this board beside its rounds.";

@@ -83,7 +83,7 @@ function row(each) {
 
 export function work(doing) {
   const share = doing.fraction ?? null;
-  return h("span", { class: "work" }, runLink(doing.job, jobOf(doing.job)), ` round ${doing.round}`, share === null ? null : bar(share, `${percent(share)} done`), share === null ? null : h("small", {}, percent(share)), h("small", {}, since(doing.since)));
+  return h("span", { class: "work" }, runLink(doing.job, jobOf(doing.job)), ` round ${doing.round + 1}`, share === null ? null : bar(share, `${percent(share)} done`), share === null ? null : h("small", {}, percent(share)), h("small", {}, since(doing.since)));
 }
 
 export function memory(each) {

@@ -11,11 +11,11 @@ export function page(place, { name, again, ask, session, say }) {
   const acts = actions(`runs/${encodeURIComponent(name)}`, TITLES, (what) => `${TITLES[what]}: ${name}?`, "To approve, stop and resume", { again, ask, session, say });
   const plots = h("div", { class: "plots" }), live = h("p", { class: "soft" });
   const counts = h("div", { class: "tally" });
-  const step = (by) => { remember({ round: String(Math.max(0, shownRound + by)), page: "" }); again(); };
+  const step = (by) => { remember({ round: String(Math.max(1, shownRound + by)), page: "" }); again(); };
   let shownRound = 0, done = null, drawnAt = 0, drawing = false;
   const back = h("button", { type: "button", onclick: () => step(-1) }, "Earlier"), on = h("button", { type: "button", onclick: () => step(1) }, "Later");
   const newest = h("button", { type: "button", onclick: () => { remember({ round: "", page: "" }); again(); } }, "Latest");
-  const which = h("input", { type: "number", min: 0, inputmode: "numeric", onchange: () => { remember({ round: which.value, page: "" }); again(); } });
+  const which = h("input", { type: "number", min: 1, inputmode: "numeric", onchange: () => { remember({ round: which.value, page: "" }); again(); } });
   const { made: list, body } = table("devices in this round", [{ text: "Board" }, { text: "What became of it, or why it was not asked" }], "why");
   const pages = pager((by) => { remember({ page: String(Number(query.get("page") || 1) + by) }); again(); });
   const frame = h("iframe", { title: "report of this run", sandbox: "allow-same-origin", hidden: true });
