@@ -75,7 +75,7 @@ def init(
         shutil.copyfile(_digits_path(), out.parent / path)
     disk.write_output(out, text + "\n")
     print(f"wrote {out}")
-    print(f"next: `fedquilt prepare {out}`, then `fedquilt fleet {out} --link memory`")
+    print(f"next: `fedquilt prepare {out}`, then `fedquilt simulate {out} --link memory`")
 
 
 def _ask(question: str, default: Any, kind: options.ParsedType | None = None) -> Any:
@@ -165,7 +165,7 @@ def _job_lines(
     yield "alpha = 0.5           # the smaller, the more unlike"
     yield "# held = 0.2          # share of a device's examples that it does not train on"
     yield ""
-    yield "[fleet]               # what `fedquilt fleet` simulates, in turn"
+    yield "[fleet]               # what `fedquilt simulate` simulates, in turn"
     yield f"devices = {devices}"
     yield f"boards = {json.dumps(list(BOARDS))}"
     yield f'budgets = ["{"1GB" if donors else "256MB"}"]   # memory that a task may take'

@@ -18,7 +18,7 @@ BOARDS = [  # by test_tutorials.py
 SIMULATED = [
     "fedquilt init --method fedprox --data digits --out job.toml",
     "fedquilt prepare job.toml",
-    "fedquilt fleet job.toml --link memory",
+    "fedquilt simulate job.toml --link memory",
     "fedquilt report job --out report.html",
 ]
 

@@ -82,7 +82,7 @@ def test_what_it_writes_runs_on_a_fleet(capsys: pytest.CaptureFixture[str]) -> N
     assert (table["name"], table["data"]["path"]) == ("my-job", "../mine.npz")
     assert (table["model"]["inputs"], table["model"]["classes"], table["fleet"]["devices"]) == (5, 3, 3)
     assert main(["prepare", "jobs/My Job.toml"]) == 0
-    assert main(["fleet", "jobs/My Job.toml", "--link", "memory"]) == 0
+    assert main(["simulate", "jobs/My Job.toml", "--link", "memory"]) == 0
     assert "done" in capsys.readouterr().out
 
 

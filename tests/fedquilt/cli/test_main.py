@@ -58,7 +58,7 @@ def test_a_broken_job_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFix
     assert "round" in said
 
 
-@pytest.mark.parametrize("verb", ["run", "fleet"])
+@pytest.mark.parametrize("verb", ["run", "simulate"])
 def test_a_method_that_cannot_train_the_bundles_network_is_refused_before_it_is_queued(
     job: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
@@ -89,7 +89,7 @@ def test_prepare_refuses_a_network_that_the_jobs_method_cannot_train(
     assert failed(capsys, "prepare", str(path)) == (0, "")
 
 
-@pytest.mark.parametrize("verb", ["run", "prepare", "lab partition", "fleet"])
+@pytest.mark.parametrize("verb", ["run", "prepare", "lab partition", "simulate"])
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -221,7 +221,7 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
 @pytest.mark.parametrize(
     "words",
     [
-        ["fleet", "j.toml", "--devices", "-3"],
+        ["simulate", "j.toml", "--devices", "-3"],
         ["serve", "--fleet", "My Fleet"],
     ],
 )

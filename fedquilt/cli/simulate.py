@@ -1,4 +1,4 @@
-"""`fedquilt fleet`."""
+"""`fedquilt simulate`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedquilt.core import JobError
 @options.home_option
 @options.worker_options
 @options.broker_options()
-def fleet(
+def simulate(
     job: Path,
     devices: int | None,
     link: str,
@@ -41,7 +41,7 @@ def fleet(
         devices=devices,
         fleet=broker.fleet,
     )
-    again = f"fedquilt fleet {job}"
+    again = f"fedquilt simulate {job}"
     if workers.is_given:
         if link != "embedded":
             raise JobError(f"--link {link} and --engine are two ways to reach the boards: leave one of them out")
