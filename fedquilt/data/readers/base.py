@@ -6,7 +6,7 @@ import gzip
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,19 @@ def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_tabl
     if is_table and count <= NAMED_MOST:
         fix = f"set [data] labels = {json.dumps([str(kind) for kind in kinds])}, or {fix}"
     return f"{problem}: {fix}"
+
+
+def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.ndarray:
+    """Return the place of each label (n,), a number or a word, among the names of the classes.
+
+    Raises:
+        DataError: If a label is not among the names.
+    """
+    kinds, places = np.unique(y, return_inverse=True)
+    known = {name: place for place, name in enumerate(names)}
+    if odd := [str(kind) for kind in kinds if str(kind) not in known]:
+        raise DataError(f"{path}: label {odd[0]!r} is none of [data] labels ({', '.join(names)}): add or mend it")
+    return np.array([known[str(kind)] for kind in kinds], np.int64)[places]
 
 
 def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
