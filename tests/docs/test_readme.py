@@ -16,9 +16,8 @@ BOARDS = [  # by test_tutorials.py
     "fedquilt devices --home runs",
 ]
 SIMULATED = [
-    "fedquilt init --method fedprox --data digits --out job.toml",
-    "fedquilt prepare job.toml",
-    "fedquilt simulate job.toml --link memory",
+    "fedquilt simulate flowers.csv --label kind",
+    "fedquilt simulate job.toml --devices 20",
     "fedquilt report job --out report.html",
 ]
 
@@ -35,7 +34,9 @@ def test_no_command_is_left_out() -> None:
 
 
 def test_a_simulated_fleet(shell: documents.Shell) -> None:
-    """From a question to a report."""
+    """From a file to a report."""
+    rows = [f"{row % 3 + row / 900},{row % 7},{('iris', 'rose', 'lily')[row % 3]}" for row in range(300)]
+    (shell.folder / "flowers.csv").write_text("\n".join(["length,width,kind", *rows]) + "\n")
     for command in SIMULATED:
         shell.run(command)
     assert "</html>" in (shell.folder / "report.html").read_text()

@@ -18,8 +18,8 @@ TUTORIALS = "docs/tutorials"
 SIMULATE = [
     "fedquilt init --method fedprox --data digits --devices 4 --rounds 5 --out first.toml",
     "fedquilt prepare train.toml",
-    "fedquilt simulate train.toml --devices 10 --link memory",
-    "fedquilt simulate train.toml",
+    "fedquilt simulate train.toml --devices 10",
+    "fedquilt simulate train.toml --link embedded",
     "fedquilt ls",
     "fedquilt logs train",
     "fedquilt report train --out train.html",

@@ -146,7 +146,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     job.write_text(
         toml.format_toml({key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")})
     )
-    words = [sys.executable, "-m", "fedquilt.cli", "simulate", str(job)]
+    words = [sys.executable, "-m", "fedquilt.cli", "simulate", str(job), "--link", "embedded"]
     job.with_suffix(".bundle").symlink_to(given.bundle)
     words += ["--home", str(given.home)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
@@ -283,6 +283,8 @@ def test_ctrl_c_on_virtual_time_says_how_to_go_on(
     monkeypatch.setattr(fleet, "run_fleet_virtually", interrupted)
     job = tmp_path / "job.toml"
     job.write_text('name = "a"\nmethod = "fedavg"\n')
+    (tmp_path / "job.bundle").mkdir()
+    (tmp_path / "job.bundle" / "bundle.json").write_text("{}")
     assert main(["simulate", str(job), "--link", "memory", "--home", str(tmp_path / "runs")]) == 130
     assert f"interrupted; `fedquilt simulate {job} --home {tmp_path / 'runs'}` continues it" in capsys.readouterr().out
 
