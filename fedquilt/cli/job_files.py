@@ -31,10 +31,10 @@ def prepare_if_changed(path: Path, job: JobSettings) -> Path:
     Raises:
         FedquiltError: If the job cannot be prepared.
     """
-    from fedquilt.formats import bundle_inputs
+    from fedquilt.formats import job_bundle
 
     folder = home_access.bundle_folder(path)
-    return folder if bundle_inputs.is_current(path, folder) else prepare_bundle(path, job)
+    return folder if job_bundle.is_current(path, folder) else prepare_bundle(path, job)
 
 
 def prepare_bundle(path: Path, job: JobSettings) -> Path:
@@ -46,13 +46,13 @@ def prepare_bundle(path: Path, job: JobSettings) -> Path:
     import msgspec
 
     from fedquilt.console import progress, units
-    from fedquilt.formats import bundle_inputs, toml
+    from fedquilt.formats import job_bundle, toml
     from fedquilt.tools.artefacts import prepare
 
     folder = home_access.bundle_folder(path)
     with toml.prefix_errors(str(path)), progress.show_progress(f"preparing {folder}"):
         made = prepare.prepare_and_check(job, folder, progress.LINE.print_to_stdout)
-        bundle_inputs.record_inputs(path, msgspec.to_builtins(job), folder)
+        job_bundle.record_inputs(path, msgspec.to_builtins(job), folder)
     size = sum(ref.size for ref in made.files.values())
     print(f"{folder}: {len(made.files)} files, {units.format_bytes(size)}", flush=True)
     return folder
