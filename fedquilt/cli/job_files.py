@@ -9,11 +9,11 @@ from fedquilt.cli import home_access
 from fedquilt.console import table
 
 if TYPE_CHECKING:
-    from fedquilt.coordinator.settings import JobSettings
-    from fedquilt.tools.lab.new_job import NewJob
+    from fedquilt.coordinator import settings
+    from fedquilt.tools.lab import new_job
 
 
-def write_job(job: NewJob, *, force: bool) -> None:
+def write_job(job: new_job.NewJob, *, force: bool) -> None:
     """Write a first job file, and print what was found and chosen.
 
     Raises:
@@ -25,7 +25,7 @@ def write_job(job: NewJob, *, force: bool) -> None:
         print("\n".join(table.fold_line(line)), flush=True)
 
 
-def prepare_if_changed(path: Path, job: JobSettings) -> Path:
+def prepare_if_changed(path: Path, job: settings.JobSettings) -> Path:
     """Prepare a job if the job file or its data have changed, and return the folder of the bundle.
 
     Raises:
@@ -37,7 +37,7 @@ def prepare_if_changed(path: Path, job: JobSettings) -> Path:
     return folder if job_bundle.is_current(path, folder) else prepare_bundle(path, job)
 
 
-def prepare_bundle(path: Path, job: JobSettings) -> Path:
+def prepare_bundle(path: Path, job: settings.JobSettings) -> Path:
     """Write the bundle of a job, and return its folder.
 
     Raises:

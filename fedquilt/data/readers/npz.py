@@ -22,15 +22,15 @@ from fedquilt.data.spec import DataSpec
 
 
 def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
-    labels = read_labels(path, spec)
-    if spec.labels and labels.ndim == 1 and spec.task == "classes":
-        labels = number_labels(labels, path, spec.labels)
     with convert_read_errors(path), zipfile.ZipFile(path) as archive:
         names = _list_arrays(archive)
         x, y = (_array_name(path, spec, letter, names) for letter in "xy")
+        labels = read_labels(path, spec)
         with archive.open(f"{x}.npy") as stream:
             shape, dtype = _read_npy_header(stream, path, x)
         owner = _read_owners(archive, path, spec, names, len(labels))
+    if spec.labels and labels.ndim == 1 and spec.task == "classes":
+        labels = number_labels(labels, path, spec.labels)
     if len(labels) != shape[0]:
         raise DataError(f"{path}: {x} has {shape[0]} examples and {y} {len(labels)} labels: give one label for each")
 
