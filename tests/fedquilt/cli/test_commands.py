@@ -23,7 +23,17 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 HELPERS = {
-    *("__init__", "__main__", "commands", "entry", "home_access", "options", "reference", "rollout_options"),
+    *(
+        "__init__",
+        "__main__",
+        "commands",
+        "entry",
+        "home_access",
+        "job_files",
+        "options",
+        "reference",
+        "rollout_options",
+    ),
     *("clocks", "flash", "record", "bench", "reproduce"),  # of `board` and `lab`
 }
 
