@@ -251,7 +251,7 @@ def require_no_adversaries(job: JobSettings) -> None:
     if job.fleet.adversaries is not None:
         raise JobError(
             "[fleet] adversaries: no agent lies, on a real board or on a simulated one; `fedquilt compare`, `fedquilt "
-            "reproduce` and fedquilt.simulate have devices that do. Leave it out to run this job with agents"
+            "lab reproduce` and fedquilt.simulate have devices that do. Leave it out to run this job with agents"
         )
 
 

@@ -42,6 +42,17 @@ def files(page: str) -> dict[str, str]:
     return {found[1]: block for block in blocks(page, "toml") if (found := re.match(r"# (\S+\.toml)\n", block))}
 
 
+def require_lines(shown: str, printed: str) -> None:
+    """Require that `printed` has each line that a page shows; numbers may differ."""
+    found = _without_numbers(printed)
+    for line in shown.splitlines():
+        assert _without_numbers(line) in found, line
+
+
+def _without_numbers(text: str) -> str:
+    return " ".join(re.sub(r"\b\d[\w.,-]*", "N", text).split())
+
+
 def run_python(page: str, folder: Path) -> str:
     """Run a page's Python blocks one after the other in a fresh interpreter. Returns what they print."""
     script = folder / "page.py"

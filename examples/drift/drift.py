@@ -88,8 +88,12 @@ def serve(x: np.ndarray, y: np.ndarray, port: int, count: int) -> float:
 
 
 def rollouts_are_done() -> bool:
-    words = (*FEDQUILT, "rollouts", "--home", "runs", "--format", "json")
+    words = (*FEDQUILT, "rollout", "status", "--home", "runs", "--format", "json")
     return all(each["status"] == "done" for each in json.loads(subprocess.check_output(words)))
+
+
+def described(board: str) -> str:
+    return subprocess.check_output((*FEDQUILT, "devices", board, "--home", "runs"), text=True)
 
 
 def served(board: str) -> dict[str, float]:
@@ -105,35 +109,36 @@ def main() -> None:
         Path("job.toml").read_text().replace("expansions = 16", "expansions = 0").replace("devices = 6", "devices = 3")
     )
     Path("digits.toml").write_text(job.replace("deadline_s = 60", "deadline_s = 60\nstart_devices = 3"))
+    Path("digits.bundle").symlink_to("bundle")
     broker_port, port = free_port(), free_port()
     broker, first = f"mqtt://127.0.0.1:{broker_port}", BOARDS[0]
     with contextlib.ExitStack() as stack:
-        start(stack, "broker", "--port", str(broker_port))
+        start(stack, "broker", "--listen", f"127.0.0.1:{broker_port}")
         start(stack, "serve", "--home", "runs", "--broker", broker)
         for index, board in enumerate(BOARDS):
             write_settings(board, index, broker)
             start(stack, "agent", f"{board}/agent.toml")
         wait_until(Path("runs/fedquilt.db").exists, "the coordinator starts")
-        rollout = ("--home", "runs", "--canary", "12%", "--phases", "100", "--soak", "1s")
-        run("run", "digits.toml", "--bundle", "bundle", "--home", "runs")
-        run("deploy", "digits", *rollout)
+        rollout = ("--home", "runs", "--phases", "12%", "100%", "--soak", "1s")
+        run("run", "digits.toml", "--home", "runs")
+        run("rollout", "model", "digits", *rollout)
         wait_until(Path(first, "models", "current").exists, "the model is in use")
-        start(stack, "serve-model", f"{first}/models", "--http", f"127.0.0.1:{port}", "--threads", "1")
+        start(stack, "model", "serve", f"{first}/models", "--listen", f"127.0.0.1:{port}")
         wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, "the runner starts")
         x, y, dark = digits["x_test"], digits["y_test"], darken(digits["x_test"], 1)
         print(f"\nright answers: {serve(x, y, port, 1000):.1%}")
         print(f"right answers in the dark: {serve(dark, y, port, 1000):.1%}")
         wait_until(lambda: (served(first).get("drift") or 0.0) > 0.3, "the runner reports drift")
-        time.sleep(3)  # until the agent has reported it
+        wait_until(lambda: "not known yet" not in described(first), "the agent reports drift")
         run("devices", first, "--home", "runs")
         store_examples({**digits, "x_train": darken(digits["x_train"], 0), "x_test": dark})
         before = Path(first, "models", "current").resolve()
-        run("run", "digits.toml", "--bundle", "bundle", "--home", "runs")
-        run("deploy", "digits", *rollout, "--min-gain", "5pt")
+        run("run", "digits.toml", "--home", "runs")
+        run("rollout", "model", "digits", *rollout, "--min-gain", "5pt")
         wait_until(lambda: Path(first, "models", "current").resolve() != before, "the new model is in use")
         wait_until(rollouts_are_done, "every board keeps the new model")
         print(f"\nright answers in the dark, with the new model: {serve(dark, y, port, 1000):.1%}")
-        run("rollouts", "--home", "runs")
+        run("rollout", "status", "--home", "runs")
 
 
 if __name__ == "__main__":

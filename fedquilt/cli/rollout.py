@@ -23,7 +23,7 @@ def parse_settings(words: tuple[str, ...]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
-            raise JobError(f"{word!r} is no setting: write budget=1GB labels=+canary, before --to")
+            raise JobError(f"{word!r} is no setting: write budget=1GB labels=+canary, before the options")
         if key in found:
             raise JobError(f"{key} is set twice")
         if key == "labels":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -53,17 +54,32 @@ def test_every_verb_word_and_option_says_what_it_is_for() -> None:
                 assert one.hidden or re.search(rf"^\| `{one.opts[0]}[` ]", parts[words], re.MULTILINE)
 
 
+def unknown_words(said: str) -> set[str]:
+    """Return the options of a `fedquilt` command that its verb does not have, or the verb if there is none such."""
+    verbs, words = leaves(), said.split()
+    name = next((name for n in (3, 2) if (name := " ".join(words[:n])) in verbs), words[0])
+    if name not in verbs:
+        return set() if name.isupper() or not name[0].isalpha() else {name}
+    known = {option for one in verbs[name].params for option in one.opts} | {"--help", "--version", "--verbose"}
+    return {option for word in words if (option := word.partition("=")[0]).startswith("--")} - known
+
+
 @pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
 def test_no_page_names_an_option_that_is_not_there(page: str) -> None:
     """In text between backquotes that begins with `fedquilt`."""
-    verbs = leaves()
-    shared = {"--help", "--version", "--verbose"}
     for said in re.findall(r"`fedquilt ([^`]+)`", (DOCS.parent / page).read_text()):
-        words = said.split()
-        name = next((name for n in (3, 2) if (name := " ".join(words[:n])) in verbs), words[0])
-        if name in verbs:
-            known = {option for one in verbs[name].params for option in one.opts} | shared
-            named = {word.partition("=")[0] for word in words if word.startswith("--")}
-            assert not named - known, (page, said)
-        else:
-            assert name.isupper() or name.startswith("-"), (page, said)
+        assert not unknown_words(said), (page, said)
+
+
+def test_no_message_names_a_command_that_is_not_there() -> None:
+    """In strings of the product; a value put into a string counts as a word."""
+    folders = ("coordinator", "edge_agent", "fedquilt", "models", "tools")
+    files = [file for folder in folders for file in sorted((DOCS.parent / folder).rglob("*.py"))]
+    said = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in parts)
+            said |= dict.fromkeys(re.findall(r"`(?:sudo )?fedquilt ([^`]+)`", text), file)
+    assert len(said) > 50
+    assert {command: file.name for command, file in said.items() if unknown_words(command)} == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import documents
+from fedquilt.tools.lab import demo
 
 PAGE = "README.md"
 MOST_LINES = 110
@@ -34,14 +35,19 @@ def test_no_command_is_left_out() -> None:
 
 
 def test_a_simulated_fleet(shell: documents.Shell) -> None:
-    """From a file to a report."""
-    rows = [f"{row % 3 + row / 900},{row % 7},{('iris', 'rose', 'lily')[row % 3]}" for row in range(300)]
-    (shell.folder / "flowers.csv").write_text("\n".join(["length,width,kind", *rows]) + "\n")
-    for command in SIMULATED:
-        shell.run(command)
+    """From a question to a report, with the output of the page."""
+    _, shown = documents.blocks(PAGE, "text")
+    documents.require_lines(shown, "".join(map(shell.run, SIMULATED)))
     assert "</html>" in (shell.folder / "report.html").read_text()
 
 
+def test_the_output_of_the_demo_names_its_networks() -> None:
+    """As the command does; tests/tools/demo runs it."""
+    shown, _ = documents.blocks(PAGE, "text")
+    assert demo.STITCHED in shown
+    assert demo.ALONE in shown
+
+
 def test_python(shell: documents.Shell) -> None:
-    """A simulation, and a method of one's own."""
+    """A simulation."""
     documents.run_python(PAGE, shell.folder)

@@ -25,7 +25,7 @@ SIMULATE = [
     "fedquilt report train --out train.html",
     "fedquilt model export train --out weights.safetensors",
     "fedquilt lab partition train.toml --out partition.svg",
-    "fedquilt compare train.toml --methods fedavg fedprox --seeds 0 1 --set fedprox.mu=0.1 --target 0.8",
+    "fedquilt compare train.toml --methods fedavg fedprox --seeds 0 1 --set fedprox.mu=0.1 --target 0.7",
     "fedquilt methods fedpews",
     "fedquilt lab reproduce",
 ]
@@ -39,7 +39,7 @@ SERVE, AGENT, DEVICES, RUN, LOGS, WHY, STOP, RESUME, BROKER = [
     "fedquilt why train --home runs",
     "fedquilt stop train --home runs",
     "fedquilt resume train --home runs",
-    "fedquilt broker --port 1883",
+    "fedquilt broker --listen 127.0.0.1:1883",
 ]
 # tested elsewhere, or too long or too privileged for a test: test_pages.py parses them
 PARSED = {
@@ -87,6 +87,7 @@ def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
     assert all(method in shown[SIMULATE[9]] for method in ("fedavg", "fedprox"))
     assert "</html>" in (shell.folder / "train.html").read_text()
     assert "fedpews-table2" in shown["fedquilt lab reproduce"]
+    documents.require_lines("".join(documents.blocks(f"{TUTORIALS}/simulate.md", "text")), "".join(shown.values()))
 
 
 def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:

@@ -19,6 +19,7 @@ AGENT_CALLS: Final = 60  # about how many calls an agent makes in a calm round: 
 COORDINATOR_CALLS: Final = 45  # likewise a coordinator, for each device
 PUBLISHED: Final = 0.13  # about the share of these calls that publish a message
 SYNCED: Final = 0.2  # about the share of these calls that sync a file or folder
+WRITTEN: Final = 0.08  # about the share of these calls that write a file
 
 
 class Fault(msgspec.Struct, frozen=True, tag=True): ...
@@ -37,7 +38,7 @@ class ProcessCrash(ParticipantFault, frozen=True, tag="crash"):
     call: int
     power: bool
     down_s: float
-    at: Literal["", "publish", "published", "sync"] = ""
+    at: Literal["", "publish", "published", "sync", "write"] = ""
 
 
 class ProcessKill(ParticipantFault, frozen=True, tag="kill"):
@@ -301,10 +302,10 @@ def _draw_time_s(roll: random.Random, base: FaultSchedule) -> float:
 
 
 def _draw_crash(roll: random.Random, base: FaultSchedule) -> AnyFault:
-    """Return a crash of a random process at a random call, publication or sync."""
+    """Return a crash of a random process at a random call, publication, sync or write."""
     who = roll.choice([COORDINATOR, _draw_participant(roll, base)])
-    at: Literal["", "publish", "published", "sync"] = roll.choice(["", "publish", "sync"])
-    share = {"": 1.0, "publish": PUBLISHED, "sync": SYNCED}[at]
+    at: Literal["", "publish", "published", "sync", "write"] = roll.choice(["", "publish", "sync", "write"])
+    share = {"": 1.0, "publish": PUBLISHED, "sync": SYNCED, "write": WRITTEN}[at]
     call = max(1, int(_draw_call(roll, base, who) * share))
     if at == "publish" and call % 2:
         at = "published"

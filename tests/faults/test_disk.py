@@ -188,7 +188,7 @@ def test_a_commit_survives_and_one_under_way_is_there_or_not(tmp_path: Path) -> 
 
         def gate(what: str, where: object, calls: list[int] = calls) -> None:
             calls[0] += what == "sync" and str(where).endswith("-wal")
-            if calls[0] == 3:
+            if calls[0] == 2:
                 raise SimulatedCrash
 
         store = Store(Path("/home"), disk=SimDisk(computer, gate))  # type: ignore[arg-type]

@@ -83,9 +83,8 @@ class LoopbackFleet:
         }
 
     def write_broker_config(self) -> list[str]:
-        """Write the broker's configuration for loopback and the current user. Return the command."""
-        written = (self.folder / "broker" / "fedquilt.conf").read_text().splitlines()
-        lines = [f"{line} {HOST}" if line.startswith("listener ") else line for line in written]
+        """Write the broker's configuration for the current user. Return the command."""
+        lines = (self.folder / "broker" / "fedquilt.conf").read_text().splitlines()
         # a broker started by root becomes the user "mosquitto", who may not read the folder
         lines += ["user root", f"persistence_location {(self.folder / 'broker').resolve()}/"]
         path = self.folder / "broker" / "mosquitto.conf"

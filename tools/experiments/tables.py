@@ -170,7 +170,7 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
     personal = (
         [
             "a test set is classified by what all devices share: methods that leave each device its own network are "
-            "for the devices' own examples, column held-out %; --on held compares by these"
+            "for the devices' own examples, column held-out %"
         ]
         if result["accuracy_on"] == "test set"
         else []

@@ -40,7 +40,7 @@ def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, a
     """
     host = headers.get("host", "")
     if not _is_permitted_host(host, names):
-        return f"this dashboard is not called {host[:100]!r}: use its address, or allow the name with --name"
+        return f"this dashboard is not called {host[:100]!r}: use its address, or allow the name with --host"
     if not acts:
         return None
     origin = headers.get("origin")

@@ -67,7 +67,7 @@ class Place:
         return SplitModelFiles(str(self.shared), "d", str(self.private), sha256)
 
     def checked(self, parted: SplitModelFiles, **changes: Any) -> WorkResult:
-        given = {"budget_bytes": 512_000_000, "data": board_data(), "timed_s": 0.01, **changes}
+        given = {"budget_bytes": 4_000_000_000, "data": board_data(), "timed_s": 0.01, **changes}
         order = CheckRequest(model=str(self.model), out=str(self.folder), before=None, parted=parted, **given)
         return main.run_check(order)
 

@@ -160,7 +160,7 @@ def test_a_method_that_leaves_parts_and_does_not_say_how_they_go_together_is_ref
     monkeypatch.setattr(methods, "load", lambda name: method)
     said = refused(capsys, "rollout", "model", "digits", "--home", str(home))
     assert "fedrep leaves 2 tensors (3.bias, ...) on each board" in said
-    assert "--model FILE.onnx" in said
+    assert "or a FILE.onnx" in said
     with Store(home) as store:
         assert store.rollouts.readable_rollouts() == []
 

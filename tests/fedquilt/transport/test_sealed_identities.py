@@ -45,7 +45,7 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
     """Not another board, and not the broker, whose certificate is a server's."""
     for name, kind, said in (("a", "device", "unsuitable certificate purpose"), ("hub", "server", "'hub' poses as")):
         posing = LinkIdentity(site.broker(name, kind))
-        with pytest.raises(JobError, match="ca issue coordinator"):
+        with pytest.raises(JobError, match="identity issue coordinator"):
             AuthenticatedFleetLink(MemoryBroker().connect(), posing, "f")
         posing.require_coordinator_certificate = lambda: math.inf  # type: ignore[method-assign]
         fleet = Fleet.__new__(Fleet)

@@ -131,7 +131,6 @@ def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
     board.trouble = odd
     off = profile_recording.build_profile(measurement.measure_points(board.rig(), POINTS, 120.0), FACTS, LISTS)
     assert "time: the model holds badly elsewhere" in profile_recording.describe_accuracy(off)[0]
-    assert "by --points" in profile_recording.describe_accuracy(off)[0]
     few = dataclasses.replace(result, errors={"time": fit.RelativeErrors((0.0,), (None,))})
     assert profile_recording.describe_accuracy(few) == [
         "time: not cross-validated, as too few points were measured: give it more --minutes"

@@ -273,7 +273,7 @@ def test_on_held_out_shares_a_test_set_does_not_count() -> None:
         " ".join(tables.make_table_notes(tables.make_result("j", runs, None)))
         for runs in ([made("local", 0, 0.9)], tables.drop_test_scores([made("local", 0, 0.9)]))
     )
-    assert "--on held compares by these" in of_test
+    assert "column held-out %" in of_test
     assert "--on held" not in of_held
 
 

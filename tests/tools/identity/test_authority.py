@@ -62,7 +62,7 @@ def test_a_name_or_address_that_cannot_be_used_is_refused(tmp_path: Path, name: 
 
 def test_a_missing_damaged_or_mixed_up_authority_says_so(authority: CertificateAuthority, tmp_path: Path) -> None:
     """Which folder, and the mend."""
-    with pytest.raises(StoreError, match="ca init"):
+    with pytest.raises(StoreError, match="identity init"):
         CertificateAuthority(tmp_path)
     other = CertificateAuthority.create(tmp_path / "other", "other", NOW_S)
     shutil.copy(other.folder / "ca.crt", authority.folder / "ca.crt")

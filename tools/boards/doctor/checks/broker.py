@@ -238,7 +238,7 @@ def load_identity(broker: Broker) -> tuple[LinkIdentity | None, str | Problem]:
         return found, ""
     if permissions.is_loopback(broker):
         return None, f"{authenticated_link.UNSIGNED}; only this machine reaches {broker}"
-    fix = "fedquilt identity and fedquilt identity give both sides a certificate (docs/security.md)"
+    fix = "fedquilt identity gives both sides a certificate (docs/security.md)"
     return None, Problem(authenticated_link.UNSIGNED, fix)
 
 

@@ -145,7 +145,7 @@ def _check_blobs(store: Store) -> Iterator[Numbered]:
             f"{len(lost)} states of runs are missing or damaged in {store.depot.folder} ({lost[0][:12]} ...): "
             "these cannot go on"
         )
-        yield "FQ511", error(said, "put back a copy of the whole folder, or run these jobs anew with --new")
+        yield "FQ511", error(said, "put back a copy of the whole folder, or remove these runs with `fedquilt prune` and run the jobs again")
 
 
 def _is_blob_intact(path: Path, sha256: str) -> bool:
