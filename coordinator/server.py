@@ -325,7 +325,7 @@ class Server:
             if row.status in UNDER_WAY and not fair_share.is_schedulable(row, self._only) and row.id not in self._left:
                 self._left.add(row.id)
                 log.warning(
-                    "%s is a simulated fleet's, whose boards are not here: it is left to `fedquilt fleet`", row.id
+                    "%s is a simulated fleet's, whose boards are not here: it is left to `fedquilt simulate`", row.id
                 )
 
     def _activate_jobs(self, found: Sequence[tuple[StoredJob, RunningJob]], now_s: float) -> None:

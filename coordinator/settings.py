@@ -98,7 +98,7 @@ class DriftTrigger(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Simulated fleet of `fedquilt fleet` and `fedquilt demo`. Lists repeat over the devices."""
+    """Simulated fleet of `fedquilt simulate` and `fedquilt demo`. Lists repeat over the devices."""
 
     devices: Annotated[int, Meta(ge=1, le=1_000_000)] = 4
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)

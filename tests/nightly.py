@@ -161,6 +161,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         *(with_onnxruntime(version) for version in ONNXRUNTIMES),
         with_a_store(),
         with_ray(),
+        with_scikit_learn(),
     ]
 
 
@@ -221,6 +222,18 @@ def with_ray(find: Callable[[str], str | None] | None = None) -> Stage:
         PYTHONS[0],
         ("ray[client]>=2.50,<3", "torch"),
         (("-m", "pytest", *RAY, "-m", "nightly or not nightly"),),
+    )
+
+
+def with_scikit_learn(find: Callable[[str], str | None] | None = None) -> Stage:
+    """Accuracies of `fedquilt simulate DATA`, beside those of scikit-learn, which fedquilt does not need."""
+    return _apart(
+        "first-results",
+        "eight data sets with the defaults of `simulate`: six within 3 points of scikit-learn",
+        (find or interpreter)(PYTHONS[0]),
+        PYTHONS[0],
+        ("scikit-learn", "torch"),
+        (("tests/first_results.py",),),
     )
 
 

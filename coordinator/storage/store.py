@@ -116,7 +116,7 @@ class StoredJob(NamedTuple):
     bundle: Path
     status: str
     created: float  # wall-clock seconds, for people
-    origin: Origin = "run"  # command that began it: "fleet" is `fedquilt fleet`, "simulation" is `fedquilt.simulate`
+    origin: Origin = "run"  # command that began it: "fleet" is `fedquilt simulate`, "simulation" is `fedquilt.simulate`
     epoch: int = 0  # start of the coordinator that took it up last
     submitter: str = ""  # user of the system who queued it; "": not known
 

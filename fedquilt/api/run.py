@@ -43,7 +43,7 @@ class Run:
         """Open a run in the home of a coordinator.
 
         Args:
-            home: Folder used by `fedquilt serve`, `run`, `fleet` or `simulate`.
+            home: Folder used by `fedquilt serve`, `run` or `simulate`.
             id: Id of a run, or name of a job for its latest run.
 
         Returns:

@@ -44,7 +44,7 @@ def simulate(
     """Run a job to its end on its simulated fleet.
 
     Rounds, deadlines, budgets, governors and codecs are those of the coordinator and the agents, and only devices and
-    time are simulated. Every state is bit-identical to that of `fedquilt fleet` with the same job, for any number of
+    time are simulated. Every state is bit-identical to that of `fedquilt simulate` with the same job, for any number of
     workers.
 
     Args:

@@ -19,7 +19,7 @@ from fedquilt import __version__
 
 SECTIONS: Final = {
     "Begin": ("demo", "init"),
-    "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
+    "Run a federation": ("prepare", "run", "simulate", "serve", "stop", "resume"),
     "Look at runs": ("ls", "logs", "why", "report", "prune", "backup"),
     "Use a result": ("model", "rollout"),
     "Watch a fleet": ("devices", "dash", "doctor"),

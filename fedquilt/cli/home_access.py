@@ -38,7 +38,7 @@ def require_home(home: Path) -> None:
 
 
 def no_runs_message(home: Path) -> str:
-    return f"no runs in {home}: `fedquilt run` or `fleet` begins one, --home names another folder"
+    return f"no runs in {home}: `fedquilt run` or `simulate` begins one, --home names another folder"
 
 
 def load_job(path: Path) -> JobSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedquilt.cli import home_access, options
+from fedquilt.cli import home_access, job_files, options
 from fedquilt.cli.commands import verb
 
 
@@ -25,8 +25,9 @@ def run(
     from fedquilt.coordinator.updates import job_validation
     from fedquilt.formats import job_bundle as bundles
 
-    read, folder = home_access.load_job(job), home_access.bundle_folder(job)
+    read = home_access.load_job(job)
     settings.require_no_adversaries(read)
+    folder = job_files.prepare_if_changed(job, read)
     made = bundles.load_bundle(folder)
     with Store(home) as store:
         id = store.find_unfinished(read, folder.resolve())

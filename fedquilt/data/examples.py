@@ -206,9 +206,9 @@ def _read_parts(
 def _read_examples(reader: ExampleReader, rows: np.ndarray, spec: DataSpec) -> Examples:
     import numpy as np
 
-    x = reader.take(rows)
-    if isinstance(spec.fill, float) and x.dtype.kind == "f":  # a table's own are filled as it is read
-        x = np.where(np.isnan(x), x.dtype.type(spec.fill), x)
+    from fedquilt.data import inputs
+
+    x = inputs.fill_missing(reader.take(rows), spec.fill)
     if x.dtype.kind == "f":
         odd = np.flatnonzero(~np.isfinite(x).all(axis=tuple(range(1, x.ndim))))
         if len(odd):

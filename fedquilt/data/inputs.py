@@ -86,6 +86,11 @@ def describe_unequal_scales(x: np.ndarray, names: Sequence[str] = ()) -> str:
     return f"features differ in scale by a factor of {std[ends[0]] / std[ends[1]]:.0f} ({large}, {small})"
 
 
+def fill_missing(x: np.ndarray, fill: object) -> np.ndarray:
+    """Replace NaN by a [data] fill of one number. Tables are filled by their reader."""
+    return np.where(np.isnan(x), x.dtype.type(fill), x) if isinstance(fill, float) and x.dtype.kind == "f" else x
+
+
 def network_input_shape(wanted: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
     if "channels" in wanted:
         return (int(wanted["channels"]), int(wanted["size"]), int(wanted["size"]))

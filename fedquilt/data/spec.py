@@ -17,7 +17,8 @@ Above0 = Annotated[float, Meta(gt=0)]
 TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
 AUTO: Final = "auto"  # in place of a column's words: the words in the data (fedquilt.data.measured_settings)
-HOW = ("task", "labels", "categories", "fill", "column", "audio", "text", "windows", "size", "depth")
+SKLEARN: Final = "sklearn/"  # before the name of a data set that scikit-learn brings: "sklearn/iris"
+HOW = ("task", "target", "labels", "categories", "fill", "column", "audio", "text", "windows", "size", "depth")
 """Keys on how a file is read rather than where it is: a [test] with a path of its own takes those of [data]."""
 
 
@@ -45,6 +46,13 @@ class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stride: Natural = 0  # rows between the beginnings of two windows; 0: `steps`, without overlap
 
 
+class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Scale of the numbers to predict: a network learns (y - mean) / std, one of each for every number."""
+
+    mean: tuple[float, ...]
+    std: tuple[Above0, ...]
+
+
 class ExampleSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     labels_from: Natural  # its class 0 is this class of the whole; sources with the same number share their classes
@@ -66,7 +74,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     x: Columns = ""  # npz: name of the array of inputs; default x_<split>, else x. Tables: columns; default all others
     y: Columns = ""  # npz: name of the array of labels; default y_<split>, else y. Tables: columns; default "y"
     task: TaskKind = "classes"  # kind of label: a class, real numbers, or several labels that apply or not
-    labels: tuple[str, ...] = ()  # tables, recordings and texts: names of classes or labels, in order
+    target: Target | None = None  # regression: scale of the labels; None: as they are
+    labels: tuple[str, ...] = ()  # names of classes or labels, in order; of an .npz: the values of y
     categories: dict[str, tuple[str, ...] | Literal["auto"]] = {}
     """Tables: column of words -> the words, each an input of 0 or 1; in a job "auto" for those of the training data."""
     fill: float | dict[str, float] | None = None  # for missing numbers, or by column; None: they are an error
@@ -74,7 +83,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     audio: Audio | None = None
     text: Text | None = None
     windows: Windows | None = None
-    dataset: str = ""  # torchvision: name of its class, "CIFAR10"; without a path one of another package
+    dataset: str = ""  # torchvision: name of its class, "CIFAR10"; without a path "sklearn/iris", or a plug-in's
     download: bool = False  # torchvision: fetch it if it is not there
     sources: tuple[ExampleSource, ...] = ()  # a mixture, in this order
     synthetic: Literal["", "fedpews-32k", "fedpews-3.2k"] = ""  # drawn by the seed, without a file
@@ -123,6 +132,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not all(self.groups) or len(set(named)) < len(named):
                 raise ValueError("groups: each lists a class or more, and no class is in two")
 
+        if self.target is not None and self.task != "regression":
+            raise ValueError('target scales numbers to predict: it goes with task = "regression"')
         self._require_unique_names()
         self._require_classes()
         if sum(each is not None for each in (self.audio, self.text, self.windows)) > 1:

@@ -7,16 +7,20 @@ digests in one folder, so that an ONNX graph finds its external data beside itse
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from fedquilt.arrays import tensors
 from fedquilt.core import BlobRef, Bundle, JobError, StoreError, WireMessage
-from fedquilt.formats import checksummed_json
+from fedquilt.formats import checksummed_json, toml
 from fedquilt.host.disk import REAL, Disk, disk_errors
+
+RUNNING: Final = ("name", "rounds", "priority", "cohort", "wire", "stop", "check", "trigger", "fleet", "compare")
+"""Keys of a job that its bundle does not depend on."""
 
 
 class BundleIndex(WireMessage, frozen=True):
@@ -102,3 +106,65 @@ def verify_file(folder: Path, ref: BlobRef, disk: Disk = REAL) -> Path:
 
 def _replace_file(path: Path, payload: bytes) -> None:
     REAL.write_atomically(path, payload, durable=False)
+
+
+# -- what a bundle was prepared from ---------------------------------------------------------------
+
+
+class BundleInputs(msgspec.Struct, frozen=True):
+    job: str  # sha256 of the job file's table
+    files: dict[str, str]  # path -> stamp
+
+
+def is_current(path: Path, bundle: Path) -> bool:
+    """Return whether a bundle exists, and neither the job file nor a file that it names has changed since.
+
+    A bundle without a record was made by hand, and is used as it is. An input that is not on this machine has not
+    changed, because a bundle may be carried to another.
+    """
+    if not (bundle / "bundle.json").exists():
+        return False
+    try:
+        known = msgspec.json.decode((bundle / "inputs.json").read_bytes(), type=BundleInputs)
+    except (OSError, msgspec.DecodeError):
+        return True
+    unchanged = all(_stamp_input(Path(file)) in ("", stamp) for file, stamp in known.files.items())
+    return unchanged and known.job == _hash_job(path)
+
+
+def record_inputs(path: Path, job: Mapping[str, Any], bundle: Path) -> None:
+    """Record what a bundle was prepared from: the job file, and the files that the job names by absolute paths.
+
+    Raises:
+        StoreError: If the record cannot be written.
+    """
+    files = {file: _stamp_input(Path(file)) for file in sorted(set(_list_paths(job)))}
+    with disk_errors(f"write {bundle / 'inputs.json'}"):
+        found = BundleInputs(_hash_job(path), {file: stamp for file, stamp in files.items() if stamp})
+        REAL.write_atomically(bundle / "inputs.json", msgspec.json.encode(found), durable=False)
+
+
+def _hash_job(path: Path) -> str:
+    table = {key: value for key, value in toml.read_toml(path).items() if key not in RUNNING}
+    return hashlib.sha256(msgspec.json.encode(table, order="sorted")).hexdigest()
+
+
+def _list_paths(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _list_paths(each)
+    elif isinstance(value, str) and value.startswith("/"):
+        yield value
+
+
+def _stamp_input(path: Path) -> str:
+    """Return the sizes and times of a file, or of all files in a folder; "" if it is not here."""
+    if path.is_dir():
+        every = sorted(file for file in path.rglob("*") if file.is_file())
+    else:
+        every = [path] if path.is_file() else []
+    found = hashlib.sha256()
+    for file in every:
+        about = file.stat()
+        found.update(f"{file.relative_to(path)} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return found.hexdigest() if every else ""

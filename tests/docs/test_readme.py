@@ -17,9 +17,8 @@ BOARDS = [  # by test_tutorials.py
     "fedquilt devices --home runs",
 ]
 SIMULATED = [
-    "fedquilt init --method fedprox --data digits --out job.toml",
-    "fedquilt prepare job.toml",
-    "fedquilt fleet job.toml --link memory",
+    "fedquilt simulate flowers.csv --label kind",
+    "fedquilt simulate job.toml --devices 20",
     "fedquilt report job --out report.html",
 ]
 
@@ -36,7 +35,9 @@ def test_no_command_is_left_out() -> None:
 
 
 def test_a_simulated_fleet(shell: documents.Shell) -> None:
-    """From a question to a report, with the output of the page."""
+    """From a file to a report, with the output of the page."""
+    rows = [f"{row % 3 + row / 900},{row % 7},{('iris', 'rose', 'lily')[row % 3]}" for row in range(300)]
+    (shell.folder / "flowers.csv").write_text("\n".join(["length,width,kind", *rows]) + "\n")
     _, shown = documents.blocks(PAGE, "text")
     documents.require_lines(shown, "".join(map(shell.run, SIMULATED)))
     assert "</html>" in (shell.folder / "report.html").read_text()

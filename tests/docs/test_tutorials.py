@@ -18,8 +18,8 @@ TUTORIALS = "docs/tutorials"
 SIMULATE = [
     "fedquilt init --method fedprox --data digits --devices 4 --rounds 5 --out first.toml",
     "fedquilt prepare train.toml",
-    "fedquilt fleet train.toml --devices 10 --link memory",
-    "fedquilt fleet train.toml",
+    "fedquilt simulate train.toml --devices 10",
+    "fedquilt simulate train.toml --link embedded",
     "fedquilt ls",
     "fedquilt logs train",
     "fedquilt report train --out train.html",
@@ -49,7 +49,7 @@ PARSED = {
 }
 STITCH = [
     "fedquilt prepare cifar.toml",
-    "fedquilt fleet cifar.toml --link memory",
+    "fedquilt simulate cifar.toml --link memory",
     "fedquilt model export cifar --out cifar.onnx",
 ]
 

@@ -93,7 +93,7 @@ def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, st
     own = {"params": {"lr": 0.1}, "model": DIGITS_MODEL, "data": DIGITS} if names is NETWORK else {}
     (tmp_path / "job.toml").write_text(toml.format_toml(job(names, **own)))
     fedquilt(tmp_path, site, "prepare", "job.toml")
-    fedquilt(tmp_path, site, "fleet", "job.toml", "--link", "memory", "--home", "runs")
+    fedquilt(tmp_path, site, "simulate", "job.toml", "--link", "memory", "--home", "runs")
     rounds = committed(tmp_path / "runs")
     assert len(rounds) == 4  # the last one evaluates
     assert main_metric_value(rounds[-1].evaluation) > main_metric_value(rounds[0].evaluation)

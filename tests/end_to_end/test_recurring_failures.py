@@ -31,7 +31,7 @@ def test_a_job_that_diverges_on_every_board_fails_in_one_attempt_with_cause_and_
     job, home = tmp_path / "job.toml", str(tmp_path / "h")
     job.write_text(JOB)
     assert main(["prepare", str(job)]) == 0
-    assert main(["fleet", str(job), "--home", home]) == 8
+    assert main(["simulate", str(job), "--link", "embedded", "--home", home]) == 8
     printed = capsys.readouterr().out
     with Store(Path(home)) as store:
         (row,) = store.readable_jobs()

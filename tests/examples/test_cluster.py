@@ -48,7 +48,7 @@ def test_the_script_starts_ray_on_all_nodes_and_the_command_on_the_first(tmp_pat
     assert "--nodes=3 --ntasks=3" in srun
     assert "symmetric-run --address 127.0.0.1:6379 --min-nodes 3 --num-cpus=16 " in ray
     assert "dashboard" not in ray  # what `ray start` takes with --head alone, and these options go to all nodes
-    assert fedquilt == "fedquilt fleet job.toml --engine ray --home /runs"
+    assert fedquilt == "fedquilt simulate job.toml --engine ray --home /runs"
     command_lines.parsed(shlex.split(fedquilt)[1:])
     mode, token = ray.split()[-2:]
     assert mode == "token"

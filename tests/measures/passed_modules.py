@@ -55,7 +55,7 @@ def record_calls(job: Path) -> list[Call]:
     codes = []
     sys.setprofile(lambda frame, event, _: codes.append(frame.f_code) if event == "call" else None)
     try:
-        status = entry.main(["fleet", str(job), "--link", "memory", "--home", str(job.parent / "home")])
+        status = entry.main(["simulate", str(job), "--link", "memory", "--home", str(job.parent / "home")])
     finally:
         sys.setprofile(None)
     if status:

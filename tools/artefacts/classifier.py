@@ -22,8 +22,9 @@ import numpy as np
 import psutil
 
 from fedquilt.core import DataError, ModelError, shorten_error
-from fedquilt.data import reading_settings
+from fedquilt.data import inputs, reading_settings
 from fedquilt.data.readers import audio, pixels, table, text
+from fedquilt.data.readers.base import number_labels
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines import exported_model
 from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
@@ -59,7 +60,8 @@ class Classifier:
             self._file.write_bytes(b"".join(pieces))
         self._engine = OnnxEngine(psutil.virtual_memory().available)
         self._about = exported_model.read_metadata(self._engine.read_metadata(self._file))
-        found = self._about.labels or _number_classes(self._about.network)
+        self._reading: DataSpec = reading_settings.spec_with_settings(self._about.reading, {"path": "."})
+        found = self._about.labels or self._reading.labels or _number_classes(self._about.network)
         if not found or (self._about.network is None and self._about.input is None):
             raise ModelError(f"{model} does not say its labels: give a network that `fedquilt model export` wrote")
         if self._about.task not in (None, "classes"):
@@ -67,7 +69,6 @@ class Classifier:
                 f"{model} predicts {self._about.task}, and a network that chooses one of several classes is wanted"
             )
         self.labels = list(found)
-        self._reading: DataSpec = reading_settings.spec_with_settings(self._about.reading, {"path": "."})
 
     @property
     def image_settings(self) -> Mapping[str, Any] | None:
@@ -93,7 +94,7 @@ class Classifier:
             DataError: If examples have another shape or type, or are not finite.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large for float32 is found below
-            made = self._about.prepare_inputs(x)
+            made = self._about.prepare_inputs(inputs.fill_missing(x, self._reading.fill))
         if not np.isfinite(made).all():
             raise DataError("the example holds numbers that are not finite")
         exported_model.require_shape(made, self._engine.input_shape(self._file))
@@ -168,6 +169,34 @@ class Classifier:
         found = opener(file, spec, labelled=labelled)
         return StoredExamples(found.take(np.arange(len(found.y))), found.y if labelled else None)
 
+    @property
+    def array_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Names in an .npz for inputs and for labels: those of training, "x_test" and "x"."""
+        given = [name if isinstance(name, str) and name else "" for name in (self._reading.x, self._reading.y)]
+        return (*filter(None, given[:1]), "x_test", "x"), (*filter(None, given[1:]), "y_test", "y")
+
+    def examples_from_arrays(self, held: Mapping[str, np.ndarray], name: str = "the .npz") -> StoredExamples:
+        """Return the examples in the arrays of an .npz file.
+
+        Args:
+            held: Arrays by name: inputs and optional labels, under one of `array_names`.
+            name: Name of the file in errors.
+
+        Raises:
+            DataError: If there are no examples, or labels that do not fit them.
+        """
+        x, y = (next((held[key] for key in names if key in held), None) for names in self.array_names)
+        if x is None or not x.ndim or not len(x):
+            raise DataError(
+                f"{name} holds no examples: they are expected under {' or '.join(map(repr, self.array_names[0]))}"
+            )
+        if y is not None and self._reading.labels and y.shape == (len(x),):
+            y = number_labels(y, name, self._reading.labels)
+        last = len(self.labels) - 1
+        if y is not None and (y.shape != (len(x),) or y.dtype.kind not in "ui" or y.min() < 0 or y.max() > last):
+            raise DataError(f"{name}: labels must be one of 0 to {last} for each of the {len(x)} images")
+        return StoredExamples(x, y)
+
     def read_uploaded_rows(self, data: bytes) -> StoredExamples:
         """Return the examples in the bytes of a CSV file, with their labels if it has them."""
         with tempfile.NamedTemporaryFile(suffix=".csv") as file:
@@ -205,7 +234,7 @@ def read_array(data: bytes) -> np.ndarray:
     except Exception as error:  # numpy's parser raises what Python's does
         raise DataError(f"cannot read the array: {shorten_error(str(error))}") from None
     left = len(data) - file.tell()
-    if kind.kind not in "fiub":
+    if kind.kind not in "fiubU":  # U: words for labels
         raise DataError(f"an array of type {kind}: expected numbers")
     if any(size < 0 for size in shape) or math.prod(shape) * kind.itemsize != left:
         raise DataError(f"the array of shape {shape} and type {kind} is not the {left} bytes that are there")
@@ -234,23 +263,3 @@ def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base
         raise DataError(f"cannot read the .npz: {shorten_error(str(error))}") from None
-
-
-def examples_from_arrays(held: Mapping[str, np.ndarray], labels: int, name: str = "the .npz") -> StoredExamples:
-    """Return the examples in the arrays of an .npz file.
-
-    Args:
-        held: Arrays by name: inputs "x_test" or "x", and optional labels "y_test" or "y".
-        labels: Number of labels of the network.
-        name: Name of the file in errors.
-
-    Raises:
-        DataError: If there are no examples, or labels that do not fit them.
-    """
-    x = next((held[key] for key in ("x_test", "x") if key in held), None)
-    y = next((held[key] for key in ("y_test", "y") if key in held), None)
-    if x is None or not x.ndim or not len(x):
-        raise DataError(f"{name} holds no examples: they are expected under 'x_test' or 'x'")
-    if y is not None and (y.shape != (len(x),) or y.dtype.kind not in "ui" or y.min() < 0 or y.max() >= labels):
-        raise DataError(f"{name}: labels must be one of 0 to {labels - 1} for each of the {len(x)} images")
-    return StoredExamples(x, y)

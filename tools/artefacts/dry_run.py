@@ -208,7 +208,8 @@ def draw_examples(
     elif network.get("name") == "transformer":
         x = rng.integers(0, int(network["vocabulary"]), (count, *shape)).astype(np.int32)
     else:
-        x = rng.normal(size=(count, *shape)).astype(np.float32)
+        scale = table if isinstance(table, Mapping) else {}  # other examples would be large once they are standardised
+        x = rng.normal(scale.get("mean", 0.0), scale.get("std", 1.0), (count, *shape)).astype(np.float32)
     task = task_from_network(network)
     if task == "regression":
         return Examples(x, rng.normal(size=(count, outputs)).astype(np.float32))

@@ -12,7 +12,7 @@ import numpy as np
 from fedquilt.console import table
 from fedquilt.core import DataError
 from fedquilt.data.spec import TABLES
-from fedquilt.tools.artefacts.classifier import Classifier, StoredExamples, examples_from_arrays
+from fedquilt.tools.artefacts.classifier import Classifier, StoredExamples
 
 BATCH = 64
 SCORE = "score: the largest output of the network for a label, which is no probability"
@@ -33,7 +33,7 @@ def run_model(model: Path, source: Path) -> list[Prediction]:
         model: ONNX file of the network.
         source: A folder of images, recordings or texts, one such file, a table, or an .npz file. The true label of a
             file is the name of its folder, if the network has a label of that name. An .npz file holds examples
-            (n, ...) under "x_test" or "x", and labels (n,) under "y_test" or "y" if they are known.
+            (n, ...) under "x_test", "x" or the name that training had, and labels (n,) likewise if they are known.
 
     Raises:
         ModelError: If the file is not a network that `fedquilt model export` wrote.
@@ -81,13 +81,12 @@ Batch = tuple[list[str], list[str | None], np.ndarray]
 
 def _batches_from_npz(path: Path, network: Classifier) -> Iterator[Batch]:
     """Yield batches of the examples in an .npz file, with names and true labels."""
-    labels = network.labels
     try:
         with np.load(path, allow_pickle=False) as file:
-            held = {key: file[key] for key in ("x_test", "x", "y_test", "y") if key in file}
+            held = {key: file[key] for names in network.array_names for key in names if key in file}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
-    yield from _batches_of_examples(examples_from_arrays(held, len(labels), str(path)), network)
+    yield from _batches_of_examples(network.examples_from_arrays(held, str(path)), network)
 
 
 def _batches_of_examples(held: StoredExamples, network: Classifier) -> Iterator[Batch]:

@@ -1,7 +1,7 @@
 """One job on a simulated fleet with a stored event log, as run by `fedquilt.simulate`.
 
-Devices are trained one by one, so that each state is bit-identical to that of `fedquilt fleet` with the same job. All
-else is as in the runs of a comparison.
+Devices are trained one by one, so that each state is bit-identical to that of `fedquilt simulate` with the same job.
+All else is as in the runs of a comparison.
 """
 
 from __future__ import annotations

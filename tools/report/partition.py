@@ -42,7 +42,7 @@ class ClassCounts:
 
 
 def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
-    """Return the example counts of the devices of `fedquilt fleet`, by default as many as in the job.
+    """Return the example counts of the devices of `fedquilt simulate`, by default as many as in the job.
 
     Raises:
         JobError: If the job has no [data], or a wrong one.

@@ -174,7 +174,7 @@ def make_time_section(found: RunData) -> PageSection | None:
             told += f"; the slowest boards of all rounds report {format_duration(last.boards_s)} together"
         clocks.append(
             f"{told}. Simulated boards report what their profiles predict; what their tasks really took here counts as "
-            "fetching and sending. On virtual time (`fedquilt fleet --link memory`) the coordinator's clock is virtual."
+            "fetching and sending. On virtual time (`--link memory`) the coordinator's clock is virtual."
         )
     names = ("task", "down, start and up", "waiting")
     plot = plots.plot_bars(bars, "Time per round, mean over its devices", f"{prefix}s", names)

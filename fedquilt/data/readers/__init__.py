@@ -7,17 +7,19 @@ a device never loads the other devices' examples. No reader loads a pickle.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from fedquilt.core import DataError
 from fedquilt.data.readers import audio, files, images, npz, pixels, plugin, table, text
 from fedquilt.data.readers.base import ExampleReader, convert_read_errors
 from fedquilt.data.readers.table import category_words
-from fedquilt.data.spec import DataSpec
+from fedquilt.data.spec import SKLEARN, DataSpec
 
-__all__ = ["ExampleReader", "category_words", "image_depth", "open_reader", "require_supported_images"]
+__all__ = ["ExampleReader", "category_words", "detect_format", "image_depth", "open_reader", "require_supported_images"]
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}  # by suffix
 OPENERS: dict[str, Callable[[Path, DataSpec], ExampleReader]] = {
@@ -34,11 +36,25 @@ BY_CLASS = ("idx", "folder", "torchvision")  # kinds with classes only
 
 
 def open_reader(spec: DataSpec) -> ExampleReader:
+    reader = _open_stored(spec)
+    if spec.target is None:
+        return reader
+    mean, std = np.array(spec.target.mean), np.array(spec.target.std)
+    if not len(mean) == len(std) == reader.y.shape[1]:
+        raise DataError(
+            f"{spec.source_name}: [data] target needs one mean and std for each of {reader.y.shape[1]} numbers"
+        )
+    return replace(reader, y=((reader.y - mean) / std).astype(np.float32))
+
+
+def _open_stored(spec: DataSpec) -> ExampleReader:
+    if spec.dataset.startswith(SKLEARN):
+        return plugin.open_sklearn_data(spec)
     if not spec.path:
         return plugin.open_plugin_data(spec)
     path = Path(spec.path)
     with convert_read_errors(path):  # in a folder closed to this user, no file can even be looked for
-        kind = _detect_format(path, spec)
+        kind = detect_format(path, spec)
         if kind != "torchvision" and not path.exists():
             raise DataError(
                 f"no data at {path}: set [data] path to a .npz or IDX file, a table, or a folder of images by class"
@@ -74,12 +90,12 @@ def _list_image_files(spec: DataSpec) -> list[Path]:
     # Without Pillow the list is empty: the reader reports the missing package.
     path = Path(spec.path)
     with convert_read_errors(path):
-        if not pixels.has_pillow() or _detect_format(path, spec) != "folder":
+        if not pixels.has_pillow() or detect_format(path, spec) != "folder":
             return []
         return files.find_files_by_class(path, spec, pixels.SUFFIXES, "images")[0]
 
 
-def _detect_format(path: Path, spec: DataSpec) -> str:
+def detect_format(path: Path, spec: DataSpec) -> str:
     if spec.dataset:
         return "torchvision"
     if spec.audio is not None:

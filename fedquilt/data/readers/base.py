@@ -6,7 +6,7 @@ import gzip
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,19 @@ def describe_class_problem(y: np.ndarray, classes: int | None = None, *, is_tabl
     return f"{problem}: {fix}"
 
 
+def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.ndarray:
+    """Return the place of each label (n,), a number or a word, among the names of the classes.
+
+    Raises:
+        DataError: If a label is not among the names.
+    """
+    kinds, places = np.unique(y, return_inverse=True)
+    known = {name: place for place, name in enumerate(names)}
+    if odd := [str(kind) for kind in kinds if str(kind) not in known]:
+        raise DataError(f"{path}: label {odd[0]!r} is none of [data] labels ({', '.join(names)}): add or mend it")
+    return np.array([known[str(kind)] for kind in kinds], np.int64)[places]
+
+
 def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
     said = f"{path}: labels of type {y.dtype}, shape {y.shape}"
     if task == "classes":
@@ -92,6 +105,8 @@ def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") 
             mend = "for numbers to predict set [data] task = 'regression'" if y.dtype.kind == "f" else ""
             if y.ndim == 1 and y.dtype.kind == "i":
                 mend = describe_class_problem(y)
+            if y.ndim == 1 and y.dtype.kind == "U" and len(kinds := np.unique(y)) <= NAMED_MOST:
+                mend = f"set [data] labels = {json.dumps(kinds.tolist(), ensure_ascii=False)}"
             raise DataError(f"{said}: one whole number from 0 each is wanted{f' ({mend})' if mend else ''}")
         return y.astype(np.int64)
     if y.ndim not in (1, 2) or (not len(y[:1].reshape(-1)) and len(y)):

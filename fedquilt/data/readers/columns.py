@@ -142,7 +142,7 @@ class ColumnDecoder:
         known = {kind: place for place, kind in enumerate(self._spec.labels)}
         found = np.empty(len(chunk), np.int64)
         for row, value in enumerate(chunk.columns[name]):
-            said = str(int(value)) if isinstance(value, bool) else str(value)
+            said = class_word(value)
             if known:
                 if said not in known:
                     self._raise_cell_error(
@@ -206,6 +206,10 @@ class ColumnDecoder:
 
     def _raise_cell_error(self, chunk: TableChunk, row: int, name: str, what: str, mend: str) -> NoReturn:
         raise DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {what}: {mend}")
+
+
+def class_word(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def is_missing(value: Any) -> bool:

@@ -10,20 +10,27 @@ from typing import Any
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data.readers.base import Bytes, ExampleReader, convert_labels, convert_read_errors, read_rows
+from fedquilt.data.readers.base import (
+    Bytes,
+    ExampleReader,
+    convert_labels,
+    convert_read_errors,
+    number_labels,
+    read_rows,
+)
 from fedquilt.data.spec import DataSpec
 
 
 def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
     with convert_read_errors(path), zipfile.ZipFile(path) as archive:
-        names = [Path(name).stem for name in archive.namelist() if name.endswith(".npy")]
+        names = _list_arrays(archive)
         x, y = (_array_name(path, spec, letter, names) for letter in "xy")
-        with archive.open(f"{y}.npy") as stream:
-            head = _read_npy_header(stream, path, y)
-            labels = read_rows(stream, *head, np.arange(head[0][0]))
+        labels = read_labels(path, spec)
         with archive.open(f"{x}.npy") as stream:
             shape, dtype = _read_npy_header(stream, path, x)
         owner = _read_owners(archive, path, spec, names, len(labels))
+    if spec.labels and labels.ndim == 1 and spec.task == "classes":
+        labels = number_labels(labels, path, spec.labels)
     if len(labels) != shape[0]:
         raise DataError(f"{path}: {x} has {shape[0]} examples and {y} {len(labels)} labels: give one label for each")
 
@@ -32,6 +39,24 @@ def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
             return read_rows(stream, *_read_npy_header(stream, path, x), rows)
 
     return ExampleReader(convert_labels(labels, path, spec.task), take, shape[1:], dtype, owner=owner)
+
+
+def read_labels(path: Path, spec: DataSpec) -> np.ndarray:
+    """Return the labels as they are stored: numbers, or words."""
+    with convert_read_errors(path), zipfile.ZipFile(path) as archive:
+        y = _array_name(path, spec, "y", _list_arrays(archive))
+        with archive.open(f"{y}.npy") as stream:
+            shape, dtype = _read_npy_header(stream, path, y, "uifbU")
+            return read_rows(stream, shape, dtype, np.arange(shape[0]))
+
+
+def list_arrays(path: Path) -> list[str]:
+    with convert_read_errors(path), zipfile.ZipFile(path) as archive:
+        return _list_arrays(archive)
+
+
+def _list_arrays(archive: zipfile.ZipFile) -> list[str]:
+    return [Path(name).stem for name in archive.namelist() if name.endswith(".npy")]
 
 
 def _read_owners(

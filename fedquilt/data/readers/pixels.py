@@ -96,6 +96,22 @@ def pixels_of(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False)
     return np.asarray(image.convert("RGB"))
 
 
+def measure_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return the width and height of each image from its header.
+
+    Raises:
+        DataError: If a file is no image.
+    """
+    found = []
+    for file in files:
+        try:
+            with _open_image(import_pillow(), file) as image:
+                found.append(image.size)
+        except OSError as error:
+            raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
+    return found
+
+
 def require_supported_files(files: Sequence[Path]) -> None:
     for file in files:
         try:

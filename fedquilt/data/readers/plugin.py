@@ -1,15 +1,17 @@
-"""Data sets from plug-in packages, found by entry point or `module:name`."""
+"""Data sets of plug-ins and of scikit-learn."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from fedquilt import plugins
 from fedquilt.core import DataError, Examples, JobError
-from fedquilt.data.readers.base import ExampleReader, convert_labels
-from fedquilt.data.spec import DataSpec
+from fedquilt.data.readers.base import ExampleReader, convert_labels, number_labels
+from fedquilt.data.spec import SKLEARN, DataSpec
+
+NO_SETS: Final = ("load_files", "load_sample_image", "load_sample_images", "load_svmlight_file", "load_svmlight_files")
 
 
 def open_plugin_data(spec: DataSpec) -> ExampleReader:
@@ -37,6 +39,37 @@ def open_plugin_data(spec: DataSpec) -> ExampleReader:
         raise DataError(f"{plugin} fails on split {spec.split!r}: {type(error).__name__}: {error}") from None
     x, y = _require_arrays(plugin, found)
     return ExampleReader(convert_labels(y, str(plugin), spec.task), lambda rows: x[rows], x.shape[1:], x.dtype)
+
+
+def open_sklearn_data(spec: DataSpec) -> ExampleReader:
+    x, y = load_sklearn_data(spec)
+    if spec.labels:
+        y = number_labels(y, spec.dataset, spec.labels)
+    return ExampleReader(convert_labels(y, spec.dataset, spec.task), lambda rows: x[rows], x.shape[1:], x.dtype)
+
+
+def load_sklearn_data(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and labels of the data set "sklearn/NAME", as scikit-learn's `load_NAME` does.
+
+    It has the split "train" only.
+
+    Raises:
+        DataError: If scikit-learn is not installed or has no such data set.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError:
+        raise DataError(
+            f"{spec.dataset} needs scikit-learn, which is not installed: pip install scikit-learn"
+        ) from None
+    there = [name.removeprefix("load_") for name in dir(datasets) if name.startswith("load_") and name not in NO_SETS]
+    name = spec.dataset.removeprefix(SKLEARN)
+    if name not in there or spec.split != "train":
+        raise DataError(
+            f"no split {spec.split!r} of {spec.dataset}: there are {', '.join(there)}, with the split 'train'"
+        )
+    x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+    return x, y
 
 
 def _require_arrays(plugin: plugins.Plugin, found: Any) -> tuple[np.ndarray, np.ndarray]:

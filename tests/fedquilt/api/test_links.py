@@ -41,12 +41,12 @@ def test_links_change_no_bit_where_nobody_is_late(job: fq.Job, tmp_path: Path) -
 
 
 def test_with_messages_a_round_takes_about_as_long(job: fq.Job, tmp_path: Path) -> None:
-    """Of `fleet --link memory`, after boards have told their profiles: messages lengthen it by less than a tenth."""
+    """Of `simulate`, after boards have told their profiles: messages lengthen it by less than a tenth."""
     job = job.replace(model=fq.models.mlp(64, [512], 10))
     table = job.replace(fleet=fq.Fleet(4, boards=["jetson-tx2"], links=["100kB/s"]))
     file = str(table.write(tmp_path / "job.toml"))
     assert main(["prepare", file]) == 0
-    assert main(["fleet", file, "--link", "memory", "--home", str(tmp_path / "fleet")]) == 0
+    assert main(["simulate", file, "--link", "memory", "--home", str(tmp_path / "fleet")]) == 0
     told = fq.Run.open(tmp_path / "fleet", "job").rounds()["seconds"]
     ours = rounds_of(job, ["100kB/s"], tmp_path / "ours")
     assert ours[1] > 3.0
@@ -90,5 +90,5 @@ def test_a_broker_of_its_own_has_no_simulated_links(
     """Real messages take the time that they take."""
     file = str(job.replace(fleet=fq.Fleet(4, links=["2kB/s"])).write(tmp_path / "job.toml"))
     assert main(["prepare", file]) == 0
-    assert main(["fleet", file, "--home", str(tmp_path / "fleet")]) == 2
+    assert main(["simulate", file, "--link", "embedded", "--home", str(tmp_path / "fleet")]) == 2
     assert "--link memory simulates" in capsys.readouterr().err

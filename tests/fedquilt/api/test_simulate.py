@@ -35,13 +35,13 @@ def commanded(job: fq.Job, folder: Path) -> fq.Run:
     """The same job by the commands, from its file."""
     file = str(job.write(folder / "job.toml"))
     assert main(["prepare", file]) == 0
-    assert main(["fleet", file, "--link", "memory", "--home", str(folder / "fleet")]) == 0
+    assert main(["simulate", file, "--link", "memory", "--home", str(folder / "fleet")]) == 0
     return fq.Run.open(folder / "fleet", "job")
 
 
 @pytest.mark.parametrize("changes", [{}, {"wire": {"codec": "int8"}}, {"method": "scaffold"}, {"check": {"every": 1}}])
 def test_values_are_the_commands_to_the_bit(job: fq.Job, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Devices asked, bytes and states of `fedquilt fleet --link memory`, also where evaluations are made beside."""
+    """Devices asked, bytes and states of `fedquilt simulate --link memory`, also where evaluations are made beside."""
     job = job.replace(**changes)
     wanted = commanded(job, tmp_path)
     assert len(outcome(wanted)[2]) >= job.rounds

@@ -91,7 +91,7 @@ def test_a_home_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest
     assert main(["prune", run, "--yes", "--home", str(tmp_path)]) == 0
     capsys.readouterr()
     assert main(["ls", "--home", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith(f"no runs in {tmp_path}: `fedquilt run` or `fleet` begins one")
+    assert capsys.readouterr().out.startswith(f"no runs in {tmp_path}: `fedquilt run` or `simulate` begins one")
     assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
 

@@ -24,7 +24,17 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 HELPERS = {
-    *("__init__", "__main__", "commands", "entry", "home_access", "options", "reference", "rollout_options"),
+    *(
+        "__init__",
+        "__main__",
+        "commands",
+        "entry",
+        "home_access",
+        "job_files",
+        "options",
+        "reference",
+        "rollout_options",
+    ),
     *("clocks", "flash", "record", "bench", "reproduce"),  # of `board` and `lab`
 }
 
@@ -50,7 +60,7 @@ def test_a_verb_of_another_spelling_is_answered_with_the_nearest(capsys: pytest.
     assert "no verb 'bord'; did you mean 'board'?" in said(capsys, "bord")
     assert "no verb 'isue'; did you mean 'issue'?" in said(capsys, "identity", "isue")
     assert "no such option: --hom; did you mean '--home'? (`fedquilt ls --help`)" in said(capsys, "ls", "--hom", "x")
-    assert "did you mean 'memory'?" in said(capsys, "fleet", "job.toml", "--link", "memry")
+    assert "did you mean 'memory'?" in said(capsys, "simulate", "job.toml", "--link", "memry")
 
 
 def test_an_option_of_many_words_takes_all_up_to_the_next() -> None:
@@ -233,8 +243,8 @@ def test_a_shell_completes_verbs_options_methods_and_runs(
 
     assert ask("fedquilt lab par") == ["partition"]
     assert ask("fedquilt identity is") == ["issue"]
-    assert ask("fedquilt fleet --dev") == ["--devices"]
-    assert ask("fedquilt fleet --link mem") == ["memory"]
+    assert ask("fedquilt simulate --dev") == ["--devices"]
+    assert ask("fedquilt simulate --link mem") == ["memory"]
     assert ask("fedquilt methods fedpro") == ["fedprox"]
     assert ask("fedquilt compare job.toml --methods scaf") == ["scaffold"]
     with Store(tmp_path / "runs") as store:

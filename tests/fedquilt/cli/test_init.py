@@ -29,9 +29,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_job_of_nothing_but_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     """It is read strictly; the digits lie beside it."""
     assert main(["init"]) == 0
-    assert "wrote job.toml\nnext: `fedquilt prepare job.toml`" in capsys.readouterr().out
+    assert "wrote job.toml\nnext: `fedquilt simulate job.toml`" in capsys.readouterr().out
     job = settings.load_job(Path("job.toml"))
-    assert (job.method, job.rounds, job.fleet.devices, job.check.every) == ("fedavg", 10, 4, 1)
+    assert (job.method, job.rounds, job.fleet.devices, job.check.every) == ("fedavg", 30, 10, 1)
     assert (job.model["inputs"], job.model["classes"]) == (64, 10)
     assert job.data["path"] == str(Path("digits.npz").resolve())
 
@@ -81,8 +81,7 @@ def test_what_it_writes_runs_on_a_fleet(capsys: pytest.CaptureFixture[str]) -> N
     table = toml.read_toml(Path("jobs/My Job.toml"))
     assert (table["name"], table["data"]["path"]) == ("my-job", "../mine.npz")
     assert (table["model"]["inputs"], table["model"]["classes"], table["fleet"]["devices"]) == (5, 3, 3)
-    assert main(["prepare", "jobs/My Job.toml"]) == 0
-    assert main(["fleet", "jobs/My Job.toml", "--link", "memory"]) == 0
+    assert main(["simulate", "jobs/My Job.toml"]) == 0
     assert "done" in capsys.readouterr().out
 
 

@@ -270,7 +270,7 @@ def test_arrays_may_be_called_otherwise(tmp_path: Path):
         ({"y_train": -np.ones(20, int)}, "one whole number from 0"),
         ({"x_train": np.array([{}] * 20)}, r"x_train holds Python objects, .*np\.stack"),
         ({"y_train": np.array([{}] * 20)}, "y_train holds Python objects"),
-        ({"y_train": np.array(["a"] * 20)}, "y_train holds values of type <U1"),
+        ({"y_train": np.array(["a"] * 20)}, r'labels of type <U1, .*set \[data\] labels = \["a"\]'),
         ({"y_train": np.array(3)}, "y_train is a single number"),
         ({"x_train": np.asfortranarray(np.ones((20, 3)))}, r"save np\.ascontiguousarray\(x_train\)"),
     ],

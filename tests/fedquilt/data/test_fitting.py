@@ -86,7 +86,7 @@ def test_one_label_for_all_training_examples_is_refused(tmp_path: Path, task: st
     compatibility.open_compatible_data(meta, DataSpec.parse({**table, "split": "test"}))
 
 
-@pytest.mark.parametrize("words", [["fleet"], ["fleet", "--link", "memory"], ["compare", "--seeds", "0"]])
+@pytest.mark.parametrize("words", [["simulate", "--link", "embedded"], ["simulate"], ["compare", "--seeds", "0"]])
 def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
@@ -101,7 +101,7 @@ def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(
     told = capsys.readouterr()
     assert told.err.count("hold 20 values each") == 1
     assert "round" not in told.out
-    if words[0] == "fleet":
+    if words[0] == "simulate":
         with Store(tmp_path / "out") as store:
             assert store.readable_jobs() == []
 

@@ -72,13 +72,13 @@ def test_the_bundle_is_the_same_with_torch_and_without(tmp_path: Path, more: dic
 
 
 def test_a_job_of_one_is_written_prepared_and_run_where_torch_cannot_be_imported(tmp_path: Path) -> None:
-    """`init`, `prepare`, `fleet`, with torch, torchvision and onnx blocked."""
+    """`init`, `prepare`, `simulate`, with torch, torchvision and onnx blocked."""
     code = """
 import sys
 for name in ("torch", "torchvision", "onnx", "onnxruntime"):
     sys.modules[name] = None
 from fedquilt.cli import main
-for words in (["init", "--rounds", "2"], ["prepare", "job.toml"], ["fleet", "job.toml", "--link", "memory"]):
+for words in (["init", "--rounds", "2"], ["prepare", "job.toml"], ["simulate", "job.toml", "--link", "memory"]):
     assert main(words) == 0, words
 try:
     import torch

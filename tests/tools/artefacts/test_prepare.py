@@ -81,7 +81,7 @@ def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
 def test_what_prepare_makes_of_a_job_is_that_jobs_bundle_and_no_others(
     tmp_path: Path, tables: dict[str, Any], edited: dict[str, Any]
 ) -> None:
-    """A bundle fits its job wherever the input table stands; `fleet`, `serve` and `compare` check alike."""
+    """A bundle fits its job wherever the input table stands; `simulate`, `serve` and `compare` check alike."""
     made = prepare_bundle(tables, tmp_path)
     np.savez(tmp_path / "own.npz", x=np.zeros((6, 8, 8), np.uint8), y=np.arange(6) % 3)
     data = {"path": str(tmp_path / "own.npz")}

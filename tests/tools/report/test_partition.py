@@ -38,7 +38,7 @@ def hand() -> ClassCounts:
 
 
 def test_counts_are_those_of_what_devices_load(tmp_path: Path) -> None:
-    """The very shares of `fedquilt fleet`, seed and all."""
+    """The very shares of `fedquilt simulate`, seed and all."""
     parsed = settings.load_job(job(tmp_path))
     counts = partition.count_examples(parsed)
     members, _ = agents.FleetPlan(parsed, tmp_path, tmp_path).load_devices()

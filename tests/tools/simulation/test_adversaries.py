@@ -221,7 +221,7 @@ def test_an_attack_that_there_is_not_is_named() -> None:
         digits(fleet=lying("backdoor"))
 
 
-@pytest.mark.parametrize("verb", [["run"], ["fleet"], ["fleet", "--link", "memory"]])
+@pytest.mark.parametrize("verb", [["run"], ["simulate", "--link", "embedded"], ["simulate"]])
 def test_no_agent_is_asked_to_lie(verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A job with adversaries is refused by name before anything is queued, also where agents are simulated ones."""
     wanted = digits(fleet=lying("scaled"))

@@ -148,7 +148,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     job.write_text(
         toml.format_toml({key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")})
     )
-    words = [sys.executable, "-m", "fedquilt.cli", "fleet", str(job)]
+    words = [sys.executable, "-m", "fedquilt.cli", "simulate", str(job), "--link", "embedded"]
     job.with_suffix(".bundle").symlink_to(given.bundle)
     words += ["--home", str(given.home)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
@@ -285,8 +285,10 @@ def test_ctrl_c_on_virtual_time_says_how_to_go_on(
     monkeypatch.setattr(fleet, "run_fleet_virtually", interrupted)
     job = tmp_path / "job.toml"
     job.write_text('name = "a"\nmethod = "fedavg"\n')
-    assert main(["fleet", str(job), "--link", "memory", "--home", str(tmp_path / "runs")]) == 130
-    assert f"interrupted; `fedquilt fleet {job} --home {tmp_path / 'runs'}` continues it" in capsys.readouterr().out
+    (tmp_path / "job.bundle").mkdir()
+    (tmp_path / "job.bundle" / "bundle.json").write_text("{}")
+    assert main(["simulate", str(job), "--link", "memory", "--home", str(tmp_path / "runs")]) == 130
+    assert f"interrupted; `fedquilt simulate {job} --home {tmp_path / 'runs'}` continues it" in capsys.readouterr().out
 
 
 def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ BOARD_FILES: Final = (
 )
 # what these folders have for coordinators and simulations
 NOT_ON_BOARDS: Final = (
-    *("data/compatibility.py", "data/measured_settings.py", "formats/job_bundle.py"),
+    *("data/compatibility.py", "data/inspection/", "data/measured_settings.py", "formats/job_bundle.py"),
     *("models/networks/onnx_file.py", "models/partial/dependency_trace.py"),
     *("models/stitching/onnx/", "profiles/board_layouts.py", "profiles/fake_trees.py"),
     *("tools/boards/doctor/checks/coordinator.py", "transport/memory_link.py", "transport/scheduler.py"),

@@ -99,10 +99,8 @@ class ModelService:
         """
         with self._count_failures():
             if data.startswith(ZIP):
-                labels = len(self._models.now.network.labels)
-                return self._classify_examples(
-                    classifier.examples_from_arrays(classifier.read_arrays(data, BODY_MOST), labels)
-                )
+                held = classifier.read_arrays(data, BODY_MOST)
+                return self._classify_examples(self._models.now.network.examples_from_arrays(held))
             if data.startswith(NPY):
                 one = classifier.read_array(data)[None]
                 return self._classify(lambda loaded: one)[0].to_dict()

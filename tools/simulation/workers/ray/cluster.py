@@ -115,7 +115,7 @@ def _has_token(environ: Mapping[str, str]) -> bool:
 
 def _format_connection_error(ray: Any, there: str | None, said: str) -> str:
     if not there:
-        return f"Ray could not be started ({said[:300]}): `fedquilt fleet --engine pool` needs none"
+        return f"Ray could not be started ({said[:300]}): `fedquilt simulate --engine pool` needs none"
     told = VERSIONS.findall(said)
     if len(told) == 2:
         (theirs, their_python), (ours, our_python) = told

@@ -1,0 +1,87 @@
+"""`fedquilt simulate`: from a file to a job, a run, a report and predictions, in one command each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedquilt as fq
+from fedquilt.cli import main
+from fedquilt.formats import job_bundle, toml
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a table of three kinds of flowers, far apart in length."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    rows = [
+        f"{2 * (row % 3) + rng.normal(0, 0.2):.2f},{rng.normal():.2f},{'red' if row % 2 else 'blue'},"
+        f"{('iris', 'lily', 'rose')[row % 3]}"
+        for row in range(120)
+    ]
+    (tmp_path / "flowers.csv").write_text("\n".join(["length,width,colour,kind", *rows]) + "\n")
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    """Run a command, and return what it prints, errors too."""
+    assert main(words) == code
+    told = capsys.readouterr()
+    return told.out + told.err
+
+
+def test_one_command_from_a_table_to_a_report(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    """It says what it found and chose, and ten devices learn the three classes."""
+    pytest.importorskip("jinja2")
+    said = run(capsys, "simulate", "flowers.csv", "--label", "kind")
+    assert "predicted: 3 classes (iris 40, lily 40, rose 40)" in said
+    assert "fedavg trains mlp (inputs 4, hidden [32], classes 3), 30 rounds, 10 devices" in said
+    assert "job.html: the report" in said
+    assert "</html>" in Path("job.html").read_text()
+    assert fq.Run.open(here / "fedquilt-runs", "job").rounds()["accuracy"][-1] > 0.95
+
+
+def test_the_exported_network_reads_the_same_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """Columns, categories and the names of the classes are in it."""
+    pytest.importorskip("torch")
+    pytest.importorskip("onnxruntime")
+    run(capsys, "simulate", "flowers.csv", "--label", "kind")
+    run(capsys, "model", "export", "job", "--out", "flowers.onnx")
+    assert "rose" in run(capsys, "model", "run", "flowers.onnx", "flowers.csv")
+
+
+def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "simulate", "flowers.csv", "--label", "kind")
+    written = Path("job.toml").read_bytes()
+    assert "job.bundle: " not in run(capsys, "simulate", "flowers.csv", "--label", "kind")
+    said = run(capsys, "simulate", "flowers.csv", "--label", "colour", code=6)
+    assert "job.toml exists already: --force overwrites it, --out names another file" in said
+    assert Path("job.toml").read_bytes() == written
+
+
+@pytest.mark.parametrize("verb", ["simulate", "run"])
+def test_a_job_is_prepared_when_it_has_changed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """And not again; a run needs no word about it."""
+    from fedquilt.cli import home_access
+    from fedquilt.tools.simulation import agents
+
+    monkeypatch.setattr(home_access, "run_to_end", lambda *given: 0)
+    monkeypatch.setattr(agents, "run_fleet_virtually", lambda plan, **options: ("", "done"))
+    run(capsys, "init", "--data", "flowers.csv", "--label", "kind")
+    assert "job.bundle: 2 files" in run(capsys, verb, "job.toml")
+    assert "job.bundle: " not in run(capsys, verb, "job.toml")
+    table = toml.read_toml(Path("job.toml"))
+    table["model"]["hidden"] = [5]
+    Path("job.toml").write_text(toml.format_toml(table))
+    assert "job.bundle: 2 files" in run(capsys, verb, "job.toml")
+    assert job_bundle.load_bundle(Path("job.bundle")).meta["network"]["hidden"] == [5]
+
+
+def test_options_of_data_are_refused_with_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.toml").write_text('name = "a"\nmethod = "fedavg"\n')
+    assert "--label and --force go with data" in run(capsys, "simulate", "job.toml", "--label", "kind", code=2)

@@ -1,0 +1,191 @@
+"""What inspection finds in data, and the tables that it writes for a job."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from example_files import needs_torchvision
+
+from fedquilt.core import DataError
+from fedquilt.data import examples
+from fedquilt.data.inspection import inspect_data
+from fedquilt.data.measured_settings import complete_data_table
+from fedquilt.data.spec import DataSpec
+
+HEAD = "customer_id,email,country,empty,age,plan,income,stays"
+ROWS = [
+    "7,a@x,FR,,31,pro,1000,yes",
+    "3,b@x,FR,,,basic,2500,no",
+    "9,c@x,FR,,45,,1500,yes",
+    "4,d@x,FR,,39,basic,2500,no",
+    "5,e@x,FR,,52,pro,1500,yes",
+    "1,f@x,FR,,28,basic,2000,no",
+]
+
+
+@pytest.fixture
+def customers(tmp_path: Path) -> str:
+    (tmp_path / "own.csv").write_text("\n".join([HEAD, *ROWS]) + "\n")
+    return str(tmp_path / "own.csv")
+
+
+def test_a_table_with_words_gaps_ids_and_addresses(customers: str) -> None:
+    """The median of 31, 45, 39, 52 and 28 is 39; columns that say nothing, or who somebody is, are no inputs."""
+    found = inspect_data(customers, "stays")
+    assert found.data == {
+        "path": customers,
+        "y": "stays",
+        "x": ["age", "plan", "income"],
+        "labels": ["no", "yes"],
+        "categories": {"plan": "auto"},
+        "fill": {"age": 39.0, "plan": 0.0},
+    }
+    assert (found.shape, found.outputs, found.examples, found.input) == ((4,), 2, 6, {"standardise": True})
+    assert found.notes == (
+        f"{customers}: 6 examples",
+        "numbers: age, income",
+        "categories, an input for each word: plan (2)",
+        "left out: customer_id (looks like ids), email (looks like data on persons), country (holds one value), "
+        "empty (is empty)",
+        "missing: age in 1 of 6 rows, filled with the median 39",
+        "missing: plan in 1 of 6 rows, no category",
+        "numbers are standardised: mean 0, standard deviation 1",
+        "predicted: 2 classes (no 3, yes 3)",
+    )
+
+
+def test_its_tables_read_the_file(customers: str) -> None:
+    """The gap in age is 39, that in plan sets neither basic nor pro."""
+    read = examples.load_split(DataSpec.parse(complete_data_table(inspect_data(customers, "stays").data)))
+    assert read.x[1:3].tolist() == [[39, 1, 0, 2500], [45, 0, 0, 1500]]
+    assert read.y.tolist() == [1, 0, 1, 0, 1, 0]
+
+
+def test_numbers_to_predict_are_scaled(tmp_path: Path) -> None:
+    """Of 0, 10, ... 240 the mean is 120; errors are then in standard deviations."""
+    lines = [f"{number % 3 / 2},{number * 10}" for number in range(25)]
+    (tmp_path / "own.csv").write_text("\n".join(["a,price", *lines]) + "\n")
+    found = inspect_data(str(tmp_path / "own.csv"), "price")
+    assert (found.data["task"], found.data["target"], found.outputs) == (
+        "regression",
+        {"mean": [120.0], "std": [72.111]},
+        1,
+    )
+    y = examples.load_split(DataSpec.parse(found.data)).y
+    assert y.shape == (25, 1)
+    assert y[[0, 12], 0] == pytest.approx([-120 / 72.111, 0])
+
+
+@pytest.mark.parametrize(
+    ("words", "labels"),
+    [(["0", "1", "2"], None), (["1", "2", "3"], ["1", "2", "3"]), (["0.0", "10.0", "9.0"], ["0.0", "9.0", "10.0"])],
+)
+def test_classes_that_are_numbers_are_named_unless_they_are_counted_from_0(
+    tmp_path: Path, words: list[str], labels: list[str] | None
+) -> None:
+    """In the order of the numbers."""
+    lines = [f"{row % 4},{words[row % 3]}" for row in range(12)]
+    (tmp_path / "own.csv").write_text("\n".join(["a,y", *lines]) + "\n")
+    found = inspect_data(str(tmp_path / "own.csv"))
+    assert found.data.get("labels") == labels
+    assert found.outputs == 3
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        (range(40, 52), "looks like ids"),
+        ([f"2024-01-{day:02d}" for day in range(1, 13)], "looks like ids, names, dates or texts"),
+        ([f"{number},5" for number in range(12)], "holds numbers with a comma: write them with a point"),
+    ],
+)
+def test_a_column_that_no_network_learns_from_is_left_out(tmp_path: Path, numbers: list[object], why: str) -> None:
+    lines = [f"{row % 4};{value};{row % 2}" for row, value in enumerate(numbers)]
+    (tmp_path / "own.csv").write_text("\n".join(["a;b;y", *lines]) + "\n")
+    found = inspect_data(str(tmp_path / "own.csv"))
+    assert found.data["x"] == ["a"]
+    assert f"left out: b ({why})" in found.notes
+
+
+def test_arrays_with_words_for_labels(tmp_path: Path) -> None:
+    """Sorted, as a table's; the median of 0 to 23 without 1 is 12."""
+    y = np.array(["rose", "iris", "lily"] * 4)
+    x = np.arange(24, dtype=np.float32).reshape(12, 2)
+    x[0, 1] = np.nan
+    np.savez(tmp_path / "own.npz", sizes=x, kind=y)
+    found = inspect_data(str(tmp_path / "own.npz"), "kind")
+    assert found.data == {
+        "path": str(tmp_path / "own.npz"),
+        "y": "kind",
+        "x": "sizes",
+        "labels": ["iris", "lily", "rose"],
+        "fill": 12.0,
+    }
+    assert "missing: 1 of 24 numbers, filled with the median of all, 12" in found.notes
+    assert examples.load_split(DataSpec.parse(found.data)).y.tolist() == [2, 0, 1] * 4
+    np.savez(tmp_path / "test.npz", sizes=np.zeros((1, 2)), kind=np.array(["oak"]))
+    with pytest.raises(DataError, match=r"label 'oak' is none of \[data\] labels \(iris, lily, rose\)"):
+        examples.load_split(DataSpec.parse({**found.data, "path": str(tmp_path / "test.npz")}))
+
+
+def test_pictures_of_several_sizes_in_grey(tmp_path: Path) -> None:
+    """Scaled to the smallest side; 51 of 255 levels and 204 have the mean 0.5 and the deviation 0.3."""
+    image = pytest.importorskip("PIL.Image")
+    for name, level, size in (("day", 204, (24, 20)), ("night", 51, (30, 40))):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        image.new("RGB", size, (level,) * 3).save(tmp_path / "train" / name / "a.png")
+    found = inspect_data(str(tmp_path))
+    assert found.data == {"path": str(tmp_path), "labels": ["day", "night"], "size": 20}
+    assert found.input == {"channels": 1, "size": 20, "mean": [0.5], "std": [0.3]}
+    assert "images of 20 to 40 pixels a side are scaled to 20 x 20" in found.notes
+    assert "grey images, 20 x 20 pixels, levels standardised" in found.notes
+
+
+def test_a_data_set_of_scikit_learn_by_name() -> None:
+    pytest.importorskip("sklearn")
+    found = inspect_data("sklearn/iris")
+    assert (found.data, found.shape, found.outputs) == ({"dataset": "sklearn/iris"}, (4,), 3)
+    assert inspect_data("sklearn/diabetes").data["task"] == "regression"
+    with pytest.raises(DataError, match="no split 'train' of sklearn/irs: there are breast_cancer, diabetes"):
+        inspect_data("sklearn/irs")
+
+
+@needs_torchvision
+def test_a_data_set_of_torchvision_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has been downloaded already; its files can be named as well."""
+    monkeypatch.chdir(tmp_path)
+    raw = Path("torchvision/MNIST/raw")
+    raw.mkdir(parents=True)
+    for split in ("train", "t10k"):
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 0x803, 20, 28, 28) + bytes(range(20)) * 784
+        )
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 20) + bytes([0, 1]) * 10)
+    found, files = inspect_data("torchvision/MNIST"), inspect_data(str(raw))
+    assert found.data == {"dataset": "MNIST", "path": "torchvision", "download": True}
+    assert (found.input, found.examples, found.outputs) == (files.input, 20, 2)
+    assert (files.data, files.input["size"]) == ({"path": str(raw)}, 28)
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        ("", "name the column to predict, as --label stays: it has customer_id"),
+        ("stay", r"has no column 'stay' .*; did you mean 'stays'\?"),
+        ("age", "column 'age' is missing in 1 of 6 rows: leave these rows out"),
+        ("email", "6 different labels in 6 examples are no classes"),
+    ],
+)
+def test_a_label_that_cannot_be_predicted_is_named_with_the_fix(customers: str, label: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        inspect_data(customers, label)
+
+
+def test_data_that_are_not_there_or_have_no_columns(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no data at none\.csv: name a CSV"):
+        inspect_data("none.csv")
+    with pytest.raises(DataError, match="has no columns, and its classes are known: leave --label out"):
+        inspect_data(str(tmp_path), "kind")

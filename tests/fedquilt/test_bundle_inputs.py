@@ -1,0 +1,60 @@
+"""A bundle is out of date when its job file, or a file that this names, has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt.formats import job_bundle
+
+JOB = 'name = "a"\nmethod = "fedavg"\nrounds = 3\nmodel.name = "mlp"\ndata.path = "own.csv"\n'
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """A bundle that was just prepared from job.toml."""
+    folder = tmp_path / "job.bundle"
+    folder.mkdir()
+    (tmp_path / "own.csv").write_text("a,y\n1,0\n")
+    (tmp_path / "job.toml").write_text(JOB)
+    (folder / "bundle.json").write_text("{}")
+    job_bundle.record_inputs(tmp_path / "job.toml", {"data": {"path": str(tmp_path / "own.csv")}}, folder)
+    return folder
+
+
+def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle: Path) -> None:
+    """Rounds and cohorts are of a run; the network and the examples are of the bundle."""
+    job, data = bundle.with_name("job.toml"), bundle.with_name("own.csv")
+    assert job_bundle.is_current(job, bundle)
+    job.write_text(JOB.replace("rounds = 3", "rounds = 4"))
+    assert job_bundle.is_current(job, bundle)
+    job.write_text(JOB.replace("mlp", "cnn"))
+    assert not job_bundle.is_current(job, bundle)
+    job.write_text(JOB)
+    data.write_text("a,y\n1,0\n2,1\n")
+    assert not job_bundle.is_current(job, bundle)
+
+
+def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle: Path) -> None:
+    """Without its data, or without a record; one that is not there is not current."""
+    job = bundle.with_name("job.toml")
+    bundle.with_name("own.csv").unlink()
+    assert job_bundle.is_current(job, bundle)
+    (bundle / "inputs.json").unlink()
+    job.write_text("")
+    assert job_bundle.is_current(job, bundle)
+    (bundle / "bundle.json").unlink()
+    assert not job_bundle.is_current(job, bundle)
+
+
+def test_a_file_in_a_folder_of_examples_counts(bundle: Path) -> None:
+    """Sizes and times of all files in it."""
+    job, folder = bundle.with_name("job.toml"), bundle.with_name("pictures")
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "1.txt").write_text("1")
+    job.write_text(JOB.replace("own.csv", "pictures"))
+    job_bundle.record_inputs(job, {"data": {"path": str(folder)}}, bundle)
+    assert job_bundle.is_current(job, bundle)
+    (folder / "a" / "2.txt").write_text("2")
+    assert not job_bundle.is_current(job, bundle)
