@@ -188,12 +188,8 @@ def back(what: str, home: Path) -> None:
 
     with home_access.open_existing_home(home) as store:
         if what in KINDS:
-            found = next(
-                (one for one in reversed(store.rollouts.readable_rollouts()) if one.state.plan.kind == what), None
-            )
-            if found is None:
+            of_kind = [one.state.id for one in store.rollouts.readable_rollouts() if one.state.plan.kind == what]
+            if not of_kind:
                 raise JobError(f"no rollout of kind {what!r} in {store.home}: there is nothing to take back")
-        else:
-            found = store.rollouts.find_rollout(what)
-        end = control_requests.abort_rollout if found.state.is_under_way else control_requests.roll_back_rollout
-        print(end(store, found.state.id))
+            what = of_kind[-1]
+        print(control_requests.revert_rollout(store, what))
