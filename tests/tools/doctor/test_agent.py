@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,23 @@ def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) ->
         begins, ends = known.not_valid_before_utc.timestamp(), known.not_valid_after_utc.timestamp()
         assert (own.begins_s, own.ends_s) == (begins, ends)
         assert own.name == known.subject.rfc4514_string().removeprefix("CN=")
+
+
+def test_two_names_in_one_part_of_a_certificates_subject_are_read(tmp_path: Path) -> None:
+    """As other authorities issue them."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
+    parts = [x509.NameAttribute(NameOID.COMMON_NAME, "a"), x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, "lab")]
+    name = x509.Name([x509.RelativeDistinguishedName(parts)])
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1))
+    file = tmp_path / "a.crt"
+    file.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    found = identity.load_certificate(str(file))
+    assert (found.name, found.unit) == ("a", "lab")
 
 
 @pytest.mark.parametrize("cut", range(0, 900, 99))

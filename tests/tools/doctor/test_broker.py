@@ -390,16 +390,21 @@ def test_a_fleet_without_certificates_on_a_network_is_told_that_it_is_unsigned()
 
 
 def test_a_group_that_hangs_or_breaks_is_a_finding_and_keeps_nobody_waiting() -> None:
-    """One waits for ever, one divides by zero, one is well."""
+    """One waits for ever, one divides by zero after a finding, one is well."""
     never = threading.Event()
+
+    def breaks() -> Iterator[Finding]:
+        yield Finding("FQ102", "ok", "well until then")
+        yield Finding("FQ103", "ok", str(1 // 0))
+
     groups: dict[str, doctor.Group] = {
         "hangs": lambda: [Finding("FQ101", "ok", str(never.wait(60)))],
-        "breaks": lambda: [Finding("FQ101", "ok", str(1 // 0))],
+        "breaks": breaks,
         "works": lambda: [Finding("FQ101", "ok", "well")],
     }
     found = doctor.run_groups(groups, limit_s=0.3)
     never.set()
-    assert [one.number for one in found] == ["FQ001", "FQ002", "FQ101"]
+    assert [one.number for one in found] == ["FQ001", "FQ002", "FQ101", "FQ102"]
     assert "hangs was not examined within 0.3 s" in found[0].sentence
     assert "ZeroDivisionError" in found[1].sentence
 

@@ -106,24 +106,27 @@ def select_groups(
 
 
 def _group(steps: Callable[..., Iterable[Numbered]], *given: Any) -> Group:
-    return lambda: [to_finding(number, verdict) for number, verdict in steps(*given)]
+    return lambda: (to_finding(number, verdict) for number, verdict in steps(*given))
 
 
 def run_groups(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Finding]:
     """Run all groups within `limit_s` and return their findings, sorted by number.
 
-    A group that raises an exception or exceeds the limit is an error finding.
+    A group that raises an exception keeps its findings until then, and the exception is an error finding. A group that
+    exceeds the limit is one.
     """
     told: dict[str, list[Finding]] = {}
 
     def run_group(name: str, group: Group) -> None:
+        made: list[Finding] = []
         try:
-            told[name] = list(group())
+            made.extend(group())
         except FedquiltError as problem:
-            told[name] = [to_finding("FQ002", error(f"{name}: {problem}", VERBOSE))]
+            made.append(to_finding("FQ002", error(f"{name}: {problem}", VERBOSE)))
         except Exception as problem:  # whatever a strange machine makes of a check
             said = f"{name} could not be examined ({type(problem).__name__}: {problem})"
-            told[name] = [to_finding("FQ002", error(said, f"{VERBOSE}, and tell fedquilt's authors what it says"))]
+            made.append(to_finding("FQ002", error(said, f"{VERBOSE}, and tell fedquilt's authors what it says")))
+        told[name] = made
 
     threads = {name: threading.Thread(target=run_group, args=(name, one), daemon=True) for name, one in groups.items()}
     until_s = time.monotonic() + limit_s
