@@ -169,7 +169,7 @@ def names_secrets(settings: AgentSettings, etc: Path, run: Path) -> str | None:
         enrolment.load_or_create_key(
             enrolment.CredentialPaths(*(etc / name for name in ("ca.crt", "device.crt", "device.key", "token")))
         )
-    return examine(settings, "FQ304").mend
+    return examine(settings, "FQ304").fix
 
 
 def test_secrets_that_are_roots_are_named(user: User):

@@ -105,7 +105,7 @@ def test_a_profile_that_cannot_be_read_is_found(board: Any) -> None:
     board.table["profile"] = "jetson-thor"
     assert board.only().number == "FQ308"
     assert "did you mean" in board.only().sentence
-    assert "correct profile in" in str(board.only().mend)
+    assert "correct profile in" in str(board.only().fix)
     board.table["profile"] = "jetson-orin-nano"
     assert board.examine("machine") == []
     del board.table["profile"]
@@ -128,11 +128,11 @@ def test_a_certificate_of_another_device_is_found(board: Any) -> None:
 
 
 def test_a_certificate_that_has_ended_is_found(board: Any) -> None:
-    """The mend is to enrol anew."""
+    """The fix is to enrol anew."""
     enrol(board, "orin-07", board.clock_s - 400 * DAY_S)
     found = board.only()
     assert (found.number, found.severity) == ("FQ306", "error")
-    assert "identity enrol" in (found.mend or "")
+    assert "identity enrol" in (found.fix or "")
 
 
 def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
@@ -151,7 +151,7 @@ def test_a_key_that_others_can_read_is_found(board: Any) -> None:
     key.chmod(0o644)
     found = board.only()
     assert found.number == "FQ305"
-    assert found.mend == f"chmod 600 {key.resolve()}"
+    assert found.fix == f"chmod 600 {key.resolve()}"
 
 
 def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
@@ -161,7 +161,7 @@ def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
     board.table["enrol"] = {"url": "https://coordinator:8884"}
     found = board.only()
     assert (found.number, found.severity) == ("FQ304", "error")
-    assert found.mend == f"sudo fedquilt identity enrol {board.settings}"
+    assert found.fix == f"sudo fedquilt identity enrol {board.settings}"
 
 
 def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) -> None:

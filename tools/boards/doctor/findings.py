@@ -18,12 +18,12 @@ GROUPS: Final = ("doctor", "machine", "packages", "agent", "broker", "coordinato
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Result of one check. `mend` is a command or instruction, or None without a problem."""
+    """Result of one check. `fix` is a command or instruction, or None without a problem."""
 
     number: str  # such as "FQ110", whose first digit is the group
     severity: Severity
     sentence: str  # what, and where
-    mend: str | None = None
+    fix: str | None = None
 
 
 class Problem(NamedTuple):
@@ -94,8 +94,8 @@ def format_findings(found: Sequence[Finding], wide: int | None = None) -> list[s
         if wide is not None:
             wrapped = textwrap.wrap(one.sentence, wide - len(head), break_on_hyphens=False, break_long_words=False)
         told += [f"{blank if at else head}{text}" for at, text in enumerate(wrapped)]
-        if one.mend is not None:
-            told.append(f"{blank} mend: {one.mend}")
+        if one.fix is not None:
+            told.append(f"{blank} fix: {one.fix}")
     counts = [(sum(one.severity == kind for one in found), kind) for kind in ("error", "warning")]
     parts = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
     return [*told, f"{len(found)} checks: {', '.join(parts) if parts else 'all is well'}"]
