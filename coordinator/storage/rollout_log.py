@@ -153,17 +153,18 @@ class RolloutLog:
 
     def _load_all(self) -> tuple[list[StoredRollout], dict[str, str]]:
         found, odd = list[StoredRollout](), dict[str, str]()
-        for row, _ in self._rows.read_jobs():
+        for row, intact in self._rows.read_jobs():
             try:
-                found.append(self._load_rollout(row.id))
+                if not intact:
+                    raise self._rows.damage_error(row.id, "its row in the list of rollouts is not what was written")
+                found.append(self._load_rollout(row))
             except JobError as error:
                 odd[ascii(row.id)[1:-1]] = str(error)
         return found, odd
 
-    def _load_rollout(self, id: str) -> StoredRollout:
+    def _load_rollout(self, row: JobRow) -> StoredRollout:
         # events that were read before are not read again
-        row = self._rows.find_job(id)
-        assert row is not None, "rollouts are not deleted"
+        id = row.id
         seq, before, state, at = self._read.get(id) or (0, FIRST, None, row.created)
         if state is None:
             try:

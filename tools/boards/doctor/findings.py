@@ -14,6 +14,7 @@ from fedquilt.console import table
 Severity = Literal["ok", "warning", "error"]
 
 EXIT: Final[dict[Severity, int]] = {"ok": 0, "warning": 10, "error": 11}
+VERBOSE: Final = "fedquilt -vv doctor ..."
 GROUPS: Final = ("doctor", "machine", "packages", "agent", "broker", "coordinator", "operator")  # by the first digit
 
 
@@ -62,8 +63,12 @@ def to_finding(number: str, verdict: str | Problem, fix: str = "") -> Finding:
 def run_checks(checks: Iterable[Check], facts: object) -> Iterator[Finding]:
     """Yield the findings of the checks that apply to the facts."""
     for check in checks:
-        needed = [getattr(facts, name, None) for name in check.needs]
-        if all(each is not None for each in needed) and (verdict := check.find(*needed)) is not None:
+        try:
+            needed = [getattr(facts, name, None) for name in check.needs]
+            verdict = check.find(*needed) if all(each is not None for each in needed) else None
+        except Exception as problem:  # whatever a strange machine makes of a check
+            verdict = error(f"this could not be examined ({type(problem).__name__}: {problem})", VERBOSE)
+        if verdict is not None:
             yield to_finding(check.number, verdict, check.fix)
 
 
