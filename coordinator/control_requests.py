@@ -109,49 +109,30 @@ def queue_rollout(store: Store, plan: RolloutPlan, payload: bytes | None) -> str
         return store.rollouts.add_rollout(replace(plan, blob=ref))
 
 
-def abort_rollout(store: Store, rollout: str = "") -> str:
-    """Request the abort of a rollout under way. Return a message for the user.
+def revert_rollout(store: Store, rollout: str = "") -> str:
+    """Request the end of a rollout under way, or the roll-back of a completed one. Return a message for the user.
 
     Devices with its release return to what they ran before.
 
     Raises:
-        JobError: If the rollout has ended.
-        StoreError: If the rollout does not exist, or the home cannot be written.
-    """
-    kept = store.rollouts.find_rollout(rollout)
-    if not kept.state.is_under_way:
-        status = kept.state.status
-        mend = f"; `fedquilt rollout back {kept.state.id}` takes it back" if status == "done" else ""
-        raise JobError(f"{kept.state.id} is {status}{mend}")
-    store.rollouts.set_request(kept.state.id, "abort")
-    return f"{kept.state.id} of {kept.state.plan.name} is ended {_describe_when(store)}: boards that have it return"
-
-
-def roll_back_rollout(store: Store, rollout: str = "") -> str:
-    """Request the rollback of a completed rollout. Return a message for the user.
-
-    Raises:
-        JobError: If the rollout is not done, or a later rollout has reached its devices.
+        JobError: If the rollout was reverted already, or a later rollout has reached its devices.
         StoreError: If the rollout does not exist, or the home cannot be written.
     """
     kept = store.rollouts.find_rollout(rollout)
     state = kept.state
-    if state.status != "done":
-        mend = f"; `fedquilt rollout back {state.id}` ends it" if state.is_under_way else ""
-        raise JobError(f"{state.id} is {state.status}{mend}")
+    if state.is_reverted:
+        raise JobError(f"{state.id} is {state.status}: boards have returned from it, or return when they come")
     known = [each.state for each in store.rollouts.readable_rollouts()]
     for later in itertools.dropwhile(lambda each: each.id != state.id, known):
         if later.id == state.id or later.plan.kind != state.plan.kind or later.offered.keys().isdisjoint(state.offered):
             continue
         raise JobError(
             f"boards {'were offered' if later.is_reverted else 'have'} {later.id} of {later.plan.name} since, "
-            "and keep one "
-            f"former state alone: deploy anew what they ran before {state.id}"
+            f"and keep one former state alone: roll out again what they ran before {state.id}"
         )
-    store.rollouts.set_request(state.id, "roll back")
-    return (
-        f"{state.id} of {state.plan.name} is taken back {_describe_when(store)}: boards return to what they ran before"
-    )
+    store.rollouts.request_revert(state.id)
+    how = "is ended" if state.is_under_way else "is taken back"
+    return f"{state.id} of {state.plan.name} {how} {_describe_when(store)}: boards return to what they ran before"
 
 
 def _describe_when(store: Store) -> str:

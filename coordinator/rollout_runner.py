@@ -119,18 +119,18 @@ class RolloutRunner:
                     state = self._states[state.id]
                 if state.offered:  # it was under way when the last coordinator ended
                     self._send_releases(state, state.offered, now_s)
-            if found.wish:
-                self._apply_request(state, found.wish, now_s)
+            if found.revert_requested:
+                self._revert(state, now_s)
         for id, why in kept.read_errors().items():
             if id not in self._warned:
                 self._warned.add(id)
                 log.error("%s", why)
 
-    def _apply_request(self, state: Rollout, wish: str, now_s: float) -> None:
-        if state.is_under_way if wish == "abort" else state.status == "done":
-            reason = "by request" if wish == "abort" else ""
+    def _revert(self, state: Rollout, now_s: float) -> None:
+        if not state.is_reverted:
+            reason = "by request" if state.is_under_way else ""
             self._record_events([(state.id, RolloutReverted(self._store.rollouts.next_serial(), reason))], now_s)
-        self._store.rollouts.set_request(state.id, "")
+        self._store.rollouts.request_revert(state.id, False)
 
     def _record_reports(self, heard: Iterable[tuple[str, wire.ReleaseStatus]], now_s: float) -> None:
         latest: dict[tuple[str, str], Rollout] = {}

@@ -2,8 +2,8 @@
 
     python tests/signed_bytes.py --rounds 20
 
-Coordinator and boards are those of `fedquilt simulate --virtual`, the signed links, the handshakes and the certificates
-those of a fleet with an authority of its own. Every byte that is published is counted once, topics included, by the
+Coordinator and boards are those of `fedquilt simulate --virtual`. Signed links, handshakes and certificates
+are those of a fleet with an authority of its own. Every byte that is published is counted once, topics included, by the
 kind of message, but for what boards say of themselves when they begin: how often that is depends on who begins first.
 What TLS between a client and its broker adds is not counted either.
 """

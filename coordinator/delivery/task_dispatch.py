@@ -38,9 +38,6 @@ class TaskDispatcher:
     def __contains__(self, device: str) -> bool:
         return device in self._open
 
-    def devices_with_task(self) -> list[str]:
-        return list(self._open)
-
     def send_task(self, device: str, task: Task, payload: bytes, now_s: float) -> None:
         sends = self._open[device].sends if device in self._open else 0
         blobs = {ref.sha256 for ref in task.bundles.values()}

@@ -49,7 +49,7 @@ class JobLoader:
         self._desk, self._load, self._around, self._serve, self._by_wall = desk, load, around, serve, by_wall
         self._served: set[str] = set()  # jobs that have been at work here
         self.jobs: dict[str, RunningJob] = {}  # by id
-        self._ahead_s: float | None = None  # of the wall clock before the coordinator's clock
+        self._ahead_s: float | None = None  # wall clock minus the coordinator's clock
 
     def find_suspended_jobs(self, now_s: float) -> set[str]:
         """Return the jobs that wait for the next try of the disk."""

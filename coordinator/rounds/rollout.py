@@ -231,9 +231,7 @@ def event_from_report(state: Rollout, device: str, message: wire.ReleaseStatus) 
     if message.rollout != state.id or message.serial > now:
         if message.serial <= now:
             return None  # of an earlier one: it has not read this one's release yet
-        later = (
-            f"it has release {message.serial} of {message.rollout}, and this is {now}: deploy anew, as its later one"
-        )
+        later = f"it has release {message.serial} of {message.rollout}, and this is {now}: roll this out once more"
         fact = StatusReported(device, now, "refused", later)
     elif message.serial not in (state.serial, now):
         return None

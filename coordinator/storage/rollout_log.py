@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -25,8 +25,6 @@ from fedquilt.coordinator.storage.checksums import FIRST
 from fedquilt.coordinator.storage.rows import JobRow, RowStore, current_user, database_errors, encode_lossless
 from fedquilt.core import UNDECODABLE, JobError, StoreError
 
-Wish: TypeAlias = Literal["", "abort", "roll back"]
-
 SCHEMA: Final = rows.SCHEMA.format(table="rollouts", facts="rollout_facts")
 _SERIAL: Final = "release"  # counter of the releases: the latest one's
 _decoded: Final = msgspec.json.Decoder(AnyRolloutEvent).decode
@@ -37,7 +35,7 @@ class StoredRollout(NamedTuple):
     state: Rollout
     created: float  # wall-clock seconds
     submitter: str
-    wish: str
+    revert_requested: bool
     at: float  # wall-clock seconds of its last fact, or of its row
 
 
@@ -121,10 +119,10 @@ class RolloutLog:
             if serials := [fact.serial for _, fact in facts if isinstance(fact, RolloutStarted | RolloutReverted)]:
                 self._counters.set_counter(_SERIAL, max(serials))
 
-    def set_request(self, id: str, wish: Wish) -> None:
-        """Store a request to the coordinator, or "" once the request has been handled."""
+    def request_revert(self, id: str, requested: bool = True) -> None:
+        """Ask the coordinator to revert a rollout, or note that the request has been handled."""
         with self._writing():
-            self._rows.update_job(id, status=wish)
+            self._rows.update_job(id, status="revert" if requested else "")
 
     def next_serial(self) -> int:
         """Return a release number above all earlier ones, even after a restored backup."""
@@ -155,17 +153,18 @@ class RolloutLog:
 
     def _load_all(self) -> tuple[list[StoredRollout], dict[str, str]]:
         found, odd = list[StoredRollout](), dict[str, str]()
-        for row, _ in self._rows.read_jobs():
+        for row, intact in self._rows.read_jobs():
             try:
-                found.append(self._load_rollout(row.id))
+                if not intact:
+                    raise self._rows.damage_error(row.id, "its row in the list of rollouts is not what was written")
+                found.append(self._load_rollout(row))
             except JobError as error:
                 odd[ascii(row.id)[1:-1]] = str(error)
         return found, odd
 
-    def _load_rollout(self, id: str) -> StoredRollout:
+    def _load_rollout(self, row: JobRow) -> StoredRollout:
         # events that were read before are not read again
-        row = self._rows.find_job(id)
-        assert row is not None, "rollouts are not deleted"
+        id = row.id
         seq, before, state, at = self._read.get(id) or (0, FIRST, None, row.created)
         if state is None:
             try:
@@ -176,7 +175,7 @@ class RolloutLog:
             for last, when, fact in self._load_events(id, seq):
                 seq, at, state = last, when, apply_rollout_event(state, fact)
         self._read[id] = (seq, row.head, state, at)
-        return StoredRollout(state, row.created, row.submitter, row.status, at)
+        return StoredRollout(state, row.created, row.submitter, row.status == "revert", at)
 
     def _load_events(self, id: str, after: int) -> Iterator[tuple[int, float, AnyRolloutEvent]]:
         for seq, at, body in self._rows.read_events(id, after):

@@ -262,12 +262,6 @@ class RowStore:
             self._whole.clear()
         self._whole[row.id] = row, sum
 
-    def delete_job(self, id: str) -> None:
-        """Delete a job and all rows about it. Requires an open transaction."""
-        for table in ("facts", "snapshots", "suspended"):
-            self._db.execute(f"delete from {table} where job = ?", (id,))  # noqa: S608
-        self._db.execute("delete from jobs where id = ?", (id,))
-
     # -- counters --
 
     def read_counter(self, name: str) -> int | None:
@@ -346,8 +340,9 @@ class RowStore:
         return found
 
     def damage_error(self, id: str, what: str) -> DamagedRunError:
+        place = f"{ascii(id)[1:-1]} in {self._home}"
         return DamagedRunError(
-            f"the log of {id} in {self._home} is damaged: {what}; put back a copy of the whole home, or begin it anew"
+            f"the log of {place} is damaged: {what}; put back a copy of the whole home, or begin it anew"
         )
 
     def is_update_counted(self, update: Update) -> bool:

@@ -95,19 +95,19 @@ class SnapshotStore:
             return None
         version, packed, body, sum = row
         if sum != _row_checksum(job, version, packed, body):
-            self._pass_over(job, "it is not what was written")
+            self._warn_of_unusable_snapshot(job, "it is not what was written")
         elif version != VERSION:
-            self._pass_over(job, f"it is of another version of fedquilt ({version}; this is {VERSION})")
+            self._warn_of_unusable_snapshot(job, f"it is of another version of fedquilt ({version}; this is {VERSION})")
         elif not has_event(self._db, job, (log := msgspec.msgpack.decode(packed, type=IndexedLog)).seq, log.head):
-            self._pass_over(job, "the log has another fact, or none, where it ends")
+            self._warn_of_unusable_snapshot(job, "the log has another fact, or none, where it ends")
         else:
             return log, body
         return None
 
-    def _pass_over(self, job: str, why: str) -> None:
+    def _warn_of_unusable_snapshot(self, job: str, why: str) -> None:
         if job not in self._told:
             self._told.add(job)
-            said = "the snapshot of %s in %s is passed over, and its log read from the first fact: %s"
+            said = "the snapshot of %s in %s is not used, and its log is read from the first event: %s"
             logger.warning(said, job, self._home, why, extra=log_ids(run=job))
 
     def load_state(self, job: str, plan: JobConstants, now_s: float) -> tuple[Snapshot, int]:
@@ -125,10 +125,10 @@ class SnapshotStore:
         try:
             standing = decode(body)
         except UNDECODABLE as error:
-            self._pass_over(job, f"its state cannot be read ({error})")
+            self._warn_of_unusable_snapshot(job, f"its state cannot be read ({error})")
             return Snapshot(JobState(plan)), 0
         if standing.rounds.plan != plan:
-            self._pass_over(job, "the job's settings have changed since")
+            self._warn_of_unusable_snapshot(job, "the job's settings have changed since")
             return Snapshot(JobState(plan)), 0
         self._facts[job] = log.facts
         rounds = standing.rounds

@@ -303,7 +303,9 @@ class Store:
             self.require_inactive(ids)
             gone = [id for id in ids if not only_ended or self.stored_status(id) not in UNENDED]
             for id in gone:
-                self._rows.delete_job(id)
+                for table in ("facts", "snapshots", "suspended"):
+                    self._db.execute(f"delete from {table} where job = ?", (id,))  # noqa: S608
+                self._db.execute("delete from jobs where id = ?", (id,))
         return gone
 
     def require_inactive(self, ids: Collection[str]) -> None:

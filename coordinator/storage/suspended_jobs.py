@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 from fedquilt.coordinator.storage.rows import database_errors
 
 TRIES: Final = 3
-AGAIN_S: Final = 30.0  # from one to the next
-NEW_S: Final = 3600.0  # after a failed try, from which on another one has nothing to do with it
+AGAIN_S: Final = 30.0  # between two tries
+NEW_S: Final = 3600.0  # after the time of the next try, a failure counts as the first one again
 
 SCHEMA: Final = """
 create table if not exists suspended (

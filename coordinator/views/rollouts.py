@@ -53,7 +53,7 @@ def summarise_rollout(kept: StoredRollout) -> dict[str, Any]:
         "created": kept.created,
         "at": kept.at,
         "submitter": kept.submitter,
-        "wish": kept.wish,
+        "revert_requested": kept.revert_requested,
     }
 
 

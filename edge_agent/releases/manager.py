@@ -268,6 +268,7 @@ class ReleaseManager:
         return self._handle_event(name, events.ActionDone(action, found), now_s)
 
     def _perform(self, kind: ReleaseKind, action: events.Action, noted: events.ReleaseRecord) -> bool:
+        """Perform an action. Return False only for a roll-back that found no previous release."""
         release, blob, path = noted.release, noted.release.blob, None
         match action:
             case "fetch":

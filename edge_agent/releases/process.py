@@ -16,8 +16,8 @@ WORDS_MOST: Final = 300  # characters of a hook's last words
 
 
 class ProcessEnd(NamedTuple):
-    code: int | None  # None: it was killed after its time limit
-    words: str  # last line of its output
+    code: int | None  # exit status, or None after the time limit
+    words: str  # last line of the output
 
 
 class ReleaseProcess:

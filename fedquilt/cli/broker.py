@@ -19,7 +19,7 @@ from fedquilt.cli.commands import argument, option, verb_group
 )
 @click.pass_context
 def broker(context: click.Context, listen: str, password_file: Path | None) -> None:
-    """Run the embedded MQTT broker (3.1.1), for tests and small networks."""
+    """Run the embedded MQTT broker (3.1.1, without TLS), for one machine and tests."""
     if context.invoked_subcommand is None:
         from fedquilt import open_metrics
         from fedquilt.tools import broker as tool

@@ -13,11 +13,11 @@ from fedquilt.cli.commands import option, verb_group
 @verb_group(invoke_without_command=True)
 @options.home_option
 @option("--listen", default="127.0.0.1:8080", metavar="HOST:PORT", help="Address to serve it at.")
-@option("--actions", is_flag=True, help="Let whoever has the token that is printed approve, stop and resume runs.")
+@option("--actions", is_flag=True, help="Allow holders of the printed token to control runs and end rollouts.")
 @option("--host", "names", multiple=True, help="Name by which browsers may call it; may be repeated.")
 @click.pass_context
 def dash(context: click.Context, home: Path, listen: str, actions: bool, names: tuple[str, ...]) -> None:
-    """Show the fleet and its runs live in a browser. The page only reads --home."""
+    """Show the fleet and its runs live in a browser, read-only without --actions."""
     if context.invoked_subcommand is not None:
         return
     from fedquilt.tools.operations import dash as tool

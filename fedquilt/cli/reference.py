@@ -52,7 +52,7 @@ def _exit_code_rows(text: str) -> Iterator[str]:
 
 
 def _command_section(command: click.Command, context: click.Context, level: int = 3) -> Iterator[str]:
-    words = [one.human_readable_name for one in command.params if isinstance(one, Argument)]
+    words = [one.make_metavar(context) for one in command.params if isinstance(one, Argument)]
     usage = " ".join([context.command_path, "[OPTIONS]", *words, *(["VERB ..."] * isinstance(command, click.Group))])
     yield f"{'#' * level} `{context.command_path}`\n"
     yield f"{' '.join(inspect.cleandoc(command.help or '').split())}\n"

@@ -13,7 +13,7 @@ from fedquilt.cli.commands import argument, option, verb_group
 from fedquilt.cli.rollout_options import RolloutOptions, submit_rollout
 from fedquilt.core import JobError
 
-CHECKS: Final = "What a board asks of a model in its own check, beside what it runs now"
+CHECKS: Final = "Limits of each board's check of a model"
 KINDS: Final = ("model", "agent", "settings")
 NUMBERS: Final = ("max_w", "telemetry_s")
 
@@ -143,7 +143,7 @@ def settings(words: tuple[str, ...], phased: RolloutOptions, home: Path) -> None
 @option("--whole", is_flag=True, help="Bring all packages, not fedquilt's own alone.")
 @options.authority_option
 def build(file: Path, target: str, extras: tuple[str, ...], python: str | None, whole: bool, ca: Path) -> None:
-    """Write what `rollout agent` brings to all boards of a target, signed by the authority in --ca."""
+    """Build a signed bundle of this agent version for `rollout agent`."""
     from fedquilt.console import progress
     from fedquilt.tools.boards import flash as tool
 
@@ -153,7 +153,7 @@ def build(file: Path, target: str, extras: tuple[str, ...], python: str | None, 
 
 
 @rollout.command()
-@argument("id", "A rollout's id, or what it brings, for its boards and what happened.", required=False)
+@argument("id", "Id of a rollout, or its run or version, to show its boards and events.", required=False)
 @options.home_option
 @options.format_option
 def status(id: str | None, home: Path, format: str) -> None:
@@ -188,12 +188,8 @@ def back(what: str, home: Path) -> None:
 
     with home_access.open_existing_home(home) as store:
         if what in KINDS:
-            found = next(
-                (one for one in reversed(store.rollouts.readable_rollouts()) if one.state.plan.kind == what), None
-            )
-            if found is None:
+            of_kind = [one.state.id for one in store.rollouts.readable_rollouts() if one.state.plan.kind == what]
+            if not of_kind:
                 raise JobError(f"no rollout of kind {what!r} in {store.home}: there is nothing to take back")
-        else:
-            found = store.rollouts.find_rollout(what)
-        end = control_requests.abort_rollout if found.state.is_under_way else control_requests.roll_back_rollout
-        print(end(store, found.state.id))
+            what = of_kind[-1]
+        print(control_requests.revert_rollout(store, what))

@@ -62,17 +62,22 @@ PHASES: Final = (
         type=SHARE,
         many=True,
         default=("5%", "25%", "100%"),
-        help="Shares that have it after each phase; the first is the canary, one board at least.",
+        help="Cumulative shares of boards, one for each phase; the first is the canary.",
     ),
-    option("--abort-above", type=SHARE, default="10%", help="Undo it once more than this share of the boards failed."),
-    option("--patience", type=options.TIME, default="10min", help="Go on without boards that say nothing for so long."),
+    option("--abort-above", type=SHARE, default="10%", help="Roll back if more than this share of the boards failed."),
+    option(
+        "--patience",
+        type=options.TIME,
+        default="10min",
+        help="Time after which a phase no longer waits for silent boards.",
+    ),
 )
 TIMES: Final = (
     option(
         "--soak",
         type=options.TIME,
         default="60s",
-        help="For how long it has to hold before a board keeps it.",
+        help="Time without failures before a board commits the release.",
         group=WHEN,
     ),
     option(

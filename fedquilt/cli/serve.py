@@ -17,8 +17,8 @@ from fedquilt.core import JobError
     "--site",
     type=options.PATH,
     metavar="FILE",
-    help="Be a site: a device of the coordinator above that this file names, as a board's agent.toml does (device, "
-    "home, fleet, [broker]), which answers for the boards here.",
+    help="Run as a site: a device of the coordinator above, described in this file with the keys of an agent.toml "
+    "(device, home, fleet, [broker]).",
 )
 @options.format_option
 @options.broker_options()

@@ -24,17 +24,18 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
     assert len(ground.having()) == 3
     away = next(board for board in boards if board.runs)
     away.go()
-    said = control_requests.abort_rollout(ground.store, id)
-    assert said == f"{id} of digits is ended as soon as a coordinator serves {ground.home}: boards that have it return"
+    said = control_requests.revert_rollout(ground.store, id)
+    when = f"as soon as a coordinator serves {ground.home}"
+    assert said == f"{id} of digits is ended {when}: boards return to what they ran before"
     ground.play()
     assert ground.having() == [away.name]
     away.come()
     ground.play()
     assert ground.having() == []
     assert ground.state(id).status == "aborted"
-    assert ground.store.rollouts.find_rollout(id).wish == ""
+    assert not ground.store.rollouts.find_rollout(id).revert_requested
     with pytest.raises(JobError, match=f"{id} is aborted"):
-        control_requests.abort_rollout(ground.store, id)
+        control_requests.revert_rollout(ground.store, id)
 
 
 def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
@@ -45,9 +46,9 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
     second = ground.deploy(OTHER, name="second")
     ground.play(30.0)
     assert len(ground.having(OTHER)) == 6
-    with pytest.raises(JobError, match=f"boards have {second} of second since, .*deploy anew .* before {first}"):
-        control_requests.roll_back_rollout(ground.store, "first")
-    control_requests.roll_back_rollout(ground.store)
+    with pytest.raises(JobError, match=f"boards have {second} of second since, .*roll out again .* before {first}"):
+        control_requests.revert_rollout(ground.store, "first")
+    control_requests.revert_rollout(ground.store)
     ground.play()
     assert ground.state(second).status == "rolled back"
     assert len(ground.having(MODEL)) == 6
@@ -66,11 +67,11 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, e
     second = ground.deploy(OTHER, name="bad" if ended == "aborted" else "second")
     ground.play(30.0)
     if ended == "rolled back":
-        control_requests.roll_back_rollout(ground.store, second)
+        control_requests.revert_rollout(ground.store, second)
         ground.play()
     assert ground.state(second).status == ended
-    with pytest.raises(JobError, match=f"boards were offered {second} of .* since, .*deploy anew .* before {first}"):
-        control_requests.roll_back_rollout(ground.store, first)
+    with pytest.raises(JobError, match=f"boards were offered {second} of .* since, .*roll out again .* before {first}"):
+        control_requests.revert_rollout(ground.store, first)
     ground.play()
     assert ground.state(first).status == "done"
     assert len(ground.having(MODEL)) == 4
@@ -90,8 +91,8 @@ def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground: G
             return found
 
         store.rollouts.find_rollout = find_slowly  # type: ignore[method-assign]
-        assert control_requests.roll_back_rollout(store, id).startswith(f"{id} of digits is taken back")
-    assert ground.store.rollouts.find_rollout(id).wish == "roll back"
+        assert control_requests.revert_rollout(store, id).startswith(f"{id} of digits is taken back")
+    assert ground.store.rollouts.find_rollout(id).revert_requested
 
 
 def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:

@@ -139,7 +139,7 @@ def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path
         id = ground.deploy(name=name)
         ground.play(30.0)
         if name == "good":
-            control_requests.roll_back_rollout(ground.store, id)
+            control_requests.revert_rollout(ground.store, id)
             ground.play()
         assert ground.state(id).status == ended
     assert sorted(set(sent)) == [False, True]

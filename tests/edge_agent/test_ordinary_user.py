@@ -169,7 +169,7 @@ def names_secrets(settings: AgentSettings, etc: Path, run: Path) -> str | None:
         enrolment.load_or_create_key(
             enrolment.CredentialPaths(*(etc / name for name in ("ca.crt", "device.crt", "device.key", "token")))
         )
-    return examine(settings, "FQ304").mend
+    return examine(settings, "FQ304").fix
 
 
 def test_secrets_that_are_roots_are_named(user: User):
@@ -251,7 +251,7 @@ def test_the_doctor_asks_the_helper_for_what_this_user_may_not_read(user: User):
     ((severity, sentence),) = user.does(found, root)
     assert (severity, sentence.split(":")[0]) == ("ok", "the frequencies of emc are for root alone to read")
     with Served(whole, root / "run/fedquilt", user.gid) as served:
-        assert served.path == root / machine_facts.HELPER
+        assert served.path == root / machine_facts.SOCKET
         assert user.does(found, root) == [
             ["ok", "the clock helper tells the frequencies of emc, which this user may not read"]
         ]

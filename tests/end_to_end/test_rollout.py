@@ -117,7 +117,7 @@ def test_two_hundred_agents_get_a_model_and_a_bad_one_reaches_the_canary_alone(g
     third = ground.deploy(OTHER, name="third", soak_s=5.0)
     fleet.play(90.0)
     assert len(fleet.running(other)) == COUNT
-    control_requests.roll_back_rollout(ground.store, third)
+    control_requests.revert_rollout(ground.store, third)
     fleet.play(20.0)
     assert len(fleet.running(good)) == COUNT
     assert ground.state(third).count_outcomes() == {"returned": COUNT}
@@ -131,7 +131,7 @@ def test_agents_end_a_rollout_that_is_aborted_before_they_swap(ground: Ground) -
     id = ground.deploy(canary=0.5, phases=(1.0,))
     fleet.play(15.0)
     assert ground.state(id).count_outcomes() == {"checking": 2}
-    control_requests.abort_rollout(ground.store)
+    control_requests.revert_rollout(ground.store)
     fleet.play(5.0)
     assert ground.state(id).count_outcomes() == {"returned": 2}
     assert all(model.running == "" for model in fleet.models.values())

@@ -87,7 +87,10 @@ def find_target(name: str, python: str | None = None) -> BundleTarget:
     target = KNOWN[name]
     python = python or target.python
     if not python:
-        raise JobError(f"--target {name} is any system: say which Python it has, `--python 3.11` (`python3 -V` there)")
+        raise JobError(
+            f"--target {name} needs --python, a Python of the board from 3.10 on: --python 3.11, or its path, --python "
+            "/opt/python3.11/bin/python3.11"
+        )
     interpreter = None
     if "/" in python:
         named = re.fullmatch(r"(?:/[A-Za-z0-9._+-]+)*/python(3\.\d+)", python)

@@ -312,17 +312,17 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
     assert "no rollout 'none'" in refused(capsys, "rollout", "status", "none", "--home", str(home))
 
 
-def test_a_wish_is_noted_for_the_coordinator(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_to_revert_is_stored_for_the_coordinator(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rollout is named by its id, by what it brings, or by its kind."""
     with Store(home) as store:
         id = store.rollouts.add_rollout(RolloutPlan("model", "digits"))
     assert main(["rollout", "back", "digits", "--home", str(home)]) == 0
     assert f"{id} of digits is ended as soon as a coordinator serves {home}" in capsys.readouterr().out
     with Store(home) as store:
-        assert store.rollouts.find_rollout("digits").wish == "abort"
+        assert store.rollouts.find_rollout("digits").revert_requested
 
 
-def test_a_wish_that_names_a_kind_is_for_its_latest(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_to_revert_a_kind_is_for_its_latest_rollout(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Later rollouts of other kinds are left alone, unless they are named."""
     with Store(home) as store:
         model, agent, budget = (
@@ -330,14 +330,14 @@ def test_a_wish_that_names_a_kind_is_for_its_latest(home: Path, capsys: pytest.C
         )
     assert main(["rollout", "back", "model", "--home", str(home)]) == 0
     with Store(home) as store:
-        assert {kept.state.id: kept.wish for kept in store.rollouts.readable_rollouts()} == {
-            model: "abort",
-            agent: "",
-            budget: "",
+        assert {kept.state.id: kept.revert_requested for kept in store.rollouts.readable_rollouts()} == {
+            model: True,
+            agent: False,
+            budget: False,
         }
     assert main(["rollout", "back", agent, "--home", str(home)]) == 0
     with Store(home) as store:
-        assert store.rollouts.find_rollout(agent).wish == "abort"
+        assert store.rollouts.find_rollout(agent).revert_requested
 
 
 def known(home: Path, **boards: DeviceStatus) -> None:

@@ -193,7 +193,7 @@ def test_rollouts_show_who_has_them_and_why_some_have_not(browser: Browser, home
 
 
 def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser: Browser, home: Path) -> None:
-    """Without the token the page has only a sentence; with it, the wish is stored for the coordinator."""
+    """Without the token the page has only a sentence; with it, the request is stored for the coordinator."""
     with Store(home) as store:
         id = store.rollouts.find_rollout(ROLLED).state.id
     with Dashboard(home, "--actions") as dash:
@@ -201,12 +201,12 @@ def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser:
         tab.until("document.querySelector('.buttons button')?.disabled")
         tab = opened(browser, dash, f"/rollouts/{id}#token={dash.token}")
         tab.until("document.querySelector('.buttons button')?.disabled === false")
-        assert tab.value("document.querySelector('.buttons').innerText") == "End this rollout"
+        assert tab.value("document.querySelector('.buttons').innerText") == "Take this rollout back"
         tab.value("confirm = () => true; document.querySelector('.buttons button').click()")
         tab.until("document.querySelector('.notice:not([hidden])')?.textContent.includes('is ended as soon as')")
-        tab.until("document.querySelector('main').textContent.includes('its end is asked for')")
+        tab.until("document.querySelector('main').textContent.includes('its return is requested')")
         with Store(home) as store:
-            assert store.rollouts.find_rollout(id).wish == "abort"
+            assert store.rollouts.find_rollout(id).revert_requested
 
 
 def test_what_goes_away_while_it_is_watched_is_said(browser: Browser, home: Path) -> None:

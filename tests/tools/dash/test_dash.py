@@ -219,15 +219,15 @@ def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path)
     with Dashboard(home, "--actions") as dash:
         own = {"Cookie": dash.cookie(dash.token).partition(";")[0], "Origin": dash.url}
         proof = {"X_Fedquilt_Proof": json.loads(dash.ask("/api/session", **own)[2])["proof"]}
-        ask = f"/api/rollouts/{id}/abort"
+        ask = f"/api/rollouts/{id}/back"
         for refused in ({}, own, {**proof, "Origin": dash.url}, {**own, **proof, "Origin": "http://evil.example"}):
             assert dash.ask(ask, "POST", **refused)[0] == 403
         with Store(home) as store:
-            assert store.rollouts.find_rollout(id).wish == ""
+            assert not store.rollouts.find_rollout(id).revert_requested
         assert dash.ask(ask, "POST", **own, **proof)[0] == 200
         with Store(home) as store:
-            assert store.rollouts.find_rollout(id).wish == "abort"
-        for of, what, status in ((ended, "abort", 409), (id, "rollback", 409), ("no", "abort", 404), (id, "x", 404)):
+            assert store.rollouts.find_rollout(id).revert_requested
+        for of, what, status in ((ended, "back", 409), ("no", "back", 404), (id, "x", 404)):
             assert dash.ask(f"/api/rollouts/{of}/{what}", "POST", **own, **proof)[0] == status
         assert dash.problem("/api/rollouts/nothing")[0] == 404
         listed = dash.values("/api/rollouts")["rollouts"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def test_a_profile_that_cannot_be_read_is_found(board: Any) -> None:
     board.table["profile"] = "jetson-thor"
     assert board.only().number == "FQ308"
     assert "did you mean" in board.only().sentence
-    assert "correct profile in" in str(board.only().mend)
+    assert "correct profile in" in str(board.only().fix)
     board.table["profile"] = "jetson-orin-nano"
     assert board.examine("machine") == []
     del board.table["profile"]
@@ -127,11 +128,11 @@ def test_a_certificate_of_another_device_is_found(board: Any) -> None:
 
 
 def test_a_certificate_that_has_ended_is_found(board: Any) -> None:
-    """The mend is to enrol anew."""
+    """The fix is to enrol anew."""
     enrol(board, "orin-07", board.clock_s - 400 * DAY_S)
     found = board.only()
     assert (found.number, found.severity) == ("FQ306", "error")
-    assert "identity enrol" in (found.mend or "")
+    assert "identity enrol" in (found.fix or "")
 
 
 def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
@@ -150,7 +151,7 @@ def test_a_key_that_others_can_read_is_found(board: Any) -> None:
     key.chmod(0o644)
     found = board.only()
     assert found.number == "FQ305"
-    assert found.mend == f"chmod 600 {key.resolve()}"
+    assert found.fix == f"chmod 600 {key.resolve()}"
 
 
 def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
@@ -160,7 +161,7 @@ def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
     board.table["enrol"] = {"url": "https://coordinator:8884"}
     found = board.only()
     assert (found.number, found.severity) == ("FQ304", "error")
-    assert found.mend == f"sudo fedquilt identity enrol {board.settings}"
+    assert found.fix == f"sudo fedquilt identity enrol {board.settings}"
 
 
 def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) -> None:
@@ -174,6 +175,23 @@ def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) ->
         begins, ends = known.not_valid_before_utc.timestamp(), known.not_valid_after_utc.timestamp()
         assert (own.begins_s, own.ends_s) == (begins, ends)
         assert own.name == known.subject.rfc4514_string().removeprefix("CN=")
+
+
+def test_two_names_in_one_part_of_a_certificates_subject_are_read(tmp_path: Path) -> None:
+    """As other authorities issue them."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
+    parts = [x509.NameAttribute(NameOID.COMMON_NAME, "a"), x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, "lab")]
+    name = x509.Name([x509.RelativeDistinguishedName(parts)])
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(1))
+    file = tmp_path / "a.crt"
+    file.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    found = identity.load_certificate(str(file))
+    assert (found.name, found.unit) == ("a", "lab")
 
 
 @pytest.mark.parametrize("cut", range(0, 900, 99))

@@ -129,7 +129,7 @@ def test_a_name_that_nobody_knows_is_found(board: Any) -> None:
     """.invalid is reserved for names that do not exist (RFC 2606)."""
     found = last(asked(board, url="mqtt://broker.invalid"))
     assert (found.number, found.severity) == ("FQ401", "error")
-    assert found.mend == "getent hosts broker.invalid"
+    assert found.fix == "getent hosts broker.invalid"
 
 
 def test_a_port_where_nobody_listens_is_found(board: Any) -> None:
@@ -149,10 +149,10 @@ def test_a_port_without_tls_is_found(board: Any, mosquitto: Callable[..., Any], 
 
 
 def test_a_broker_of_another_authority_is_found(board: Any, site: Site, stranger: Any) -> None:
-    """The mend shows who signed it."""
+    """The fix shows who signed it."""
     found = last(asked(board, url=site.serve(), ca=str(stranger.ca)))
     assert (found.number, found.severity) == ("FQ405", "error")
-    assert "openssl" in (found.mend or "")
+    assert "openssl" in (found.fix or "")
 
 
 def test_a_broker_whose_certificate_has_ended_is_found(board: Any, site: Site) -> None:
@@ -209,7 +209,7 @@ def test_a_wrong_password_is_found_and_not_shown(
     (row,) = [one for one in told["findings"] if one["severity"] == "error"]
     assert (row["number"], row["group"]) == ("FQ408", "broker")
     assert "orin" in row["sentence"]
-    assert row["mend"]
+    assert row["fix"]
 
 
 # -- its limits and rules -------------------------------------------------------------------------
@@ -362,8 +362,8 @@ def test_an_observer_examines_a_fleet_and_throws_nobody_off(
     assert "hears 0 devices, and writes nothing; the coordinator is online" in told[-1].sentence
     unknown = found(site.certified("unknown", "observer"))
     assert bad(unknown) == [("FQ415", "error")]
-    (mend,) = [one.mend for one in unknown if one.number == "FQ415"]
-    command = mend.partition(",")[0].replace("BROKER", "127.0.0.1").replace("FOLDER", str(site.out / "again"))
+    (fix,) = [one.fix for one in unknown if one.number == "FQ415"]
+    command = fix.partition(",")[0].replace("BROKER", "127.0.0.1").replace("FOLDER", str(site.out / "again"))
     assert main([*shlex.split(command)[1:], "--ca", str(site.authority.folder)]) == 0
     assert "user unknown" in (site.out / "again" / "acl").read_text()
     assert "tower" in (site.out / "acl").read_text()
@@ -390,16 +390,21 @@ def test_a_fleet_without_certificates_on_a_network_is_told_that_it_is_unsigned()
 
 
 def test_a_group_that_hangs_or_breaks_is_a_finding_and_keeps_nobody_waiting() -> None:
-    """One waits for ever, one divides by zero, one is well."""
+    """One waits for ever, one divides by zero after a finding, one is well."""
     never = threading.Event()
+
+    def breaks() -> Iterator[Finding]:
+        yield Finding("FQ102", "ok", "well until then")
+        yield Finding("FQ103", "ok", str(1 // 0))
+
     groups: dict[str, doctor.Group] = {
         "hangs": lambda: [Finding("FQ101", "ok", str(never.wait(60)))],
-        "breaks": lambda: [Finding("FQ101", "ok", str(1 // 0))],
+        "breaks": breaks,
         "works": lambda: [Finding("FQ101", "ok", "well")],
     }
     found = doctor.run_groups(groups, limit_s=0.3)
     never.set()
-    assert [one.number for one in found] == ["FQ001", "FQ002", "FQ101"]
+    assert [one.number for one in found] == ["FQ001", "FQ002", "FQ101", "FQ102"]
     assert "hangs was not examined within 0.3 s" in found[0].sentence
     assert "ZeroDivisionError" in found[1].sentence
 

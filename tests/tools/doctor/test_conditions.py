@@ -39,7 +39,7 @@ def test_clocks_that_are_pinned_are_found(board: Any) -> None:
     found = board.only()
     assert (found.number, found.severity) == ("FQ161", "warning")
     assert "policy0 at 1510 MHz" in found.sentence
-    assert "jetson_clocks --restore" in (found.mend or "")
+    assert "jetson_clocks --restore" in (found.fix or "")
     seen = machine_facts.read_machine(board.root, board.clock_s, 0.0)
     point = OperatingPoint(name="15W")
     held = dataclasses.replace(seen, helper=HelperStatus(clocks=(), point=point))
@@ -151,13 +151,13 @@ def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
     """It has none: what is wrong with its packages is mended by flashing them."""
     (board.root / "opt/fedquilt/current").mkdir(parents=True)
     (board.root / "usr/lib/python3/dist-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so").unlink()
-    mend = board.only().mend or ""
-    assert "fedquilt board flash agent.toml --ssh USER@BOARD --target jetpack6-gpu --extras gpu" in mend
-    assert "pip" not in mend
+    fix = board.only().fix or ""
+    assert "fedquilt board flash agent.toml --ssh USER@BOARD --target jetpack6-gpu --extras gpu" in fix
+    assert "pip" not in fix
     seen = machine_facts.read_machine(board.root, board.clock_s, 0.0)
     for versions in ({"torch": "2.9"}, {"onnxruntime": "1", "onnxruntime-gpu": "1"}, {"torch": "1", "numpy": "2.0"}):
         held = InstalledPackages(versions, torch_numpy=1)
-        assert not [one for one in check(seen, held) if one.number[2] == "2" and "pip install" in (one.mend or "")]
+        assert not [one for one in check(seen, held) if one.number[2] == "2" and "pip install" in (one.fix or "")]
 
 
 def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> None:
@@ -165,11 +165,11 @@ def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> No
     board.table["profile"] = "jetson-tx2"
     found = board.only()
     assert found.number == "FQ317"
-    assert "jetson-orin-nano" in (found.mend or "")
+    assert "jetson-orin-nano" in (found.fix or "")
     del board.table["profile"]
     (board.root / "sys/firmware/devicetree/base/compatible").write_bytes(b"acme,carrier\0nvidia,tegra234\0")
     found = next(one for one in board.examine("machine") if one.number == "FQ316")
-    assert "fedquilt board record" in (found.mend or "")
+    assert "fedquilt board record" in (found.fix or "")
 
 
 def test_a_folder_of_examples_that_is_empty_is_found(board: Any) -> None:

@@ -109,7 +109,7 @@ def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:
     (waits,) = [one for one in found(home) if one.severity != "ok"]
     assert (waits.number, waits.severity) == ("FQ507", "warning")
     assert id in waits.sentence
-    assert waits.mend == f"fedquilt serve --home {home}"
+    assert waits.fix == f"fedquilt serve --home {home}"
 
 
 def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_path: Path) -> None:
@@ -157,12 +157,12 @@ def test_the_command_says_the_worst_by_its_exit_code(
 
 
 def test_what_is_wrong_is_told_with_its_mend(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, the mend below it, the sum at the end."""
+    """One line each, the fix below it, the sum at the end."""
     with Store(home) as store:
         add(store, tmp_path)
     main(["doctor", "--home", str(home)])
     lines = capsys.readouterr().out.splitlines()
     at = next(n for n, line in enumerate(lines) if "FQ507" in line)
     assert lines[at].startswith("warning  FQ507  1 unfinished")
-    assert lines[at + 1].strip() == f"mend: fedquilt serve --home {home}"
+    assert lines[at + 1].strip() == f"fix: fedquilt serve --home {home}"
     assert "warning" in lines[-1]

@@ -22,16 +22,16 @@ class Terminal(io.StringIO):
 
 
 def test_sentences_fit_a_terminals_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below one another under the sentence's beginning; a mend stays in one line, which can be copied."""
+    """Below one another under the sentence's beginning; a fix stays in one line, which can be copied."""
     monkeypatch.setattr("sys.stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "80")
     lines = findings.format_findings(FOUND)
-    sentences = [line for line in lines if "mend:" not in line]
+    sentences = [line for line in lines if "fix:" not in line]
     assert max(map(len, sentences)) <= 80
     assert len(sentences) == 4
     assert re.sub(r"\s+", " ", " ".join(lines[1:3])) == f"error FQ309 {LONG}"
     assert lines[2].startswith(" " * 16 + lines[2].strip()[0])
-    assert f"mend: {MEND}" in lines[3]
+    assert f"fix: {MEND}" in lines[3]
 
 
 def test_without_a_terminal_each_sentence_is_one_line() -> None:

@@ -48,7 +48,7 @@ def test_a_clock_that_says_1970_is_found(board: Any) -> None:
     found = board.only()
     assert (found.number, found.severity) == ("FQ110", "error")
     assert "1970-01-01 01:00" in found.sentence
-    assert found.mend == "sudo timedatectl set-ntp true"
+    assert found.fix == "sudo timedatectl set-ntp true"
 
 
 def test_a_python_that_is_too_old_is_found_with_what_to_do(board: Any) -> None:
@@ -58,7 +58,7 @@ def test_a_python_that_is_too_old_is_found_with_what_to_do(board: Any) -> None:
     found = board.only()
     assert (found.number, found.severity) == ("FQ101", "error")
     assert "Python 3.8" in found.sentence
-    assert "--target jetpack5 --python /opt" in (found.mend or "")
+    assert "--target jetpack5 --python /opt" in (found.fix or "")
 
 
 def test_a_python_that_nvidias_wheels_are_not_for_is_found(board: Any) -> None:
@@ -76,11 +76,11 @@ def test_a_32_bit_python_is_found() -> None:
 
 
 def test_an_onnxruntime_without_the_gpu_is_found_on_a_board_with_one(board: Any) -> None:
-    """The mend is NVIDIA's index for JetPack 6, which PyPI does not replace."""
+    """The fix is NVIDIA's index for JetPack 6, which PyPI does not replace."""
     (board.root / "usr/lib/python3/dist-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so").unlink()
     found = board.only()
     assert found.number == "FQ202"
-    assert "jp6" in (found.mend or "")
+    assert "jp6" in (found.fix or "")
 
 
 def test_two_onnxruntimes_at_once_are_found(board: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_kernel_without_the_memory_controller_is_found(board: Any) -> None:
     board.write("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io pids")
     found = board.only()
     assert found.number == "FQ140"
-    assert "cgroup_enable=memory" in (found.mend or "")
+    assert "cgroup_enable=memory" in (found.fix or "")
 
 
 def test_a_unit_that_does_not_hand_its_memory_down_is_found(board: Any) -> None:
@@ -126,7 +126,7 @@ def test_a_unit_that_does_not_hand_its_memory_down_is_found(board: Any) -> None:
     board.write("etc/systemd/system/fedquilt-agent.service", "[Service]\n# Delegate=memory\nMemoryMax=75%")
     found = board.only()
     assert found.number == "FQ141"
-    assert "fedquilt-agent.service.d/memory.conf" in (found.mend or "")
+    assert "fedquilt-agent.service.d/memory.conf" in (found.fix or "")
     board.write("etc/systemd/system/fedquilt-agent.service.d/memory.conf", "[Service]\nDelegate=memory")
     assert board.examine("machine") == []
 
@@ -137,7 +137,7 @@ def test_power_sensors_that_do_not_answer_are_found(board: Any) -> None:
         file.write_text("")
     found = board.only()
     assert found.number == "FQ150"
-    assert "jetson-stats" in (found.mend or "")
+    assert "jetson-stats" in (found.fix or "")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_rails_whose_total_cannot_be_right_are_found(board: Any, file: str, valu
     found = board.only()
     assert found.number == "FQ156"
     assert said in found.sentence
-    assert "wall" in (found.mend or "")
+    assert "wall" in (found.fix or "")
 
 
 def test_a_board_that_is_too_hot_or_does_not_say_is_found(board: Any) -> None:
@@ -194,7 +194,7 @@ def test_a_clock_helper_that_is_wanted_and_absent_is_found(board: Any) -> None:
     board.table["governor"] = {"policy": "energy"}
     found = board.only()
     assert found.number == "FQ315"
-    assert found.mend == "sudo systemctl enable --now fedquilt-clocks"
+    assert found.fix == "sudo systemctl enable --now fedquilt-clocks"
 
 
 def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
@@ -225,9 +225,9 @@ def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
         1.8e9, memory_bytes=10**9, helper=machine_facts._read_helper_status(place)
     )  # its socket is left, nobody listens
     assert [one.number for one in check(dead) if one.severity != "ok"] == ["FQ170"]
-    assert "systemctl restart" in str([one.mend for one in check(dead) if one.number == "FQ170"])
+    assert "systemctl restart" in str([one.fix for one in check(dead) if one.number == "FQ170"])
     refused = MachineFacts(1.8e9, memory_bytes=10**9, helper=machine_facts.HelperFault("not permitted", "no"))
-    assert "usermod" in str([one.mend for one in check(refused) if one.number == "FQ170"])
+    assert "usermod" in str([one.fix for one in check(refused) if one.number == "FQ170"])
 
 
 @pytest.mark.parametrize("there", [True, False])

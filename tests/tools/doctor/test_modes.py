@@ -60,7 +60,7 @@ def test_a_mode_that_is_too_slow_is_named_with_one_that_would_do(board: Any) -> 
     remembered(board, 30.0)
     in_mode(board, "7W")
     found = board.only()
-    assert (found.number, found.severity, found.mend) == ("FQ162", "warning", "sudo nvpmodel -m 0")
+    assert (found.number, found.severity, found.fix) == ("FQ162", "warning", "sudo nvpmodel -m 0")
     assert f"in power mode 7W the latest task (torch fedavg) takes {slow_s:.1f} s" in found.sentence
     assert f"had 30.0 s until its deadline; in 15W it takes {fast_s:.1f} s" in found.sentence
     in_mode(board, "15W")
@@ -68,12 +68,12 @@ def test_a_mode_that_is_too_slow_is_named_with_one_that_would_do(board: Any) -> 
 
 
 def test_a_deadline_that_no_mode_meets_is_the_jobs(board: Any) -> None:
-    """Where the fastest mode is too slow as well, the mend is the job's deadline and no mode."""
+    """Where the fastest mode is too slow as well, the fix is the job's deadline and no mode."""
     remembered(board, 5.0)
     in_mode(board, "7W")
     found = board.only()
     assert "no mode is fast enough" in found.sentence
-    assert "deadline_s" in (found.mend or "")
+    assert "deadline_s" in (found.fix or "")
 
 
 @pytest.mark.parametrize("known", ["nothing", "no deadline", "damaged", "time enough"])

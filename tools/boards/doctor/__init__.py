@@ -26,7 +26,6 @@ from fedquilt.tools.boards.doctor.findings import EXIT, Check, Finding, Numbered
 
 LIMIT_S: Final = 9.0
 SPARE_S: Final = 0.5  # for what a group still does after its last wait
-VERBOSE: Final = "fedquilt -vv doctor ..."
 TABLE: Final[tuple[Check, ...]] = (*machine.MACHINE, *packages.PACKAGES, *agent.AGENT)
 """All checks of a board's facts. The checks of connections and of a coordinator's folder are steps, not rows."""
 
@@ -106,24 +105,26 @@ def select_groups(
 
 
 def _group(steps: Callable[..., Iterable[Numbered]], *given: Any) -> Group:
-    return lambda: [to_finding(number, verdict) for number, verdict in steps(*given)]
+    return lambda: (to_finding(number, verdict) for number, verdict in steps(*given))
 
 
 def run_groups(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Finding]:
     """Run all groups within `limit_s` and return their findings, sorted by number.
 
-    A group that raises an exception or exceeds the limit is an error finding.
+    A group that raises an exception or exceeds the limit keeps its findings until then, and that is an error finding.
     """
-    told: dict[str, list[Finding]] = {}
+    told: dict[str, list[Finding]] = {name: [] for name in groups}
 
     def run_group(name: str, group: Group) -> None:
         try:
-            told[name] = list(group())
+            for one in group():
+                told[name].append(one)  # one by one: what was found before an exception counts
         except FedquiltError as problem:
-            told[name] = [to_finding("FQ002", error(f"{name}: {problem}", VERBOSE))]
+            told[name].append(to_finding("FQ002", error(f"{name}: {problem}", findings.VERBOSE)))
         except Exception as problem:  # whatever a strange machine makes of a check
             said = f"{name} could not be examined ({type(problem).__name__}: {problem})"
-            told[name] = [to_finding("FQ002", error(said, f"{VERBOSE}, and tell fedquilt's authors what it says"))]
+            fix = f"{findings.VERBOSE}, and tell fedquilt's authors what it says"
+            told[name].append(to_finding("FQ002", error(said, fix)))
 
     threads = {name: threading.Thread(target=run_group, args=(name, one), daemon=True) for name, one in groups.items()}
     until_s = time.monotonic() + limit_s
@@ -132,6 +133,8 @@ def run_groups(groups: Mapping[str, Group], limit_s: float = LIMIT_S) -> list[Fi
     found = []
     for name, thread in threads.items():
         thread.join(max(until_s - time.monotonic(), 0.0))
-        said = f"{name} was not examined within {limit_s:g} s: something there does not answer"
-        found += told.get(name, [to_finding("FQ001", error(said, VERBOSE))])
+        found += told[name]
+        if thread.is_alive():
+            said = f"{name} was not examined within {limit_s:g} s: something there does not answer"
+            found.append(to_finding("FQ001", error(said, findings.VERBOSE)))
     return sorted(found, key=lambda one: one.number)

@@ -14,16 +14,17 @@ from fedquilt.console import table
 Severity = Literal["ok", "warning", "error"]
 
 EXIT: Final[dict[Severity, int]] = {"ok": 0, "warning": 10, "error": 11}
+VERBOSE: Final = "fedquilt -vv doctor ..."
 GROUPS: Final = ("doctor", "machine", "packages", "agent", "broker", "coordinator", "operator")  # by the first digit
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Result of one check. `mend` is a command or instruction, or None without a problem."""
+    """Result of one check. `fix` is a command or instruction, or None without a problem."""
 
     number: str  # such as "FQ110", whose first digit is the group
     severity: Severity
     sentence: str  # what, and where
-    mend: str | None = None
+    fix: str | None = None
 
 
 class Problem(NamedTuple):
@@ -62,8 +63,12 @@ def to_finding(number: str, verdict: str | Problem, fix: str = "") -> Finding:
 def run_checks(checks: Iterable[Check], facts: object) -> Iterator[Finding]:
     """Yield the findings of the checks that apply to the facts."""
     for check in checks:
-        needed = [getattr(facts, name, None) for name in check.needs]
-        if all(each is not None for each in needed) and (verdict := check.find(*needed)) is not None:
+        try:
+            needed = [getattr(facts, name, None) for name in check.needs]
+            verdict = check.find(*needed) if all(each is not None for each in needed) else None
+        except Exception as problem:  # whatever a strange machine makes of a check
+            verdict = error(f"this could not be examined ({type(problem).__name__}: {problem})", VERBOSE)
+        if verdict is not None:
             yield to_finding(check.number, verdict, check.fix)
 
 
@@ -94,8 +99,8 @@ def format_findings(found: Sequence[Finding], wide: int | None = None) -> list[s
         if wide is not None:
             wrapped = textwrap.wrap(one.sentence, wide - len(head), break_on_hyphens=False, break_long_words=False)
         told += [f"{blank if at else head}{text}" for at, text in enumerate(wrapped)]
-        if one.mend is not None:
-            told.append(f"{blank} mend: {one.mend}")
+        if one.fix is not None:
+            told.append(f"{blank} fix: {one.fix}")
     counts = [(sum(one.severity == kind for one in found), kind) for kind in ("error", "warning")]
     parts = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
     return [*told, f"{len(found)} checks: {', '.join(parts) if parts else 'all is well'}"]

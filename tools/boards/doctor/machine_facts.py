@@ -15,13 +15,12 @@ from typing import Final, Literal, NamedTuple
 from fedquilt.core import ClockError, Device, JobError, Reading
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls, power_modes
-from fedquilt.edge_agent.clocks.client import ClockClient, HelperStatus
+from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient, HelperStatus
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 from fedquilt.host import sysfs
 from fedquilt.host.disk import REAL
 
 ROOT: Final = Path("/")
-HELPER: Final = "run/fedquilt/clocks.sock"
 FLASHED: Final = "opt/fedquilt/current"  # what `fedquilt board flash` puts the agent's packages in
 UNIT: Final = "etc/systemd/system/fedquilt-agent.service"
 JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # by the major number of Linux for Tegra
@@ -84,7 +83,7 @@ def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
     device, reading = _read_device(root, now_s)
     meminfo = sysfs.read_text(root / "proc/meminfo") or ""
     controllers = sysfs.read_text(root / "sys/fs/cgroup/cgroup.controllers")
-    found, helper = controls.discover_controls(root), _read_helper_status(root / HELPER)
+    found, helper = controls.discover_controls(root), _read_helper_status(root / SOCKET)
     return MachineFacts(
         clock_s=clock_s,
         root=root,

@@ -88,11 +88,13 @@ def read_metadata(name: OwnWheel) -> list[tuple[str, str]]:
     said = [("Metadata-Version", "2.1"), ("Name", name), ("Version", fedquilt.__version__)]
     if not (clone / "pyproject.toml").is_file():
         known = metadata.metadata("fedquilt")
-        said += [(key, value) for key in ("Requires-Dist", "Provides-Extra") for value in known.get_all(key) or ()]
+        keys = ("Requires-Python", "Requires-Dist", "Provides-Extra")
+        said += [(key, value) for key in keys for value in known.get_all(key) or ()]
     else:
         from packaging.requirements import Requirement
 
         project = toml.read_toml(clone / "pyproject.toml")["project"]
+        said.append(("Requires-Python", project["requires-python"]))
         said += [("Requires-Dist", line) for line in project["dependencies"]]
         for extra, lines in project["optional-dependencies"].items():
             said.append(("Provides-Extra", extra))

@@ -177,9 +177,9 @@ class Dashboard:
         )
 
     async def _control_rollout(self, request: Request) -> Response:
-        what = await self._require_allowed_action(request, rollouts.WISHES)
+        what = await self._require_allowed_action(request, ("back",))
         return _confirm_action(
-            what, await rollouts.request_action(self._watch, _get_path_parameter(request, "rollout"), what)
+            what, await rollouts.request_revert(self._watch, _get_path_parameter(request, "rollout"))
         )
 
     async def _require_allowed_action(self, request: Request, known: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""Rollouts on the dashboard, and requests to abort or roll them back."""
+"""Rollouts on the dashboard, and requests to revert them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fedquilt.tools.operations.dash.home_watcher import HomeWatcher, MissingRunE
 
 BOARDS: Final = 200  # of one rollout that are shown, those first that have not committed it
 LATEST: Final = 100  # rollouts of the list
-WISHES: Final = ("abort", "rollback")
 
 
 async def load_rollouts(watch: HomeWatcher) -> dict[str, Any]:
@@ -68,8 +67,8 @@ async def load_rollout(watch: HomeWatcher, id: str) -> dict[str, Any]:
     }
 
 
-async def request_action(watch: HomeWatcher, id: str, what: str) -> str:
-    """Request to abort or roll back a rollout, and return a sentence on the effect.
+async def request_revert(watch: HomeWatcher, id: str) -> str:
+    """Request the end or the roll-back of a rollout, and return a sentence on the effect.
 
     Raises:
         MissingRunError: If the rollout does not exist.
@@ -80,9 +79,7 @@ async def request_action(watch: HomeWatcher, id: str, what: str) -> str:
 
     def store_request() -> str:
         with store.Store(watch.home) as written:
-            return (control_requests.abort_rollout if what == "abort" else control_requests.roll_back_rollout)(
-                written, kept.state.id
-            )
+            return control_requests.revert_rollout(written, kept.state.id)
 
     return await watch.run_in_reader_thread(store_request)
 

@@ -54,11 +54,11 @@ def parse_signing_request(pem: str, device: str) -> ec.EllipticCurvePublicKey:
         csr = x509.load_pem_x509_csr(pem.encode())
         sound, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
     except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion):
-        raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt identity enrol` makes one") from None
+        raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt identity request` makes one") from None
     if not sound:
         raise JobError("the signing request was changed on its way: its signature does not fit it")
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt identity enrol` make it")
+        raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt identity request` make it")
     if name != device:
         raise JobError(f"the signing request is for {name!r}, not for {device}: each device asks for itself")
     return key

@@ -93,9 +93,10 @@ pattern read {root}/coord/state
 
 def emqx_config(host: str, port: int, folder: str, crl: bool) -> str:
     """Return text for emqx.conf. `crl` enables the check of the revocation list."""
+    at = f"[{host}]" if ":" in host else host
     return f"""# made by `fedquilt broker config emqx`
 listeners.ssl.default {{
-  bind = "{host}:{port}"
+  bind = "{at}:{port}"
   ssl_options {{
     cacertfile = "{folder}/ca.crt"
     certfile = "{folder}/broker.crt"

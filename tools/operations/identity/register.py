@@ -14,18 +14,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from fedquilt.core import JobError, StoreError
 from fedquilt.host.disk import PRIVATE
 
 Kind = Literal["device", "coordinator", "server", "observer", "site"]
 
-TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
-TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
-TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
-TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
-TOKEN_S = 72 * 3600.0  # for which a one-time token is valid
+TOKEN_S: Final = 72 * 3600.0  # validity of a one-time token
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS certificate (
   serial TEXT PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, key_id TEXT NOT NULL,

@@ -141,13 +141,13 @@ def check_free_space(settings: AgentSettings, free: Free) -> Verdict:
     cache = parse_size(settings.cache)
     blobs = (home / "blobs").rglob("*") if os.access(home / "blobs", os.R_OK | os.X_OK) else ()
     held = sum(one.stat().st_size for one in blobs if one.is_file())
-    mend = f"sudo du -xh {place} | sort -h | tail; or a smaller `cache` in agent.toml"
+    fix = f"sudo du -xh {place} | sort -h | tail; or a smaller `cache` in agent.toml"
     if left < LEAST_BYTES:
-        return error(f"{left / 1e6:.0f} MB are free where {home} is: a round's blobs do not fit", mend)
+        return error(f"{left / 1e6:.0f} MB are free where {home} is: a round's blobs do not fit", fix)
     if left < cache - held:
         return Problem(
             f"{left / 1e6:.0f} MB are free where {home} is, and its cache may grow by {(cache - held) / 1e6:.0f} MB",
-            mend,
+            fix,
         )
     return f"{left / 1e9:.1f} GB are free where {home} is"
 

@@ -138,7 +138,7 @@ def _check_blobs(store: Store) -> Iterator[Numbered]:
     for row in store.readable_jobs():
         if row.status in UNDER_WAY and not (row.bundle / "bundle.json").is_file():
             said = f"the bundle of {row.id} is gone: {row.bundle}"
-            yield "FQ510", error(said, f"fedquilt prepare JOB.toml --out {row.bundle}")
+            yield "FQ510", error(said, f"put {row.bundle} back, or fedquilt prune {row.id} and run its job again")
     lost = sorted(one for one in store.latest_state_hashes() if not _is_blob_intact(store.depot.folder / one, one))
     if lost:
         said = (

@@ -38,7 +38,9 @@ def load_certificate(file: str) -> Certificate:
         OSError: If the file cannot be read, or holds no certificate.
     """
     told: dict[str, Any] = _test_decode_cert(file)  # boards may not have the cryptography library
-    subject = {key: value for ((key, value),) in told["subject"]}
+    subject: dict[str, str] = {}
+    for key, value in (each for names in told["subject"] for each in names):
+        subject.setdefault(key, value)
     begins_s, ends_s = (ssl.cert_time_to_seconds(told[key]) for key in ("notBefore", "notAfter"))
     return Certificate(file, subject.get("commonName"), begins_s, ends_s, subject.get("organizationalUnitName"))
 

@@ -20,7 +20,6 @@ SWAP_LEFT: Final = 0.1  # share of the swap
 PYTHON: Final = {6: (3, 10), 7: (3, 12)}  # what NVIDIA's wheels for a JetPack are made for
 SET_CLOCK: Final = "sudo timedatectl set-ntp true"
 RESTART: Final = "sudo systemctl restart fedquilt-clocks"
-COOL: Final = "give it air, or a lower power mode (nvpmodel)"
 FREE_MEMORY: Final = "ps -eo rss,comm --sort=-rss | head, and stop what is not needed"
 
 
@@ -132,7 +131,7 @@ def _check_temperature(machine: MachineFacts) -> Verdict:
 def _check_heat(machine: MachineFacts) -> Verdict:
     if machine.temperature_c is None or machine.temperature_c < HOT_C:
         return None
-    return Problem(f"the hottest zone is at {machine.temperature_c:.0f} C: the board slows itself down")
+    return Problem(f"the hottest zone is at {machine.temperature_c:.0f} C: the board slows itself down", _cool(machine))
 
 
 def _check_voltage(machine: MachineFacts) -> Verdict:
@@ -142,7 +141,11 @@ def _check_voltage(machine: MachineFacts) -> Verdict:
 
 def _check_throttling(machine: MachineFacts) -> Verdict:
     said = f"the kernel slows clocks for heat now ({', '.join(machine.slowed)}): tasks take longer than predicted"
-    return Problem(said) if machine.slowed else None
+    return Problem(said, _cool(machine)) if machine.slowed else None
+
+
+def _cool(machine: MachineFacts) -> str:
+    return "give it air, or a lower power mode (nvpmodel)" if machine.tegra else "give it air"
 
 
 def _check_over_current(machine: MachineFacts) -> Verdict:
@@ -248,9 +251,9 @@ MACHINE: Final = tuple(
         ("FQ141", "machine", _check_delegation, DELEGATE),
         ("FQ150", "machine", _check_power_sensors, ""),
         ("FQ151", "machine", _check_temperature, "grep . /sys/class/thermal/thermal_zone*/temp"),
-        ("FQ152", "machine", _check_heat, COOL),
+        ("FQ152", "machine", _check_heat, ""),
         ("FQ153", "machine", _check_voltage, "use the supply that was made for this board, and reboot"),
-        ("FQ154", "machine", _check_throttling, COOL),
+        ("FQ154", "machine", _check_throttling, ""),
         ("FQ155", "machine", _check_over_current, CURRENT),
         ("FQ156", "machine", _check_rails, RAILS),
         ("FQ160", "machine", _check_power_mode, "sudo nvpmodel -m 0"),

@@ -12,7 +12,7 @@ from typing import Final
 
 from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine_facts import MachineFacts
-from fedquilt.tools.boards.targets import NUMPY_2, NVIDIA_JP6
+from fedquilt.tools.boards.targets import KNOWN, NUMPY_2, NVIDIA_JP6
 
 CUDA: Final = {4: 10, 5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
 FLASH: Final = "on the operator's machine: fedquilt board flash agent.toml --ssh USER@BOARD --target TARGET"
@@ -126,11 +126,10 @@ def _fix_command(machine: MachineFacts, extra: str, drop: str = "") -> str:
     jp6 = machine.jetpack == 6
     if machine.flashed:
         others = {"gpu": "gpu", "train": "gpu train" if machine.gpu else "onnx train", "onnx": "onnx"}[extra]
-        if jp6:
-            return f"{FLASH.replace('TARGET', 'jetpack6-gpu')} --extras {others}"
-        return (
-            f"{FLASH.replace('TARGET', f'jetpack{machine.jetpack}' if machine.jetpack else 'TARGET')} --extras {others}"
-        )
+        target = "jetpack6-gpu" if jp6 else f"jetpack{machine.jetpack}"
+        known = KNOWN.get(target)
+        python = "" if known is None or known.python else " --python PATH"
+        return f"{FLASH.replace('TARGET', target if known else 'TARGET')}{python} --extras {others}"
     what = {"gpu": "onnxruntime-gpu", "train": "--force-reinstall torch torchvision", "onnx": "onnxruntime"}[extra]
     index = f" --index-url {NVIDIA_JP6}" if jp6 and extra != "onnx" else ""
     return (f"pip uninstall -y {drop} && " if drop else "") + f"pip install {what}{index}"

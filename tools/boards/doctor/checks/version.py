@@ -54,7 +54,7 @@ def check_version(settings: AgentSettings, path: Path) -> None:
     facts = agent.Facts(MachineFacts(time.time()), settings=settings, path=path)
     for found in run_checks((agent.HOME, *identity.IDENTITY), facts):
         if found.severity == "error":
-            raise JobError(f"{found.sentence} (mend: {found.mend})")
+            raise JobError(f"{found.sentence} (fix: {found.fix})")
     read_sensors(settings)
     train_small_task()
 

@@ -1,14 +1,14 @@
-// One rollout: how far its boards are, why some do not have it, and what happened; whoever may ends it or takes it back.
+// One rollout: how far its boards are, why some do not have it, and what happened; the owner may take it back.
 import { boardLink, day, h, metric, percent, since, sync, table, tile } from "./dom.js";
 import { boards } from "./rollouts.js";
 import { actions, status } from "./runs.js";
 
-const TITLES = { abort: "End this rollout", rollback: "Take this rollout back" };
+const TITLES = { back: "Take this rollout back" };
 
 export function page(place, { name, again, ask, session, say }) {
   const head = h("p", { class: "soft" }), tiles = h("dl", { class: "tiles" }), why = h("p", { class: "notice bad", hidden: true }), waits = h("p", { class: "notice", hidden: true });
   const sure = (what) => `${TITLES[what]}: ${name}? Boards that have it return to what they ran before.`;
-  const acts = actions(`rollouts/${encodeURIComponent(name)}`, TITLES, sure, "To end rollouts", { again, ask, session, say });
+  const acts = actions(`rollouts/${encodeURIComponent(name)}`, TITLES, sure, "To take rollouts back", { again, ask, session, say });
   const counts = h("div"), more = h("p", { class: "none", hidden: true });
   const { made: list, body } = table("boards of this rollout", [{ text: "Board" }, { text: "Step" }, { text: "How far" }, { text: "Accuracy", class: "number" }, { text: "Answer", class: "number" }, { text: "Why" }], "cards");
   const { made: log, body: lines } = table("what happened", [{ text: "When" }, { text: "What" }], "cards");
@@ -20,14 +20,14 @@ export function page(place, { name, again, ask, session, say }) {
   async function show() {
     const told = await ask(`/api/rollouts/${encodeURIComponent(name)}`);
     head.replaceChildren(status(told.status), ` ${told.kind} ${told.name} · for ${told.select.join(" ") || "all boards"}${told.submitter ? ` · by ${told.submitter}` : ""}`,
-      told.wish ? ` · ${told.wish === "abort" ? "its end" : "its return"} is asked for` : "");
+      told.revert_requested ? " · its return is requested" : "");
     why.hidden = !told.reason;
     why.textContent = told.reason;
     waits.hidden = !told.waits;
     waits.textContent = `It waits for ${told.waits}`;
     tiles.replaceChildren(tile("step", told.now), tile("boards that were offered it", String(told.offered)), tile("begun", since(told.created, "", " ago")),
       ...Object.entries(told.limits).map(([what, limit]) => tile(what, limit)));
-    acts.offer({ abort: ["queued", "running"].includes(told.status), rollback: told.status === "done" });
+    acts.offer({ back: ["queued", "running", "done"].includes(told.status) });
     counts.replaceChildren(told.offered ? boards(told.counts) : "No board has been offered it yet.");
     list.hidden = !told.boards.length;
     sync(body, told.boards, (each) => each.device, row);
