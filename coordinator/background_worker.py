@@ -111,7 +111,7 @@ class ThreadWorker:
 
     def submit(self, piece: Callable[[], T], then: Then[T]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+            self._thread = threading.Thread(target=self._run_work_items, name="worker", daemon=True)
             self._thread.start()
         self._open += 1
         self._begun.put((piece, then))
@@ -129,7 +129,7 @@ class ThreadWorker:
             self._begun.put(None)
             self._thread.join()
 
-    def _run(self) -> None:
+    def _run_work_items(self) -> None:
         while (begun := self._begun.get()) is not None and not self._closed:
             piece, then = begun
             self._ended.append((then, run_and_capture(piece)))

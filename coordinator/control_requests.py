@@ -35,7 +35,7 @@ def stop_run(store: Store, run: str) -> str:
 
 
 def resume_run(store: Store, run: str) -> StoredJob:
-    """Mark a stopped, failed or interrupted run for its coordinator to resume, and return the run.
+    """Mark a run for its coordinator to resume, or as armed if the run has a trigger. Return its row from before.
 
     Raises:
         JobError: If the run is done, or belongs to a simulation.

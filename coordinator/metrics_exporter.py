@@ -128,6 +128,7 @@ class CoordinatorMetrics:
         yield from _device_families(self._boards(), now)
 
     def _job_label(self, job: str) -> str:
+        """Return the job's name as its label, or OTHERS once MOST_JOBS names are in use."""
         if job not in self._jobs:
             if len(self._jobs) >= MOST_JOBS:
                 return OTHERS

@@ -84,29 +84,32 @@ class RolloutRunner:
                 self._send_release(kind, device, now_s)
 
     def resend_unsettled_releases(self, now_s: float) -> None:
+        """Record a new broker session, and resend the releases of devices that have not reported an end."""
         self._opened_s = now_s
         for kind, device in self._owners:
             if self._states[self._owners[kind, device]].device_phase(device) not in rollout.SETTLED:
                 self._send_release(kind, device, now_s)
 
     def step(self, now_s: float) -> float:
+        """Read new rollouts, record reports, and make and send what is due. Return the time of the next call."""
         self._opened_s = min(self._opened_s, now_s)
         polled = now_s >= self._poll_s + self._every_s
         if polled:
             self._poll_s = now_s
-            self._read_store(now_s)
+            self._load_rollouts_and_requests(now_s)
         if heard := self._told:
             self._told = []
             self._record_reports(heard, now_s)
         if polled or heard:
-            self._decide_rollouts(now_s)
+            self._record_due_events(now_s)
         if now_s >= self._resend_s:
             self._resend_due_releases(now_s)
         return min(self._poll_s + self._every_s, self._resend_s)
 
     # -- within --
 
-    def _read_store(self, now_s: float) -> None:
+    def _load_rollouts_and_requests(self, now_s: float) -> None:
+        """Load new rollouts, record their restart and resend their releases, then apply user requests."""
         kept = self._store.rollouts
         for found in kept.readable_rollouts():
             state = self._states.get(found.state.id)
@@ -133,6 +136,7 @@ class RolloutRunner:
         self._store.rollouts.request_revert(state.id, False)
 
     def _record_reports(self, heard: Iterable[tuple[str, wire.ReleaseStatus]], now_s: float) -> None:
+        """Record new device reports as events, at most FACTS_MOST for each rollout and device."""
         latest: dict[tuple[str, str], Rollout] = {}
         facts: list[tuple[str, AnyRolloutEvent]] = []
         for device, message in heard:
@@ -152,7 +156,8 @@ class RolloutRunner:
             facts.append((id, fact))
         self._record_events(facts, now_s)
 
-    def _decide_rollouts(self, now_s: float) -> None:
+    def _record_due_events(self, now_s: float) -> None:
+        """Record the due events of all rollouts, unless the broker is disconnected or has just connected."""
         if self._executor.absence.is_disconnected or now_s < self._opened_s + SETTLE_S:
             return
         arrived, self._arrived = self._arrived, False
@@ -188,6 +193,7 @@ class RolloutRunner:
         return {device: each.profile for device, each in known.items() if each.profile is not None}
 
     def _record_events(self, facts: list[tuple[str, AnyRolloutEvent]], now_s: float) -> None:
+        """Write and apply events, report them to the observer, and send the releases that follow."""
         if not facts:
             return
         self._store.rollouts.append_events(facts)
@@ -214,12 +220,13 @@ class RolloutRunner:
             self._owners[state.plan.kind, device] = state.id
 
     def _send_releases(self, state: Rollout, devices: Iterable[str], now_s: float) -> None:
+        """Send releases to the devices, except those that a later rollout has taken over."""
         for device in sorted(devices):
             if self._owners[state.plan.kind, device] == state.id:
                 self._send_release(state.plan.kind, device, now_s)
 
     def _send_release(self, kind: wire.Kind, device: str, now_s: float) -> None:
-        # A release that cannot be sent aborts a running rollout.
+        """Send a device its release and schedule a resend. After a failure, abort a running rollout."""
         state = self._states[self._owners[kind, device]]
         try:
             self._executor.send_release(device, kind, rollout.release_for_device(state, device))

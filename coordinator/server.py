@@ -139,14 +139,14 @@ class Server:
         with self._store.batch_events():
             for heard in self._executor.receive_inputs(now_s):
                 if heard is None:
-                    self._resend_everything(now_s)
+                    self._resend_tasks_and_releases(now_s)
                 elif isinstance(heard, tuple):
                     self._handle_message(*heard, now_s)
                 else:
                     self._handle_input(heard, now_s)
         desk.later = None
         for serving, action in later:
-            serving.carry_out(action, now_s)
+            serving.carry_out_action(action, now_s)
         self._worker.run_callbacks(now_s)
         rollouts_s = self._rollouts.step(now_s) if self._rollouts is not None else math.inf
         committed = self._advance_jobs(now_s)
@@ -169,7 +169,7 @@ class Server:
         self._executor.set_backlog(updates, waiting_bytes, self._limits.waiting_mb * 1e6)
 
     def _publish_states(self, now_s: float) -> float:
-        # unchanged rounds are published at most every TELL_S
+        """Publish changed jobs, unchanged rounds at most every TELL_S. Return the time of the next publication."""
         news, again_s = self._desk.news, math.inf
         for id, job in list(news.items()):
             mark = job.rounds.phase, job.rounds.round, job.rounds.attempt
@@ -184,7 +184,7 @@ class Server:
 
     # -- messages --
 
-    def _resend_everything(self, now_s: float) -> None:
+    def _resend_tasks_and_releases(self, now_s: float) -> None:
         # after a new session, the broker may have lost retained messages
         for serving in self._jobs.values():
             serving.send_all_tasks(now_s)
@@ -252,6 +252,7 @@ class Server:
     def _answer_inactive_job(
         self, event: message_handler.ClaimReceived | message_handler.UpdateAnnounced, now_s: float
     ) -> None:
+        """Acknowledge an update of an inactive job, or cancel its task on the device."""
         for action in message_handler.decide_response("", None, None, event, now_s).actions:
             match action:
                 case message_handler.AckUpdate(device, update, accepted, reason):
@@ -264,6 +265,7 @@ class Server:
     # -- jobs --
 
     def _schedule_jobs(self, now_s: float) -> None:
+        """Read the store at intervals: stop, preempt and load jobs, start triggered runs and delete expired ones."""
         if now_s < self._poll_s + self._every_s:
             return
         self._poll_s = now_s
@@ -365,7 +367,7 @@ class Server:
                     continue
                 closing = serving.job.rounds.phase == "closing"
                 if serving.make_next_decision(
-                    now_s, fair_share.devices_to_yield(serving.id, claims), self._device_quota(serving, now_s)
+                    now_s, fair_share.devices_to_yield(serving.id, claims), self._remaining_device_quota(serving, now_s)
                 ):
                     if closing:
                         return True
@@ -376,7 +378,8 @@ class Server:
     def _usage_by_job(self, now_s: float) -> dict[str, fair_share.JobUsage]:
         return {serving.id: serving.compute_usage(now_s) for serving in self._jobs.values()}
 
-    def _device_quota(self, serving: JobController, now_s: float) -> float:
+    def _remaining_device_quota(self, serving: JobController, now_s: float) -> float:
+        """Return how many more devices the submitter's jobs may lease, or infinity without a limit."""
         # every submitter may use at least one device
         share = self._limits.submitter.share
         if share == 1.0:

@@ -132,7 +132,8 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     def count_selected_devices(self, cohort: CohortSettings, devices: int) -> int:
         return sum(labels.is_selected(cohort.select, self.device_labels(index)) for index in range(devices))
 
-    def require_cohort(self, cohort: CohortSettings, devices: int) -> None:
+    def require_enough_devices(self, cohort: CohortSettings, devices: int) -> None:
+        """Raise JobError if too few simulated devices are selected, or a link is invalid."""
         there = self.count_selected_devices(cohort, devices)
         for index in range(len(self.links)):
             self.device_link(index)
@@ -211,7 +212,7 @@ def parse_job(table: Mapping[str, Any]) -> JobSettings:
     if job.trigger is not None:
         _ = job.trigger.share, job.trigger.pause_s
     with toml.prefix_errors("[cohort] select"):
-        labels.require_selection(job.cohort.select)
+        labels.require_valid_selection(job.cohort.select)
     with toml.prefix_errors("[fleet] labels"):
         for index in range(len(job.fleet.labels)):
             job.fleet.device_labels(index)
@@ -264,6 +265,7 @@ def require_supported_task(method_name: str, method: Method, network: Mapping[st
 
 
 def _unify_task_and_classes(job: JobSettings) -> JobSettings:
+    """Return the job with [model] outputs as `classes`, and the same task in [model] and [data]."""
     model, data = job.model, job.data
     if "outputs" in model:
         if "classes" in model:

@@ -83,6 +83,7 @@ def adapt_for_sites(method: Method, job: JobSettings, files: Mapping[str, BlobRe
 def _wrap_send(
     plain: Callable[..., Any], params: Mapping[str, Any], files: Mapping[str, BlobRef]
 ) -> Callable[[Any, DeviceView], TaskSpec | None]:
+    """Return a function that sends sites the state and the job, and other devices their usual task."""
     latest: list[tuple[Any, dict[str, Tensors | BlobRef]]] = []  # the state sent last, packed once for all sites
 
     def send(state: Any, view: DeviceView) -> TaskSpec | None:
@@ -103,6 +104,8 @@ def _bundles_from_state(state: Any, files: Mapping[str, BlobRef]) -> dict[str, T
 
 
 def _accept_site_updates(plain: Aggregation) -> Aggregation:
+    """Return an aggregation that also checks and folds partial aggregates and forwarded updates of sites."""
+
     def fold(state: Any, so_far: Any, update: DeviceUpdate) -> Any:
         if not has_site_bundles(update.bundles):
             return plain.fold(state, so_far, update)
@@ -193,6 +196,7 @@ def adapt_for_parent(method: Method, job: JobSettings, files: Mapping[str, BlobR
 
 
 def _site_functions(half: Half, of: Callable[[SiteJobState], Any]) -> dict[str, Any]:
+    """Return the send, aggregation and step of a site, whose step keeps the aggregate or the updates."""
     plain = half.aggregation
 
     def accumulator(state: SiteJobState) -> type | None:

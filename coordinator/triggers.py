@@ -47,6 +47,7 @@ def select_reports(job: JobSettings, boards: Iterable[tuple[RunnerReport, Collec
 
 
 def reports_beyond_limit(trigger: DriftTrigger, boards: Iterable[RunnerReport]) -> list[RunnerReport]:
+    """Return the reports with drift above or accuracy below the limit, the highest drift first."""
     least = trigger.accuracy_below
     found = [
         each

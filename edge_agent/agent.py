@@ -129,7 +129,7 @@ class Agent:
             self._start_session(now_s)
         for message in self._link.receive():
             self._handle_message(message, now_s)
-        for said in self.garbage.due_lines(now_s):
+        for said in self.garbage.take_due_lines(now_s):
             log.warning("%s", said)
         self._transfers.step(now_s)
         for _, sha256, error in self._transfers.take_finished():
@@ -193,7 +193,7 @@ class Agent:
                 wire.decode(message.payload, wire.CoordState)
                 self._publish_presence(online=True)
             elif route.leaf == "task":
-                self._handle_task(message.payload, now_s)
+                self._start_or_cancel_task(message.payload, now_s)
             elif route.leaf == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
                 self._apply_ack(
@@ -209,7 +209,7 @@ class Agent:
                 TaskFailed(failures.claim_code_from_error(error), failures.describe_error(error)), now_s
             )
 
-    def _handle_task(self, payload: bytes, now_s: float) -> None:
+    def _start_or_cancel_task(self, payload: bytes, now_s: float) -> None:
         if not payload:
             return self.duty.handle_event(TaskCancelled(), now_s)
         task = wire.decode(payload, Task)
@@ -252,6 +252,7 @@ class Agent:
     # -- what the duty asks for --
 
     def publish_claim(self, claim: wire.Claim) -> None:
+        """Log and publish a claim. After a decline for a full disk, record the free space."""
         ids, number = log_ids(run=claim.job, round=claim.round), claim.round + 1
         if claim.code == "cleared":
             log.info("%s, round %d, given up: %s", claim.job, number, claim.reason, extra=ids)

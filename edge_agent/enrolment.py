@@ -231,6 +231,7 @@ def _read_token(path: Path) -> str | None:
 def _read_certificate(
     files: CredentialPaths, device: str, key: ec.EllipticCurvePrivateKey
 ) -> CertificateValidity | None:
+    """Return the validity of the stored certificate, or None if the certificate is missing or unusable."""
     try:
         pem = files.cert.read_bytes()
     except FileNotFoundError:
@@ -278,6 +279,7 @@ def _format_time(at: datetime.datetime) -> str:
 def _post_request(
     url: str, files: CredentialPaths, path: str, request: SigningRequest, certified: bool
 ) -> SigningResponse:
+    """Send a request. Raise EnrolmentRefusedError if refused, LinkError if unreachable or invalid."""
     host, port = _endpoint_address(url)
     try:
         context = ssl.create_default_context(cafile=str(files.ca))

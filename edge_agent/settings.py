@@ -177,7 +177,7 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
         from fedquilt import open_metrics
 
         with toml.prefix_errors("[metrics] listen"):
-            open_metrics.parse_address(settings.metrics.listen)
+            open_metrics.parse_listen_address(settings.metrics.listen)
     with toml.prefix_errors("labels"):
         labels.parse_labels(settings.labels)
     for key, size in (
@@ -226,6 +226,9 @@ def apply_systemd_credentials(settings: AgentSettings) -> AgentSettings:
     """Return settings that read each broker file from $CREDENTIALS_DIRECTORY, if that folder has a copy.
 
     agent.toml can then name a key that only root may read, while the unit's user reads the copy.
+
+    Raises:
+        JobError: If two of the files have the same name.
     """
     folder = os.environ.get("CREDENTIALS_DIRECTORY")
     if folder is None:

@@ -103,6 +103,7 @@ def advance(state: DeviceState, event: Event, now_s: float, reading: Reading = R
 
 
 def _handle_task(state: DeviceState, event: TaskReceived, now_s: float, reading: Reading) -> Step:
+    """Accept or decline a task, submit its existing update again, or repeat an earlier claim."""
     task, open = event.task, state.open
     key = (task.job, task.round)
     if key in state.outbox and state.outbox[key].update.state == task.state:
@@ -201,7 +202,7 @@ def _task_order(task: Task) -> tuple[int, int]:
 
 
 def _acceptance_claim(state: DeviceState, task: Task) -> Claim:
-    # The claim names the last counted round if the coordinator cannot know about this round.
+    """Return an accepting claim, with the last counted round unless the task's round is later."""
     claim = Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True)
     last = state.counted.get(task.job)
     if last is None or last.round < task.round:
@@ -215,7 +216,7 @@ def _decline_task(state: DeviceState, task: Task, code: RefusalCode, reason: str
 
 
 def _handle_cancellation(state: DeviceState) -> Step:
-    # Anyone who can empty topics at the broker looks like the coordinator, so a claim is published.
+    """Stop the task and publish a claim, since others than the coordinator can empty the topic."""
     told: tuple[Action, ...] = ()
     if state.open is not None:
         reason = "its topic was emptied: by the coordinator, or by somebody at the broker"
@@ -261,6 +262,7 @@ def _handle_fetched(state: DeviceState, event: BlobFetched, now_s: float) -> Ste
 
 
 def _start_if_ready(state: DeviceState) -> Step:
+    """Start the open task, unless blobs are missing, tasks pause or private state is unacknowledged."""
     open = state.open
     if open is None or open.working or open.missing or state.rests:
         return state, ()
@@ -294,6 +296,7 @@ def _handle_completion(state: DeviceState, event: TaskCompleted, now_s: float) -
 
 
 def _handle_failure(state: DeviceState, open: OpenTask, event: TaskFailed) -> Step:
+    """Restart a task whose process was killed from outside, at most KILLED_MOST times, else decline it."""
     # A task whose process was killed by another cause is restarted with the same plan, for a bit-identical result.
     if event.killed and open.working and open.killed < KILLED_MOST:
         return _start_if_ready(replace(state, open=replace(open, killed=open.killed + 1, working=False)))
@@ -302,6 +305,7 @@ def _handle_failure(state: DeviceState, open: OpenTask, event: TaskFailed) -> St
 
 
 def _handle_ack(state: DeviceState, event: UpdateAcked, now_s: float) -> Step:
+    """Drop an answered update, count an accepted round, and then start or stop the open task."""
     job, round = event.key
     offer = state.outbox.get(event.key)
     if offer is not None and event.epoch < offer.update.epoch:
@@ -359,6 +363,7 @@ def _without_task(state: DeviceState) -> DeviceState:
 
 
 def _stop_actions(state: DeviceState, keep: frozenset[BlobRef] = frozenset()) -> tuple[Action, ...]:
+    """Return the actions that stop the open task and cancel its fetches, except those of `keep`."""
     if state.open is None:
         return ()
     abandoned = (CancelFetch(ref.sha256) for ref in _sorted_refs(state.open.missing - keep))

@@ -90,7 +90,7 @@ class TaskRunner:
 
     def step(self, now_s: float) -> None:
         self._pacer.read_due_sensors(now_s)
-        for event in self._worker.poll(now_s):
+        for event in self._worker.poll_events(now_s):
             self._handle_worker_event(event, now_s)
         if now_s >= state_machine.next_due_s(self.state):
             self.handle_event(TimerFired(), now_s)
@@ -173,7 +173,7 @@ class TaskRunner:
         if open is None or not open.working:
             return
         if isinstance(event, WorkResult):
-            return self._finish_task(open, event, now_s)
+            return self._record_task_result(open, event, now_s)
         if isinstance(event, DataLoaded):
             known = self.state.learned.get(events.workload_key(open.task), LearnedModel())
             done_by_s = open.due_s - self._way_s
@@ -181,8 +181,8 @@ class TaskRunner:
         self._pacer.report_progress(event.fraction, now_s)
         self._around.report_progress(open.task, event.fraction, now_s)
 
-    def _finish_task(self, open: events.OpenTask, outcome: WorkResult, now_s: float) -> None:
-        """Make the result of an ended task durable and enter it into the plan, or enter its failure."""
+    def _record_task_result(self, open: events.OpenTask, outcome: WorkResult, now_s: float) -> None:
+        """Store the result of an ended task durably and record its completion, or record its failure."""
         means = self.state.means
         if outcome.runs_on not in ("", means.runs_on.get(open.task.engine)):
             runs_on = {**means.runs_on, open.task.engine: outcome.runs_on}

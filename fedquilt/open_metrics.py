@@ -35,7 +35,8 @@ class MetricFamily(NamedTuple):
     samples: Sequence[tuple[tuple[str, ...], float]]  # values of `labels`, and the value
 
 
-def parse_address(listen: str) -> tuple[str, int]:
+def parse_listen_address(listen: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT, or raise JobError."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not int(port) < 65536:
         raise JobError(f"{listen!r} is no address to serve at: write HOST:PORT, such as 127.0.0.1:9464")
@@ -59,7 +60,7 @@ def serve_metrics(
     if listen is None:
         yield ""
         return
-    host, port = parse_address(listen)
+    host, port = parse_listen_address(listen)
     client: Any = extras.load_optional("prometheus_client")
     registry = client.CollectorRegistry()
     registry.register(_Collector(collect, extras.load_optional("prometheus_client.core")))

@@ -81,25 +81,25 @@ class Plugin:
 
 def plugin_names(kind: Kind) -> list[str]:
     """Return the sorted names of a kind that this process may import. Nothing is imported."""
-    return sorted({plugin.name for plugin in _allowed_plugins(kind)})
+    return sorted({plugin.name for plugin in _list_allowed_plugins(kind)})
 
 
 def plugin_fingerprints(kinds: Collection[Kind] = ("method", "network", "engine")) -> dict[str, str]:
     """Return the plug-ins of a device's profile: "plugin <module>" -> `fingerprint`."""
-    found = [plugin for kind in kinds for plugin in _allowed_plugins(kind)]
+    found = [plugin for kind in kinds for plugin in _list_allowed_plugins(kind)]
     found += [_plugin_from_target("network", name) for name in sorted(_allowed or ()) if TARGET.fullmatch(name)]
     return {f"plugin {plugin.module}": fingerprint(plugin) for plugin in found}
 
 
 def package_plugins(name: str) -> list[Plugin]:
     """Return all plug-ins of an installed package, or [] if there are none."""
-    found = [plugin for kind in GROUPS for plugin in _allowed_plugins(kind)]
+    found = [plugin for kind in GROUPS for plugin in _list_allowed_plugins(kind)]
     return [plugin for plugin in found if _normalized_package(plugin.package) == _normalized_package(name)]
 
 
 def usable_plugins(kind: Kind, ours: Collection[str]) -> list[Plugin]:
     """Return the plug-ins of a kind with an unambiguous name. Nothing is imported."""
-    found = _allowed_plugins(kind)
+    found = _list_allowed_plugins(kind)
     return [each for each in found if each.name not in ours and sum(each.name == one.name for one in found) == 1]
 
 
@@ -122,7 +122,7 @@ def find_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | N
     """
     if ":" in name:
         return _plugin_from_target(kind, name)
-    claims = [plugin for plugin in _allowed_plugins(kind) if plugin.name == name]
+    claims = [plugin for plugin in _list_allowed_plugins(kind) if plugin.name == name]
     if name in ours:
         if claims:
             raise JobError(
@@ -138,7 +138,7 @@ def find_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | N
     if claims:
         return claims[0]
     there = [*sorted(ours), *plugin_names(kind)]
-    shut = [plugin for plugin in _installed_plugins(kind, tuple(sys.path)) if plugin.name == name]
+    shut = [plugin for plugin in _list_installed_plugins(kind, tuple(sys.path)) if plugin.name == name]
     if shut:
         raise JobError(f"{shut[0]} is not allowed here: add {shut[0].package!r} to `plugins` in agent.toml")
     raise JobError(
@@ -248,7 +248,7 @@ def module_digest(module: str) -> str:
     Nothing is imported.
     """
     with search_current_folder():
-        return _digest_on_path(module, tuple(sys.path))
+        return _compute_module_digest(module, tuple(sys.path))
 
 
 def format_fingerprint(proof: str) -> str:
@@ -301,7 +301,8 @@ def allowlist_entries(kind: Kind, name: str, ours: Collection[str] = ()) -> list
 
 
 @lru_cache(maxsize=64)
-def _digest_on_path(module: str, path: tuple[str, ...]) -> str:
+def _compute_module_digest(module: str, path: tuple[str, ...]) -> str:
+    """Return the sha256 of a module's files, or "unknown" without files. `path` only keys the cache."""
     try:
         spec = util.find_spec(module)
     except (ImportError, ValueError):
@@ -327,9 +328,9 @@ def _module_files(folder: Path) -> Iterator[Path]:
 # -- within ---------------------------------------------------------------------------------------
 
 
-def _allowed_plugins(kind: Kind) -> list[Plugin]:
+def _list_allowed_plugins(kind: Kind) -> list[Plugin]:
     # An ambiguous name is listed for each of its packages.
-    found = _installed_plugins(kind, tuple(sys.path))
+    found = _list_installed_plugins(kind, tuple(sys.path))
     allowed = {_normalized_package(name) for name in _allowed or ()}
     return [
         each for each in found if kind in OWNERS or _allowed is None or _normalized_package(each.package) in allowed
@@ -337,7 +338,8 @@ def _allowed_plugins(kind: Kind) -> list[Plugin]:
 
 
 @lru_cache(maxsize=16)  # per kind and search path: reading them takes longer than a small task
-def _installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
+def _list_installed_plugins(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
+    """Return the installed plug-ins of a kind by name, without packages with damaged metadata."""
     if not any(_has_plugins(Path(folder)) for folder in path):
         return ()
     from importlib import metadata  # here, as it takes 1 MB, and most devices have no plug-ins
@@ -365,6 +367,7 @@ def _has_plugins(folder: Path) -> bool:
 
 
 def _plugin_from_target(kind: Kind, name: str) -> Plugin:
+    """Return the plug-in `module:name`, or raise JobError if malformed or not allowed on this device."""
     if not TARGET.fullmatch(name):
         raise JobError(f"{CALLED[kind]} {name!r}: write module:name, as in mine.networks:small")
     if kind not in OWNERS and not _by_code and name not in (_allowed or ()):

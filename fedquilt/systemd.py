@@ -14,6 +14,7 @@ BEAT_S: Final = 1.0  # shortest interval between messages to the watchdog
 
 
 def send_notification(word: str, to: str | None = None) -> None:
+    """Send a message to systemd's socket, ignoring socket errors, or do nothing without a socket."""
     address = to or os.environ.get("NOTIFY_SOCKET")
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
@@ -54,6 +55,7 @@ class WatchdogEndpoint:
         return self._endpoint.fds()
 
     def step(self, now_s: float) -> float:
+        """Step the endpoint, and send readiness, watchdog signals and changed status to systemd."""
         due_s = self._endpoint.step(now_s)
         words = []
         if self._told_s is None:

@@ -10,10 +10,10 @@ import numpy as np
 from fedquilt.core import Hooks, Tensors
 
 
-def choose_layers(
+def choose_learngene_layers(
     parts: Mapping[str, tuple[str, ...]], model: Tensors, before: Tensors, count: int, order: str, norm: str
 ) -> list[str]:
-    """Choose the learnGene (Eq. 9): the `count` layers whose weights turned least, or most."""
+    """Return the `count` layers whose weights turned least, or most for "highest", in this order (Eq. 9)."""
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     total = sum(sizes.values())
 
@@ -38,7 +38,7 @@ def scale_fisher(fisher: np.ndarray) -> np.ndarray:
 
 
 def layer_strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -> dict[str, float]:
-    """Return the strength a_l of each tensor's layer (Eq. 4)."""
+    """Return the strength a_l of each tensor (Eq. 4) from the size of its layer, or 1 for other kinds."""
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     largest = max(sizes.values())
     if kind == "size":
@@ -60,7 +60,7 @@ def penalty_hooks(
     elastics: Tensors,
     strengths: Mapping[str, float],
 ) -> Hooks:
-    """Return hooks that add the gradient of both penalties (Eq. 4 and 8).
+    """Return hooks that add the gradients of both penalties (Eq. 4 and 8), or empty hooks without a penalty.
 
     Both penalties combine to one: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
 

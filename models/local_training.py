@@ -50,11 +50,11 @@ class NetworkState:
     @property
     def register(self) -> tensor_register.TensorRegister:
         """Register of the network's tensors, with the type and module of each."""
-        return tensor_register.register_of(self.network)
+        return tensor_register.register_from_table(self.network)
 
     def trained_names(self) -> list[str]:
         """Return the names of the model's tensors that gradients change."""
-        return self.register.parameters_of(self.model)
+        return self.register.parameter_names(self.model)
 
     def plain_state_with(self, model: Mapping[str, np.ndarray]) -> NetworkState:
         """Return a plain state of the same network with other tensors."""
@@ -207,10 +207,10 @@ def require_unit_weight(update: DeviceUpdate) -> None:
 
 
 def reported_steps(update: DeviceUpdate) -> float:
-    """Return the number of mini-batches that a device reports.
+    """Return the number of mini-batches that a device reports in metric "steps".
 
     Raises:
-        UpdateError: If the update reports none.
+        UpdateError: If the number is missing, below 1 or at least 2^53.
     """
     steps = update.metrics.get("steps", 0.0)
     if not 1 <= steps < 2**53:
@@ -226,4 +226,4 @@ def weights_artefact(network: Mapping[str, Any], model: Tensors, **meta: Any) ->
 
 def with_aliases(network: Mapping[str, Any], model: Tensors) -> Tensors:
     """Return the model with each tensor under all of its names."""
-    return tensor_register.register_of(network).with_aliases(model) if "register" in network else model
+    return tensor_register.register_from_table(network).with_aliases(model) if "register" in network else model

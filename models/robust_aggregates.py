@@ -74,7 +74,7 @@ def median(rows: UpdateRows, names: Collection[str]) -> dict[str, np.ndarray]:
     return trimmed_mean(rows, names, (len(rows) - 1) // 2)
 
 
-def mean_of_rows(rows: UpdateRows, names: Collection[str], chosen: Sequence[int]) -> dict[str, np.ndarray]:
+def mean_of_chosen_rows(rows: UpdateRows, names: Collection[str], chosen: Sequence[int]) -> dict[str, np.ndarray]:
     found = rows.empty_arrays(names)
     for name, array in found.items():
         flat = array.reshape(-1)
@@ -131,7 +131,7 @@ def draw_buckets(count: int, size: int, rng: np.random.Generator) -> list[list[i
 
 
 def tolerates_attackers(rule: str, count: int, f: int, size: int) -> bool:
-    """Return whether a rule bounds the effect of f arbitrary updates among `count`.
+    """Return whether a rule bounds the effect of f arbitrary updates among `count`, averaged in groups of `size`.
 
     Krum needs more than 2 f + 2 rows, all other rules more than 2 f.
     """

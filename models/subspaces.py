@@ -103,7 +103,7 @@ def cluster_points(points: np.ndarray, count: int, rng: np.random.Generator) -> 
     count = min(count, len(np.unique(flat, axis=0)))
     best: tuple[float, np.ndarray] | None = None
     for _ in range(RESTARTS):
-        owner = _refine_clusters(flat, _draw_centres(flat, count, rng))
+        owner = _run_kmeans(flat, _draw_spread_centres(flat, count, rng))
         cost = sum(float(((flat[owner == k] - flat[owner == k].mean(axis=0)) ** 2).sum()) for k in np.unique(owner))
         if best is None or cost < best[0] - 1e-12:
             best = cost, owner
@@ -114,7 +114,7 @@ def cluster_points(points: np.ndarray, count: int, rng: np.random.Generator) -> 
     return owner, centres.reshape(len(first), *points.shape[1:])
 
 
-def _draw_centres(flat: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+def _draw_spread_centres(flat: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
     # k-means++: each centre is drawn in proportion to its squared distance from earlier ones.
     chosen = [int(rng.integers(len(flat)))]
     while len(chosen) < count:
@@ -124,7 +124,7 @@ def _draw_centres(flat: np.ndarray, count: int, rng: np.random.Generator) -> np.
     return flat[chosen]
 
 
-def _refine_clusters(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
+def _run_kmeans(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
     # A cluster that loses all its members is dropped.
     owner = np.zeros(len(flat), int)
     for step in range(STEPS):

@@ -222,7 +222,7 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         The number of points is at most MOST_POINTS.
         """
         named = [
-            self._complete_point(point.name, {key: _value_or_none(getattr(point, key)) for key in NUMBERS})
+            self._make_completed_point(point.name, {key: _value_or_none(getattr(point, key)) for key in NUMBERS})
             for point in self.points
         ]
         if self.clocks is None or self.model is None:
@@ -234,7 +234,7 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         new = [
             (laws.format_point_name(each), full) for each, full in zip(clocks, every, strict=True) if full not in taken
         ]
-        return (*named, *(self._complete_point(name, full) for name, full in new))
+        return (*named, *(self._make_completed_point(name, full) for name, full in new))
 
     def values_behind(self, point: str, *numbers: str, workload: str = "") -> tuple[SourcedValue, ...]:
         """Return the sourced values from which numbers of an operating point are derived.
@@ -251,7 +251,8 @@ class BoardProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found += [given] if given is not None else self.model.sourced_values(*BEHIND[number]) if self.model else []
         return tuple(found)
 
-    def _complete_point(self, name: str, known: Mapping[str, float | None]) -> OperatingPoint:
+    def _make_completed_point(self, name: str, known: Mapping[str, float | None]) -> OperatingPoint:
+        """Return an operating point, with the numbers that are not known computed by the models."""
         numbers = {key: value for key, value in known.items() if value is not None}
         top = self.highest_clocks()
         if self.model is not None:

@@ -51,9 +51,9 @@ def fit_time_law(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> tup
     Raises:
         ValueError: If there are no measurements, or one is not above 0.
     """
-    axes = _varying_axes(seen, top)
+    axes = _find_varying_axes(seen, top)
     x = _time_law_rows(seen, axes, top)  # (n, 1 + axes)
-    found, errors = _fit_with_errors(x, _target_values(seen))
+    found, errors = _fit_non_negative_with_errors(x, _target_values(seen))
     return laws.InverseTimeLaw(
         found[0], {axis: value for axis, value in zip(axes, found[1:], strict=True) if value}
     ), errors
@@ -67,12 +67,12 @@ def fit_power_model(
     Raises:
         ValueError: If there are no measurements, or one is not above 0.
     """
-    axes = _varying_axes(seen, top)
+    axes = _find_varying_axes(seen, top)
     values = _target_values(seen)
     best: tuple[float, laws.PowerModel, RelativeErrors] | None = None
     for exponent in EXPONENTS:
         x = _power_model_rows(seen, axes, top, exponent)
-        found, errors = _fit_with_errors(x, values, floor_w)
+        found, errors = _fit_non_negative_with_errors(x, values, floor_w)
         known = {axis: value for axis, value in zip(axes, found[1:], strict=True) if value}
         rating = float(np.sum(np.square(errors.fitted)))
         if best is None or rating < best[0] * (1 - BETTER):
@@ -92,7 +92,7 @@ def select_points_to_measure(candidates: Sequence[laws.Clocks], count: int, top:
     if not candidates or count < 1:
         return []
     seen = [MeasuredPoint(clocks, 1.0) for clocks in candidates]
-    axes = _varying_axes(seen, top)
+    axes = _find_varying_axes(seen, top)
     x = _time_law_rows(seen, axes, top)
     x[:, 1:] = (x[:, 1:] - x[:, 1:].mean(0)) / np.maximum(np.ptp(x[:, 1:], axis=0), 1e-300)
     speed = np.array([[laws.clock_of_axis(clocks, top, axis) / top[axis] for axis in axes] for clocks in candidates])
@@ -109,7 +109,8 @@ def select_points_to_measure(candidates: Sequence[laws.Clocks], count: int, top:
     return order
 
 
-def _varying_axes(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> list[str]:
+def _find_varying_axes(seen: Sequence[MeasuredPoint], top: Mapping[str, float]) -> list[str]:
+    """Return the clock axes of the board that differ between points, or raise ValueError without points."""
     if not seen:
         raise ValueError("there is nothing to fit")
     return [
@@ -133,7 +134,10 @@ def _power_model_rows(
     return np.array([[1.0, *(laws.power_ratio(axis, each.clocks, top, exponent) for axis in axes)] for each in seen])
 
 
-def _fit_with_errors(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> tuple[list[float], RelativeErrors]:
+def _fit_non_negative_with_errors(
+    x: np.ndarray, y: np.ndarray, floor: float = 0.0
+) -> tuple[list[float], RelativeErrors]:
+    """Return coefficients, with the relative error of each point with and without it in the fit."""
     found = _solve_non_negative(x, y, floor)
     left_out: list[float | None] = []
     for i in range(len(y)):

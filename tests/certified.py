@@ -33,7 +33,7 @@ class Certified:
         with self.authority.register.transaction():
             at_s = clock_s() - days_ago * DAY_S
             hosts = ["127.0.0.1"] if kind == "server" else ()
-            issued = self.authority.sign(name, kind, key.public_key(), at_s, hosts=hosts, right=right)
+            issued = self.authority.sign_certificate(name, kind, key.public_key(), at_s, hosts=hosts, right=right)
         (self.folder / f"{name}.crt").write_text(issued.pem)
         (self.folder / f"{name}.key").write_bytes(key_to_pem(key))
         return {"ca": str(self.ca), "cert": str(self.folder / f"{name}.crt"), "key": str(self.folder / f"{name}.key")}

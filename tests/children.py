@@ -139,7 +139,7 @@ def until(worker: TaskWorker, wanted: type) -> Any:
     """The first event of a kind; everything before it is let go."""
     limit_s = time.monotonic() + LIMIT_S
     while (now_s := time.monotonic()) < limit_s:
-        for event in worker.poll(now_s):
+        for event in worker.poll_events(now_s):
             if isinstance(event, wanted):
                 return event
         select.select(worker.fds(), [], [], max(min(worker.next_poll_s(now_s) - now_s, 1.0), 0.0))

@@ -143,7 +143,7 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
         )
 
     def closed(payload: bytes) -> bytes:
-        return message_signature.sign_payload(
+        return message_signature.make_signed_payload(
             Session(grant), topic, numbered(message_signature.payload_without_check(payload))
         )
 
@@ -175,7 +175,7 @@ def _sealed(folder: Path) -> dict[str, Decoder]:
             "fedquilt/security/message_signature.py",
             opened,
             (WireError,),
-            (message_signature.sign_payload(Session(grant), topic, update),),
+            (message_signature.make_signed_payload(Session(grant), topic, update),),
             closed,
         ),
         "hello": Decoder(

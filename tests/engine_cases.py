@@ -53,7 +53,7 @@ def torch_start(network, seed=0):
     from fedquilt.models.networks import registry
 
     torch.manual_seed(seed)
-    model = registry.build({key: value for key, value in network.items() if key != "input"})
+    model = registry.build_network({key: value for key, value in network.items() if key != "input"})
     return {name: value.numpy().copy() for name, value in model.state_dict().items()}
 
 

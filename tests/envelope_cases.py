@@ -277,7 +277,9 @@ def by_governor(world: World, luck: random.Random, step: int) -> int:
     world.device._update_points_after_mode_change(float(step))  # part of `read`, whose sensors take most of its time
     rule = governor.GovernorPolicy(luck.choice(["energy", "paper", "max"]), max_w=world.max_w)  # type: ignore[arg-type]
     work = WorkEstimate(flops=10 ** luck.uniform(9, 13), read_bytes=10 ** luck.uniform(6, 10))
-    point = governor.choose_point(rule, world.device.points, work, 10 ** luck.uniform(-1, 3), world.device.idle_w)
+    point = governor.choose_operating_point(
+        rule, world.device.points, work, 10 ** luck.uniform(-1, 3), world.device.idle_w
+    )
     if point is None:
         return 0
     if world.max_w is not None and (point.busy_w or 0) > world.max_w:

@@ -23,7 +23,7 @@ def data(n: int = 300, d: int = 12, seed: int = 0, classes: int = CLASSES) -> tu
 
 def merged(parts: Sequence[DeviceMoments], before: ClassMoments | None = None) -> ClassMoments:
     """The sums of these devices, and of earlier ones."""
-    sent = {f"d{number}": class_moments.to_tensors(part, exact=True) for number, part in enumerate(parts)}
+    sent = {f"d{number}": class_moments.pack_moments(part, exact=True) for number, part in enumerate(parts)}
     return ExactMomentSums(parts=sent, devices=dict.fromkeys(sent, 1)).total_sums(before)
 
 
@@ -31,4 +31,4 @@ def merged(parts: Sequence[DeviceMoments], before: ClassMoments | None = None) -
 
 
 def sent() -> dict[str, np.ndarray]:
-    return class_moments.to_tensors(class_moments.device_moments(*data(40), CLASSES))
+    return class_moments.pack_moments(class_moments.device_moments(*data(40), CLASSES))

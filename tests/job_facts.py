@@ -59,8 +59,8 @@ def summarised(facts: Iterable[AnyEvent | tuple[float, AnyEvent]], rounds: int =
                 "open": RoundClosed(number),
                 "closing": committed(number),
             }
-            found = found.after(step[found.state.phase], at)
-        found = found.after(fact, at)
+            found = found.with_event(step[found.state.phase], at)
+        found = found.with_event(fact, at)
     return found
 
 

@@ -74,7 +74,7 @@ class Bench:
     def start(self, order: WorkRequest, now_s: float) -> None:
         self.orders.append(order)
 
-    def poll(self, now_s: float) -> list[Event]:
+    def poll_events(self, now_s: float) -> list[Event]:
         events, self.events = self.events, []
         return events
 

@@ -159,7 +159,7 @@ def median(network: str, model: Model, run: Played) -> Model:
 
 def norms(network: str) -> set[str]:
     """All tensors of modules that normalise by running statistics."""
-    model = registry.build(table_of(network))
+    model = registry.build_network(table_of(network))
     kinds = (nn.BatchNorm1d, difficult_networks.MovingNorm)
     found = {
         f"{path}.{leaf}"

@@ -68,7 +68,7 @@ def steps_of(member: DeviceData) -> int:
 
 
 def parameters(network: str) -> list[str]:
-    return [name for name, _ in registry.build(table_of(network)).named_parameters()]
+    return [name for name, _ in registry.build_network(table_of(network)).named_parameters()]
 
 
 # -- plain torch ----------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Plain:
         trained: Collection[str] | None = None,
         made: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values,
     ) -> None:
-        self.module, self.made = registry.build(table_of(network)).train(), made
+        self.module, self.made = registry.build_network(table_of(network)).train(), made
         given = {name: torch.tensor(array) for name, array in begun.items()}
         own = self.module.state_dict()
         self.module.load_state_dict({name: each for name, each in given.items() if name in own}, strict=False)

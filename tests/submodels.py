@@ -38,10 +38,10 @@ def bundle(network: dict[str, Any] | None = None) -> Bundle:
     table = network or NETWORK
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        module = registry.build(table)
+        module = registry.build_network(table)
     parts: dict[str, dict[str, np.ndarray]] = {
         "model": {key: value.numpy().copy() for key, value in module.state_dict().items()},
-        "masks": {"json": masks.plan_to_array(dependency_trace.trace_plan(module))},
+        "masks": {"json": masks.plan_to_array(dependency_trace.trace_mask_plan(module))},
     }
     meta = {"network": table, "flops": 1e6, "example_bytes": 10**6, **register_entry(table)}
     return Bundle(meta, bundle_files(parts), lambda name: parts[name])

@@ -234,6 +234,7 @@ class LinkExecutor:
         return self._transfers.fds()
 
     def receive_inputs(self, now_s: float) -> Iterator[Heard]:
+        """Yield messages, silent and blocked devices, fetched updates and due resends, and None for a new session."""
         self._gate.now_s = now_s
         self.absence.record_connection(self._link.connected, now_s)
         if self._link.session != self._session:
@@ -242,7 +243,7 @@ class LinkExecutor:
             self.set_epoch(self._epoch)
             yield None
         for message in self._link.receive():
-            said = self._decode_message(message, now_s)
+            said = self._handle_or_decode_message(message, now_s)
             while self._returned:
                 yield DeviceReturned(self._returned.pop())
             if said is not None:
@@ -252,7 +253,7 @@ class LinkExecutor:
         for device in self._gate.take_blocked_devices():
             self._silence.forget(device)  # it may send, and is not read
             yield RateLimitExceeded(device)
-        for sentence in self.garbage.due_lines(now_s):
+        for sentence in self.garbage.take_due_lines(now_s):
             log.warning("%s", sentence)
         self._transfers.step(now_s)
         while done := self._transfers.take_finished():
@@ -272,6 +273,7 @@ class LinkExecutor:
         )
 
     def send_task(self, device: str, task: Task, now_s: float) -> None:
+        """Publish a retained task, and credit the device for a new round. Raise JobError if it cannot be encoded."""
         try:
             payload = wire.encode(msgspec.structs.replace(task, epoch=self._epoch))
         except (TypeError, ValueError, OverflowError) as error:
@@ -292,6 +294,7 @@ class LinkExecutor:
         return None if self._signed is None else self._signed.site_right(device)
 
     def fetch_blobs(self, device: str, refs: Iterable[BlobRef], *, in_turn: bool = False) -> None:
+        """Fetch blobs from a device, and cancel all other transfers from the device."""
         wanted = {ref.sha256: ref for ref in refs}
         for sha256 in self._fetching.pop(device, set()) - wanted.keys():
             self._transfers.cancel(device, sha256)
@@ -357,7 +360,8 @@ class LinkExecutor:
         self.places.close()
         self._link.close()
 
-    def _decode_message(self, message: Message, now_s: float) -> Said | None:
+    def _handle_or_decode_message(self, message: Message, now_s: float) -> Said | None:
+        """Return the sender and the message, or None if the message is invalid or handled already."""
         # Returns None for messages that are invalid or already handled.
         try:
             route = wire.parse_topic(message.topic)
@@ -392,7 +396,7 @@ class LinkExecutor:
             return None
 
     def _remove_device(self, device: str) -> None:
-        """Withdraw a device's task and delete its retained messages on the broker."""
+        """Cancel a device's task and delete its retained messages on the broker."""
         self.cancel_task(device)
         self._silence.forget(device)
         for kind in KINDS:
@@ -417,6 +421,7 @@ class LinkExecutor:
         self._publish(self._topics.device_topic(device, "dn", "presence"), self._presence_message, reliable=False)
 
     def _handle_fetched_blob(self, device: str, sha256: str, error: str | None) -> Iterator[UpdateReceived]:
+        """Yield `UpdateReceived` after the last missing blob of a device, or after a failed fetch."""
         missing = self._fetching.get(device)
         if missing is None or sha256 not in missing:
             return

@@ -80,6 +80,7 @@ class DeviceStatusTracker:
         self._doubted = {each.device for each in self._boards.values() if each.online}
 
     def record_message(self, heard: Heard, now_s: float) -> None:
+        """Update a device's status and telemetry from its message or from an event of the link."""
         self._now_s, at = now_s, self._clock()
         if isinstance(heard, RateLimitExceeded):
             refusal = LatestDecline(at, "flooding", FLOODED)
@@ -193,6 +194,7 @@ class DeviceStatusTracker:
         return board if seen is None else replace(board, seen=seen)
 
     def _set_status(self, board: DeviceStatus, within_s: float) -> None:
+        """Replace a changed status and write it within `within_s`. Above MOST, ignore new devices."""
         before = self._boards.get(board.device)
         if self._store is None or board == before or (before is None and len(self._boards) >= MOST):
             return
@@ -215,7 +217,7 @@ class DeviceStatusTracker:
             self._due_s = min(self._due_s, self._now_s + within_s)
 
     def _write_changes(self, store: TelemetryStore) -> None:
-        """Write changed boards, new readings and whether the broker is away."""
+        """Write changed devices, new readings and whether the broker is disconnected."""
         readings = [(device, reading) for (device, _), reading in self._readings.items()]
         if self._told_away:
             store.record_broker_outage(self._away)
@@ -226,7 +228,7 @@ class DeviceStatusTracker:
         self._due_s, self._failed = math.inf, False
 
     def _remove_expired(self, store: TelemetryStore, now: float) -> None:
-        """Delete old readings, and boards without a message for long."""
+        """Merge old readings into coarser ones, and delete devices without a message for FORGOTTEN_S."""
         store.downsample_readings(now)
         gone = {device for device in self._boards if _is_expired(self._status_with_last_seen(device), now)}
         self._delete_devices(store, gone)

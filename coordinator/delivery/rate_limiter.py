@@ -51,7 +51,7 @@ class RateLimiter:
     _most: int = 1024  # number of buckets above which full ones are removed
 
     def admit_message(self, device: str, size: int, now_s: float, cost_s: float = MESSAGE_S) -> Verdict:
-        """Decide whether to process a message.
+        """Decide whether to process a message, and charge the message to the device's bucket.
 
         Args:
             device: Id of the device.
@@ -125,6 +125,7 @@ class RateLimitedLink(LinkWrapper):
         self._looked_s = math.inf  # or the present one ends
 
     def subscribe(self, filters: Sequence[str]) -> None:
+        """Subscribe to the filters, or remove them while the link subscribes to each device by name."""
         if not self._subscribes_per_device:
             self._link.subscribe(filters)
         else:  # the broker may know of the earlier subscription alone
@@ -160,11 +161,12 @@ class RateLimitedLink(LinkWrapper):
     # -- within --
 
     def _admit_received(self, message: Message) -> bool:
+        """Return whether to process a message. Register a new sender, and let blob chunks pass."""
         device = wire.device_from_topic(message.topic)
         if not device:
             return True
         if device not in self._known:
-            self._subscribe_to_new_device(device)
+            self._register_new_device(device)
         if device in self._aside:
             return False
         try:
@@ -175,7 +177,8 @@ class RateLimitedLink(LinkWrapper):
             return True
         return self.admit_message(device, len(message.payload), HELLO_S if route.leaf == "hello" else MESSAGE_S)
 
-    def _subscribe_to_new_device(self, device: str) -> None:
+    def _register_new_device(self, device: str) -> None:
+        """Record a device and, where subscriptions are by name, subscribe to it, or to all above KNOWN_MOST."""
         if len(self._known) <= KNOWN_MOST:
             self._known[device] = None
             if self._subscribes_per_device and len(self._known) <= KNOWN_MOST:
@@ -184,6 +187,7 @@ class RateLimitedLink(LinkWrapper):
                 self._subscribe_to_all()
 
     def _block_device(self, device: str) -> None:
+        """Drop a device's messages for ASIDE_S, and subscribe by name to all others, unless they are too many."""
         self._flooded.append(device)
         self._aside[device] = self.now_s + ASIDE_S
         if self._subscribes_per_device:
@@ -199,6 +203,7 @@ class RateLimitedLink(LinkWrapper):
         self._link.unsubscribe([*self._device_filters(list(self._known)), self._presence_filter])
 
     def _update_subscriptions(self) -> None:
+        """End expired blocks. Subscribe to all presences at intervals, to find new devices."""
         back = [device for device, until_s in self._aside.items() if self.now_s >= until_s]
         for device in back:
             del self._aside[device]

@@ -182,6 +182,7 @@ def _apply_release_status(
 
 
 def _apply_presence(board: DeviceStatus, message: wire.Presence, at: float) -> DeviceStatus:
+    """Return the status after a presence message, unchanged after a retained or repeated message."""
     if board.silent and message.online and message.boot == board.boot:
         return board  # retained: `apply_return` comes before a message of its own
     if message.online == board.online and (message.boot == board.boot or not message.online):
@@ -212,6 +213,7 @@ def _apply_claim(board: DeviceStatus, message: wire.Claim, at: float) -> DeviceS
 
 
 def _apply_clock_skew(board: DeviceStatus, clock_s: float | None, at: float) -> DeviceStatus:
+    """Store the clock's offset if it exceeds the stored offset, or if that is older than SKEW_KEPT_S."""
     if clock_s is None:
         return board
     skew_s = clock_s - at

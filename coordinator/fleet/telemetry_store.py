@@ -62,7 +62,7 @@ class TelemetryStore:
 
     def __init__(self, home: Path, *, writes: bool = False) -> None:
         self._home = home
-        with _database_errors(home):
+        with _convert_database_errors(home):
             try:
                 self._db = self._open_database(writes)
             except sqlite3.DatabaseError as error:
@@ -83,6 +83,7 @@ class TelemetryStore:
         self._db.close()
 
     def _open_database(self, writes: bool) -> sqlite3.Connection:
+        """Open the database, or an empty one in memory if there is nothing to read. Refuse another version."""
         path = self._home / NAME
         if not writes and not path.is_file():
             return _open_empty_database()
@@ -119,7 +120,7 @@ class TelemetryStore:
 
         Readings of unknown devices are dropped.
         """
-        with _database_errors(self._home), transaction(self._db):
+        with _convert_database_errors(self._home), transaction(self._db):
             self._db.executemany(
                 "insert into boards (device, body) values (?, ?) "
                 "on conflict (device) do update set body = excluded.body",
@@ -133,12 +134,12 @@ class TelemetryStore:
 
     def record_broker_outage(self, since: float | None) -> None:
         """Store the start of the broker outage, or None while the broker is connected."""
-        with _database_errors(self._home):
+        with _convert_database_errors(self._home):
             self._db.execute("insert or replace into contact (id, away) values (1, ?)", (since,))
 
     def downsample_readings(self, now: float) -> None:
         """Merge fine readings into coarser ones, and delete expired readings."""
-        with _database_errors(self._home), transaction(self._db):
+        with _convert_database_errors(self._home), transaction(self._db):
             for (step, _), (to, kept_s) in itertools.pairwise(STEPS):
                 last = self._db.execute("select max(at) from readings where step = ?", (to,)).fetchone()[0]
                 begin = 0 if last is None else last + to
@@ -148,7 +149,7 @@ class TelemetryStore:
                 self._db.execute("delete from readings where step = ? and at < ?", (step, int(now - kept_s)))
 
     def delete_devices(self, devices: Collection[str]) -> None:
-        with _database_errors(self._home), transaction(self._db):
+        with _convert_database_errors(self._home), transaction(self._db):
             for device in devices:
                 self._db.execute(
                     "delete from readings where board = (select id from boards where device = ?)", (device,)
@@ -156,12 +157,12 @@ class TelemetryStore:
                 self._db.execute("delete from boards where device = ?", (device,))
 
     def request_removal(self, devices: Iterable[str]) -> None:
-        with _database_errors(self._home), transaction(self._db):
+        with _convert_database_errors(self._home), transaction(self._db):
             self._db.executemany("insert or ignore into removals values (?)", [(device,) for device in devices])
 
     def take_removals(self) -> list[str]:
         """Return the devices queued for removal, and empty the queue."""
-        with _database_errors(self._home):
+        with _convert_database_errors(self._home):
             found = [str(device) for (device,) in self._db.execute("select device from removals order by device")]
             self._db.executemany("delete from removals where device = ?", [(device,) for device in found])
         return found
@@ -170,7 +171,7 @@ class TelemetryStore:
 
     def broker_outage_start(self) -> float | None:
         """Return since when the coordinator is disconnected from its broker, or None if connected."""
-        with _database_errors(self._home):
+        with _convert_database_errors(self._home):
             found: tuple[float | None] | None = self._db.execute("select away from contact").fetchone()
         return None if found is None else found[0]
 
@@ -179,7 +180,7 @@ class TelemetryStore:
 
         Rows that cannot be decoded are left out.
         """
-        with _database_errors(self._home):
+        with _convert_database_errors(self._home):
             rows = self._db.execute("select body from boards order by device").fetchall()
         found = []
         for (body,) in rows:
@@ -192,7 +193,7 @@ class TelemetryStore:
     def latest_readings(self, now: float) -> dict[str, TelemetrySample]:
         """Return each device's latest reading, if not older than FRESH_S."""
         step, found = STEPS[0][0], dict[int, TelemetrySample]()
-        with _database_errors(self._home):
+        with _convert_database_errors(self._home):
             devices = dict(self._db.execute("select id, device from boards"))
             at = self._db.execute("select max(at) from readings where step = ?", (step,)).fetchone()[0] or 0
             while at > now - FRESH_S and len(found) < len(devices):  # the newest have most boards
@@ -210,7 +211,7 @@ class TelemetryStore:
         """
         step = next((step for step, kept_s in STEPS if begin >= end - kept_s), STEPS[-1][0])
         at = range(int(begin) // step * step, int(end) + 1, step)
-        with _database_errors(self._home):
+        with _convert_database_errors(self._home):
             found = self._db.execute("select id from boards where device = ?", (device,)).fetchone()
             rows = [] if found is None else [self._load_row(step, each, found[0]) for each in at]
         return [TelemetrySample(*row) for row in rows if row is not None]
@@ -228,7 +229,7 @@ def _open_empty_database() -> sqlite3.Connection:
 
 
 @contextmanager
-def _database_errors(home: Path) -> Iterator[None]:
+def _convert_database_errors(home: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:

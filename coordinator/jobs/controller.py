@@ -99,7 +99,7 @@ def decide_next_event(
 def _devices_over_share(
     job: RunningJob, fact: CohortSelected | None, free: set[str], most: float, unlimited: Callable[[], AnyEvent | None]
 ) -> set[str]:
-    # Devices that would be selected without the submitter's quota.
+    """Return the eligible devices that only the submitter's share limit excludes from the cohort."""
     if fact is None:
         noted = {device for device in free if job.rounds.passed.get(device) == SHARE}
         if noted or most >= 1:
@@ -162,6 +162,7 @@ class CoordinatorContext:
             self.send_unsent_task(device, now_s)
 
     def send_unsent_task(self, device: str, now_s: float) -> None:
+        """Try to send a device the task of every job that waits for the device."""
         for serving in self.jobs.values():
             if device in serving.unsent:
                 serving.unsent.remove(device)
@@ -300,7 +301,8 @@ class JobController:
             | blob_hashes([*accepted, *self.arriving.values(), *self._begun.values()])
         )
 
-    def _release_unfinished_update(self, device: str, instead: Update | None = None) -> None:
+    def _discard_unfinished_update(self, device: str, instead: Update | None = None) -> None:
+        """Mark the blobs of a device's unfinished update as garbage, unless `instead` has the same bundles."""
         # so a device has at most one unfinished update of a job on the disk, whatever the device announces
         begun = self._begun.pop(device, None)
         if begun is not None and (instead is None or begun.bundles != instead.bundles):
@@ -324,6 +326,7 @@ class JobController:
         self.handle_input(message_handler.UpdateAnnounced(device, told, unfit=unfit), now_s)
 
     def handle_input(self, event: message_handler.Input, now_s: float) -> None:
+        """Record the events and schedule the actions that follow from a device's input."""
         step = message_handler.decide_response(self.id, self.job.rounds, self.arriving.get(event.device), event, now_s)
         if step.arriving is None:
             self.arriving.pop(event.device, None)
@@ -337,24 +340,24 @@ class JobController:
     # -- actions --
 
     def _schedule_action(self, action: message_handler.Action, now_s: float) -> None:
-        # actions with an effect outside have to wait until their events are written
+        """Carry out an action, but only after the events are written if the action has an effect outside."""
         if self._desk.later is None or type(action) in AT_ONCE:
-            self.carry_out(action, now_s)
+            self.carry_out_action(action, now_s)
         else:
             self._desk.later.append((self, action))
 
-    def carry_out(self, action: message_handler.Action, now_s: float) -> None:
+    def carry_out_action(self, action: message_handler.Action, now_s: float) -> None:
         match action:  # the most frequent first
             case message_handler.SlowResends(device):
                 self._desk.executor.slow_resends(device)
             case message_handler.CancelTask(device):
                 self.unsent.discard(device)
                 self._desk.cancel_task(device, self.id, now_s)
-                self._release_unfinished_update(device)
+                self._discard_unfinished_update(device)
             case message_handler.AckUpdate(device, update, accepted, reason):
                 self._desk.acknowledge_update(device, update, accepted, reason)
             case message_handler.FetchUpdate(device, update):
-                self._release_unfinished_update(device, update)
+                self._discard_unfinished_update(device, update)
                 self._begun[device] = update
                 self._desk.fetching[device] = self
                 in_turn = self.summed.register_update(device, update, now_s)
@@ -373,7 +376,10 @@ class JobController:
                 self.send_task(device, now_s)
 
     def send_task(self, device: str, now_s: float) -> None:
-        """Send a device its task of the running round, at once or when the device becomes available."""
+        """Send a device its task of the running round, at once or when the device becomes available.
+
+        If the method has no work for the device, record the task as declined. An error fails the job.
+        """
         job, desk = self.job, self._desk
         if job.rounds.phase != "open" or device not in job.rounds.asked:  # it may have ended with another device's task
             return
@@ -409,7 +415,7 @@ class JobController:
         job = self.job
         self.summed.start_folding()
         if job.rounds.phase == "closing":
-            return self.summed.start_commit(now_s)
+            return self.summed.commit_round(now_s)
         if self.summed.wait_for_punctual_updates(now_s):
             return False
         try:
@@ -435,6 +441,7 @@ class JobController:
         return True
 
     def _has_nothing_to_decide(self, busy: AbstractSet[str], most: float, now_s: float) -> bool:
+        """Return whether the fleet is as in the last decision, and further updates change nothing."""
         # a decision costs time in proportion to the fleet, and updates arrive a few at a time
         if self._undecided is None or busy:
             return False
@@ -451,6 +458,7 @@ class JobController:
         )
 
     def _devices_at_work(self, now_s: float) -> set[str]:
+        """Return the selected devices that are online, or all selected devices just after a start."""
         # just after a start these are all selected devices, because devices of a signed fleet authenticate first
         asked = set(self.pending_devices - self._desk.loans.devices_of_other_jobs(self.id))
         return asked if now_s < self._opened_s + START_S else asked.intersection(self._able_devices(now_s))

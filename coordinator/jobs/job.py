@@ -133,6 +133,7 @@ class RunningJob:
         return partial(self._states.load_starting_state, self.rounds)
 
     def use_loaded_state(self, found: LoadedState, now_s: float) -> None:
+        """Set the loaded state, and record the start of a new job or a restart that is due."""
         if self.rounds.state is None:
             self.record_event(JobStarted(found.ref, found.settles), now_s)
         elif self._by_wall and (fact := restart_event(self.rounds, now_s)) is not None:
@@ -170,11 +171,11 @@ class RunningJob:
         """
         known = self._asks.get(device)
         kept = self._orders.get(device) if known is not None and known.profile == profile else None
-        if (order := kept or self._device_order(device, profile)) is None:
+        if (order := kept or self._task_spec_for_device(device, profile)) is None:
             return None
         self._seeded = self._seeded or seed_deriver(self.job.seed, self.job.name, self.rounds.round)
-        asked = actions or self.rounds.actions
-        made = self._alike.task_of_order(
+        asked = actions or self.rounds.task_actions
+        made = self._alike.reuse_or_build_task(
             order,
             (engine, asked, self.rounds.attempt, self.rounds.remaining_s(now_s), now_s),
             lambda: tasks.make_task(
@@ -185,7 +186,7 @@ class RunningJob:
                 attempt=self.rounds.attempt,
                 method=self.job.method,
                 engine=engine,
-                work=self._workload_of_order(order, engine, asked).work,
+                work=self._workload_of_task_spec(order, engine, asked).work,
                 actions=asked,
                 seed=0,
                 deadline_s=self.rounds.remaining_s(now_s),
@@ -201,27 +202,28 @@ class RunningJob:
         return made
 
     def device_workload(self, device: str, profile: Profile | None) -> DeviceWorkload:
+        """Return the device's estimated work in the running round, empty if the method has none for the device."""
         known = self._asks.get(device)
         if known is None or known.profile != profile:
-            order = self._device_order(device, profile)
+            order = self._task_spec_for_device(device, profile)
             known = DeviceWorkload(WorkEstimate(), profile)
             if order is not None:
                 able = [engine for engine in self.engines if profile is not None and engine in profile.engines]
-                known = self._workload_of_order(order, (able or self.engines)[0], self.rounds.actions)._replace(
-                    profile=profile
-                )
+                known = self._workload_of_task_spec(
+                    order, (able or self.engines)[0], self.rounds.task_actions
+                )._replace(profile=profile)
             self._asks[device] = known
             self._orders.pop(device, None)
             if order is not None:
-                self._cache_order(device, order)
+                self._cache_task_spec(device, order)
         return known
 
-    def _workload_of_order(self, order: TaskSpec, engine: str, actions: tuple[Action, ...]) -> DeviceWorkload:
-        return self._alike.workload_of_order(
+    def _workload_of_task_spec(self, order: TaskSpec, engine: str, actions: tuple[Action, ...]) -> DeviceWorkload:
+        return self._alike.workload_of_task_spec(
             order, actions, engine, self._active_method is self.method and self.method.traits.unequal_epochs
         )
 
-    def _cache_order(self, device: str, order: TaskSpec) -> None:
+    def _cache_task_spec(self, device: str, order: TaskSpec) -> None:
         # Orders with tensors of their own are not cached, because they take memory.
         self._common = self._common or order.bundles
         if all(value is self._common.get(name) for name, value in order.bundles.items()):
@@ -237,7 +239,7 @@ class RunningJob:
             seen: Views of the fleet. The same object as before means an unchanged fleet.
         """
         asked = fact.devices[0] if fact.devices else ""
-        order = self._device_order(asked, seen[asked].profile if asked in seen else None)
+        order = self._task_spec_for_device(asked, seen[asked].profile if asked in seen else None)
         if order is None or fact.attempt or self.rounds.phase != "selecting":
             return ()
         if fact.round and self._all_able is not None and self._all_able[0] is seen and self._all_able[1] == order.work:
@@ -260,7 +262,7 @@ class RunningJob:
         if self._manifests is None:
             known = (
                 self._active_method.aggregation.schema(self.state)
-                if "work" in self.rounds.actions
+                if "work" in self.rounds.task_actions
                 else UpdateSchema({})
             )
             self._manifests = checks.ManifestValidator(known, self.job.wire)
@@ -304,7 +306,7 @@ class RunningJob:
             standing.weights.largest_allowed(device, limit),
             standing.reported.largest_allowed(device, limit),
         )
-        work, checks = "work" in self.rounds.actions, "check" in self.rounds.actions
+        work, checks = "work" in self.rounds.task_actions, "check" in self.rounds.task_actions
         bounds = claim_bounds.ClaimBounds(ask, limit_s, weight, examples, right, checks, *self._predicts)
         take = self.build_update_reader(update, profile, bounds, large=large)
 
@@ -347,7 +349,8 @@ class RunningJob:
         return self._summing
 
     def _build_base_finder(self, update: Update, profile: Profile | None) -> BaseTensors:
-        order = self._device_order(update.device, profile) if update.bases else None
+        """Return a function that loads the base tensors that an update refers to, if this job has sent them."""
+        order = self._task_spec_for_device(update.device, profile) if update.bases else None
         asked = (
             {self._store_bundle(value).sha256 for value in order.bundles.values()} if order else set()
         )  # after a restart
@@ -379,7 +382,7 @@ class RunningJob:
     def _compute_commit(self, rounds: JobState, now_s: float) -> CommitResult:
         """Compute and store the next state. Return it with the commit event and the encoded bundles."""
         state = self.state
-        if "work" in rounds.actions:
+        if "work" in rounds.task_actions:
             state = self._active_method.step(state, self._summing.take_aggregate(rounds))
             checks.require_finite_state(state, tuple(sorted(rounds.answered)))
         spent, finished, updates = rounds.spent, self.method.done(state), rounds.answered.values()
@@ -392,7 +395,7 @@ class RunningJob:
             else job_limits.describe_early_end(self.method, self.job.method, self.job.rounds, rounds.round)
         )
         means = average_metrics(updates)
-        if "work" in rounds.actions and not rounds.settling and "loss" in means:
+        if "work" in rounds.task_actions and not rounds.settling and "loss" in means:
             self._losses[rounds.completed_rounds] = means["loss"]
         told = caveat, short, explain_unchanged_loss(self._losses, self.job.params.get("lr"))
         explained = (*explain_missing_metrics(updates, means), *explain_evaluation(updates))
@@ -434,6 +437,7 @@ class RunningJob:
         self._reset_round_caches()
 
     def _reset_round_caches(self) -> None:
+        """Empty the caches of the round, and create its aggregator."""
         self._alike = tasks.TaskSpecCache(self._held)
         self._common, self._seeded, self._manifests = {}, None, None
         known = self._active_method.aggregation.schema(self.state)
@@ -443,11 +447,11 @@ class RunningJob:
         large = largest >= self._large_bytes or self.rounds.folded is not None
         self._summing = Aggregator(self._store.depot, self._active_method, self.state, self.job, large=large)
 
-    def _device_order(self, device: str, profile: Profile | None) -> TaskSpec | None:
+    def _task_spec_for_device(self, device: str, profile: Profile | None) -> TaskSpec | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, NEVER))
         active = self._active_method
         common = active is self.method and self.method.common_task
-        order = self._alike.order_for_device(active.send, self.state, view, common=common)
+        order = self._alike.task_spec_for_device(active.send, self.state, view, common=common)
         return tasks.with_epochs(order, self.rounds.epochs.get(device))
 
     @property
@@ -461,6 +465,7 @@ class RunningJob:
         self.rounds = after
 
     def _store_bundle(self, value: Tensors | BlobRef) -> BlobRef:
+        """Return the blob of a task's tensors, stored if missing. A file of the job's bundle is restored."""
         if isinstance(value, BlobRef):
             named = {name: ref for name, ref in self.bundle.files.items() if ref == value}
             self._states.restore_bundle_files(named)

@@ -73,7 +73,7 @@ def exclusive_bytes(store: Store) -> dict[str, int]:
     shared = Counter(sha256 for each in logs.values() for sha256 in each.needed_blobs)
     found = {}
     for run, each in logs.items():
-        refs = (store.depot.ref(sha256) for sha256 in each.needed_blobs if shared[sha256] == 1)
+        refs = (store.depot.find_ref(sha256) for sha256 in each.needed_blobs if shared[sha256] == 1)
         size = each.size + sum(ref.size for ref in refs if ref is not None)
         found[run] = size + sum(_measure_files(store.home / folder / f"{run}{ending}")[1] for folder, ending in _NAMED)
     return found
@@ -124,7 +124,7 @@ def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
 
 
 def _remove_unneeded_files(store: Store, alone: bool) -> RemovedFiles:
-    # Blobs are collected only if no coordinator uses the home (`alone`).
+    """Remove files of deleted runs and, if no coordinator uses the home (`alone`), unreferenced blobs."""
     files, total = _remove_files_of_deleted_runs(store)
     if not alone:
         return RemovedFiles(files, total, blobs_left=True)

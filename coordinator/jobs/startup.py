@@ -54,15 +54,16 @@ class JobLoader:
     def find_suspended_jobs(self, now_s: float) -> set[str]:
         """Return the jobs that wait for the next try of the disk."""
         holds = self._desk.store.holds.current_suspensions()
-        return {job for job, hold in holds.items() if self._wall_clock(now_s) < hold.again}
+        return {job for job, hold in holds.items() if self._to_wall_clock(now_s) < hold.again}
 
-    def _wall_clock(self, now_s: float) -> float:
+    def _to_wall_clock(self, now_s: float) -> float:
         # Steps of the wall clock change no retry.
         if self._ahead_s is None:
             self._ahead_s = self._desk.store.depot.disk.wall_clock_s() - now_s
         return now_s + self._ahead_s
 
     def open_jobs(self, rows: Sequence[StoredJob], now_s: float) -> None:
+        """Rebuild jobs from event logs, lease their devices and load their states. Suspend or end broken jobs."""
         found = []
         for row in rows:
             try:
@@ -74,10 +75,12 @@ class JobLoader:
             for device in sorted(job.rounds.asked):
                 self._desk.loans.acquire_device(device, row.id, now_s)
             if job.is_large_to_load:
-                self._desk.start_work(job.build_state_loader(), partial(self._activate_job, row))
+                self._desk.start_work(job.build_state_loader(), partial(self._serve_loaded_job, row))
             else:
                 found.append(row)
-        self._activate_jobs([(row, run_and_capture(self.jobs[row.id].build_state_loader())) for row in found], now_s)
+        self._serve_loaded_jobs(
+            [(row, run_and_capture(self.jobs[row.id].build_state_loader())) for row in found], now_s
+        )
 
     def _rebuild_job(self, row: StoredJob, now_s: float) -> RunningJob:
         made = blob_recovery.open_bundle(row.id, row.bundle, self._desk.store.depot)
@@ -87,10 +90,11 @@ class JobLoader:
         by_wall = self._by_wall and row.id not in self._served
         return RunningJob(row, self._desk.store, now_s, method, self._desk.worker.large_bytes, by_wall=by_wall)
 
-    def _activate_job(self, row: StoredJob, result: Result, now_s: float) -> None:
-        self._activate_jobs([(row, result)], now_s)
+    def _serve_loaded_job(self, row: StoredJob, result: Result, now_s: float) -> None:
+        self._serve_loaded_jobs([(row, result)], now_s)
 
-    def _activate_jobs(self, found: Sequence[tuple[StoredJob, Result]], now_s: float) -> None:
+    def _serve_loaded_jobs(self, found: Sequence[tuple[StoredJob, Result]], now_s: float) -> None:
+        """Release the devices of loaded jobs, serve the jobs, and suspend or end those that failed to load."""
         ready, left = [], set[str]()
         for row, result in found:
             job, loans = self.jobs.pop(row.id), self._desk.loans
@@ -111,7 +115,7 @@ class JobLoader:
     # -- jobs that do not go on --
 
     def _suspend_or_end_job(self, row: StoredJob, error: Exception, now_s: float) -> None:
-        # Raises a StoreError that suspends no job.
+        """Suspend a job after a failed read, else end the job as failed. Raise a StoreError of another cause."""
         if (hold := blob_recovery.suspension_reason(error)) is not None:
             return self.suspend_job(row, hold, now_s)
         if isinstance(error, StoreError):
@@ -137,7 +141,7 @@ class JobLoader:
         After the last retry, discard the damaged blob if it can be rebuilt or requested again. Otherwise end the job as
         failed.
         """
-        ids, holds, now = log_ids(run=job.id), self._desk.store.holds, self._wall_clock(now_s)
+        ids, holds, now = log_ids(run=job.id), self._desk.store.holds, self._to_wall_clock(now_s)
         hold = count_failure(holds.latest_suspension(job.id), error.what, str(error), now, counts=not error.lasts)
         if hold is not None:
             log.error("%s; %s is taken up again in %.3g s", error, job.id, hold.again - now, extra=ids)

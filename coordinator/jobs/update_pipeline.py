@@ -165,11 +165,11 @@ class UpdatePipeline:
             held_s = self._executor.transfer_wait_s(device) if self._offered.pop(device, None) == update else 0.0
             if now_s < self._moved_deadline_s + held_s:
                 self._in_time.add(device)
-            self._start(examining, partial(self._finish_validation, device, update))
+            self._start(examining, partial(self._apply_validation_if_current, device, update))
         else:
             self._apply_validation(device, examining, now_s)
 
-    def _finish_validation(
+    def _apply_validation_if_current(
         self, device: str, update: Update, examining: Callable[[], message_handler.UpdateValidated], now_s: float
     ) -> None:
         if self._examining.get(device) != update:
@@ -183,6 +183,7 @@ class UpdatePipeline:
     def _apply_validation(
         self, device: str, examining: Callable[[], message_handler.UpdateValidated], now_s: float
     ) -> None:
+        """Pass the validated update to the job. If a read fails, request the update again or suspend the job."""
         try:
             examined = examining()
         except blob_recovery.LostUpdateError as lost:
@@ -215,8 +216,8 @@ class UpdatePipeline:
                 done | ({before.folded.sum.sha256} if before.folded else set()), soon=True
             )
 
-    def start_commit(self, now_s: float) -> bool:
-        """Commit the round. Return False if the worker still commits or folds."""
+    def commit_round(self, now_s: float) -> bool:
+        """Commit the round, in the worker if updates are large. Return whether the round is committed already."""
         if self._summing:
             return False
         committing = self._served.job.build_commit(now_s)
@@ -240,7 +241,7 @@ class UpdatePipeline:
             self._served.record_event(done, now_s)
 
     def _result_or_lost_event(self, result: Callable[[], T], now_s: float) -> T | events.UpdateLost | None:
-        # Returns None after an error that failed the job.
+        """Return the result, `UpdateLost` for a lost update, or None after an error that failed the job."""
         try:
             return result()
         except blob_recovery.LostUpdateError as lost:

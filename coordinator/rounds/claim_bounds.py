@@ -252,6 +252,7 @@ def require_site_right(update: Update, parts: Sequence[site_updates.SiteUpdatePa
 
 
 def _require_weight_within(update: Update, most: float, told: int | None) -> None:
+    """Raise UpdateError if the weight exceeds `most`, or the reported number of examples, `told`."""
     if not update.weight <= most:
         raise UpdateError(_weight_problem(update.device, update.weight, most))
     if told is not None and update.weight > max(told, 1):
@@ -259,7 +260,6 @@ def _require_weight_within(update: Update, most: float, told: int | None) -> Non
 
 
 def _weight_problem(device: str, weight: float, most: float) -> str:
-    """Return the error text for a weight that is above the largest allowed."""
     return (
         f"{device} wants to count as {weight:g} examples, and {most:g} are the most here: set [cohort] max_examples if "
         "it really has so many"

@@ -98,6 +98,7 @@ def _selection_keys(
     since: Mapping[str, int],
     turns: float,
 ) -> list[tuple[int, float, str]]:
+    """Return a sort key by device: overdue devices first, then the draw, weighted by cost, then the id."""
     late = _overdue_rounds(turns, eligible, count)
     middling = statistics.median(costs.values()) if costs else 1.0
     drawn = draw_numbers(seed, round, eligible)

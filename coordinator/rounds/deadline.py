@@ -98,7 +98,7 @@ class MemoryShortage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def is_at_least(self, other: MemoryShortage) -> bool:
-        """Return whether the requirement is no lower than `other`, for the same memory budget."""
+        """Return whether the requirement is no lower than `other`, False with another memory budget."""
         if self.budget_bytes != other.budget_bytes:
             return False
         if self.peak_bytes and other.peak_bytes:
@@ -196,7 +196,10 @@ def decide_fixed(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineD
 
 
 def decide_by_prediction(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide a high percentile over devices of their 90th percentile durations, plus slack."""
+    """Decide a high percentile over devices of their 90th percentile durations, plus slack.
+
+    If the duration of any device cannot be predicted, `deadline_s` applies.
+    """
     fleet = FleetDurations.from_durations(known)
     found = [_predict_p90_s(known.get(device, ()), ask, fleet) for device, ask in asked.items()]
     times = sorted(time for time in found if time is not None)
@@ -280,7 +283,7 @@ def _p90_ratio(logs: Sequence[float], spread: float) -> float:
 
 
 def decide_by_paper(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide the slowest duration of the last round, times the ratio of work (FedStitch, section 4.4)."""
+    """Decide the last round's slowest duration times the ratio of work (FedStitch, 4.4), if any is known."""
     every = [each for took in known.values() for each in took]
     if not every:
         return DeadlineDecision()
@@ -294,7 +297,10 @@ def decide_by_paper(cohort: CohortSettings, known: Known, asked: Asks) -> Deadli
 
 
 def decide_by_energy(cohort: CohortSettings, known: Known, asked: Asks) -> DeadlineDecision:
-    """Decide the plan of fewest joules within the time limit, or the shortest within the joule limit."""
+    """Decide the plan of fewest joules within the time limit, or the shortest within the joule limit.
+
+    Without a plan, decide by prediction.
+    """
     problem = energy_problem(cohort, known, asked)
     plan = problem and plan_energy(cohort, *problem)
     if not plan:
@@ -325,7 +331,7 @@ def energy_problem(
     fleet, boards, priced = FleetDurations.from_durations(known), {}, False
     for device, ask in asked.items():
         took = known.get(device, ())
-        choices = _energy_options(cohort, took, ask, fleet)
+        choices = _forecast_epoch_choices(cohort, took, ask, fleet)
         priced = priced or bool(choices)
         if not choices and (upper_s := _predict_p90_s(took, ask, fleet)) is not None:
             choices = (energy_scheduling.EpochChoice(upper_s, 0.0, ask.epochs or 1),)
@@ -338,9 +344,10 @@ def energy_problem(
     return (boards, passes) if priced else None
 
 
-def _energy_options(
+def _forecast_epoch_choices(
     cohort: CohortSettings, took: Sequence[TaskDuration], ask: DeviceWorkload, fleet: FleetDurations
 ) -> tuple[energy_scheduling.EpochChoice, ...]:
+    """Return a device's options of time and joules, or none without a profile or known durations."""
     # A device without known durations keeps its epochs. Operating points that are both slower and costlier than another
     # point are left out.
     own = _log_ratios(took)

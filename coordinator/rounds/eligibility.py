@@ -122,6 +122,7 @@ def _flooding_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
 
 
 def _engine_code(seen: DeviceSnapshot, wants: JobRequirements) -> str | None:
+    """Return "profile" without a profile, "engine" without an engine of the job, or None."""
     if seen.profile is None:
         return "profile"
     return None if any(engine in seen.profile.engines for engine in wants.engines) else "engine"

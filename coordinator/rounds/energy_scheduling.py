@@ -143,6 +143,7 @@ class _EnergyProblem:
         return EnergyPlan(self.times[at], self.total_joules(at), dict(zip(self._names, found[1], strict=True)))
 
     def cheapest_index(self, first: int, last: int) -> int:
+        """Return the index of the duration with the fewest joules, within NEAR in large cohorts."""
         best = min((first, last), key=lambda at: (self.total_joules(at), at))
         stack = [(first, last)]
         while stack:
@@ -155,6 +156,7 @@ class _EnergyProblem:
         return best
 
     def shortest_index(self, first: int, last: int, limit_j: float) -> int | None:
+        """Return the first index whose plan is within the joule limit, or None."""
         if self.total_joules(first) <= limit_j:
             return first
         if last - first > 1 and self._lower_bound_j(first, last) <= limit_j:
@@ -177,7 +179,7 @@ class _EnergyProblem:
         return self._known[at]
 
     def _distribute_work(self, limit_s: float) -> tuple[float, tuple[int, ...]] | None:
-        # Returns joules and epochs of each device, or None if the limit is too short.
+        """Return the joules above idle and the epochs of each device, or None if the limit is too short."""
         ways = [
             [_EpochOption(examples * epochs, joules, epochs) for epochs, joules in _feasible_options(table, limit_s)]
             for examples, table in self._tables
@@ -274,12 +276,14 @@ def _options_by_epochs(choices: Sequence[EpochChoice]) -> dict[int, tuple[list[f
 def _feasible_options(
     table: Mapping[int, tuple[list[float], list[float]]], limit_s: float
 ) -> Iterator[tuple[int, float]]:
+    """Yield each number of epochs that is possible in time, with the fewest joules."""
     for epochs, (times, joules) in table.items():
         if at := bisect.bisect_right(times, limit_s):
             yield epochs, joules[at - 1]
 
 
 def _pareto_indices(work: np.ndarray, joules: np.ndarray) -> np.ndarray:
+    """Return the indices of options that no other option beats in work and joules, the most work first."""
     import numpy as np
 
     order = np.lexsort((joules, -work))

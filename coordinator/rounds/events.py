@@ -78,7 +78,7 @@ def next_phases(fact: str, phase: Phase) -> tuple[Phase, ...]:
     return TRANSITIONS[fact].get(phase, ())
 
 
-def format_diagram() -> str:
+def format_mermaid_diagram() -> str:
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for fact, moves in TRANSITIONS.items():
         for before, afters in moves.items():
@@ -310,7 +310,8 @@ class JobState(msgspec.Struct, frozen=True):
         return self.finished or self.round - self.extra >= self.plan.rounds
 
     @property
-    def actions(self) -> tuple[Action, ...]:
+    def task_actions(self) -> tuple[Action, ...]:
+        """Actions of the running round's tasks: evaluation ("check"), training ("work") or both."""
         if self.ordered is not None and self.ordered.actions:
             return self.ordered.actions
         every = 0 if self.plan.check_beside else self.plan.check_every
@@ -331,6 +332,7 @@ class JobState(msgspec.Struct, frozen=True):
         return max(self.opened_s + self.deadline_s - now_s, 0.0)
 
     def decline_event(self, device: str, code: str, reason: str, ask: DeviceWorkload, start: str = "") -> TaskDeclined:
+        """Return the event of a declined task, with the task's requirements if memory was short."""
         lacks_memory = REFUSALS.get(code, UNKNOWN).lasts == "rounds"
         return TaskDeclined(
             self.round, device, code, reason, MemoryShortage.from_workload(ask) if lacks_memory else None, start
@@ -384,7 +386,7 @@ def _apply_allowed_event(state: JobState, fact: AnyEvent, now_s: float) -> JobSt
             state = replace(_restart_attempt_time(state, now_s), phase=begun, state=fact.state, began_s=now_s)
             state = replace(state, settles=fact.settles, ordered=fact if fact.actions else None, settling=fact.settling)
             if fact.begins < state.round:
-                return _rewind_site(state, fact.begins)
+                return _rewind_to_round(state, fact.begins)
             return state if fact.begins == state.round and not state.answered else _clear_round(state, fact.begins)
         case NoteRecorded():
             return state
@@ -404,7 +406,7 @@ def _apply_allowed_event(state: JobState, fact: AnyEvent, now_s: float) -> JobSt
             refused, idle, asked = state.refused, state.idle, state.asked - {fact.device}
             if REFUSALS.get(fact.code, UNKNOWN).lasts != "attempt":
                 agent = (fact.start, fact.short) if isinstance(fact, TaskDeclined) else ("", None)
-                known = LastingDecline(fact.round, fact.code, fact.reason, frozenset(state.actions), *agent)
+                known = LastingDecline(fact.round, fact.code, fact.reason, frozenset(state.task_actions), *agent)
                 refused = {**refused, fact.device: known}
             if isinstance(fact, TaskDeclined) and fact.code == NOTHING:
                 idle = idle | {fact.device}
@@ -448,7 +450,7 @@ def _apply_cohort_selected(state: JobState, fact: CohortSelected, now_s: float) 
 
 
 def _apply_update_lost(state: JobState, fact: UpdateLost, now_s: float) -> JobState:
-    """Return the state without a lost update, whose device works on its task again."""
+    """Return the state without a lost update: the round is open again, and the device is at work."""
     device, asked_s = fact.device, {**state.asked_s, fact.device: now_s}
     answered = {name: update for name, update in state.answered.items() if name != device}
     through = {board: site for board, site in state.through.items() if site != device} if state.through else {}
@@ -479,7 +481,8 @@ def _clear_round(state: JobState, round: int) -> JobState:
     return replace(state, refused=refused) if len(refused) < len(state.refused) else state
 
 
-def _rewind_site(state: JobState, round: int) -> JobState:
+def _rewind_to_round(state: JobState, round: int) -> JobState:
+    """Return the state before a round that the parent repeats, without later contributions."""
     # the coordinator above runs from an older copy, and repeats a round that the site has worked for
     history = {device: rounds.rounds_before(round) for device, rounds in state.history.items()}
     since = {device: min(last, round) for device, last in state.since.items()}
@@ -494,10 +497,10 @@ def _apply_round_committed(state: JobState, fact: RoundCommitted, now_s: float) 
     after = replace(after, phase="selecting", began_s=now_s, state=fact.state)
     after = replace(after, history=history, finished=state.finished or fact.finished, checked=checked, settling=False)
     after = replace(after, extra=state.extra + fact.settled, spent=spent)
-    return replace(after, settling=state.settles and not fact.settled and _is_evaluation_next(after))
+    return replace(after, settling=state.settles and not fact.settled and _is_evaluation_round_next(after))
 
 
-def _is_evaluation_next(state: JobState) -> bool:
+def _is_evaluation_round_next(state: JobState) -> bool:
     due = bool(every := state.plan.check_every) and state.completed_rounds % every == 0
     return not state.checked and (
         state.is_work_done or due or job_limits.describe_reached_limit(state.plan.stop, state.spent) is not None

@@ -203,12 +203,14 @@ def decide_response(job: str, state: JobState | None, arriving: Arriving, event:
 
 
 def _exclude_device(state: JobState | None, arriving: Arriving, device: str, code: str, reason: str) -> Decision:
+    """Log a rejection and cancel the device's task, or do nothing if no update is expected."""
     if state is None or not _is_update_expected(state, device):
         return Decision(arriving)
     return Decision(None, (UpdateRejected(state.round, device, reason, code),), (CancelTask(device),))
 
 
 def _decide_on_claim(job: str, state: JobState | None, arriving: Arriving, event: ClaimReceived) -> Decision:
+    """Keep, decline or renew the claimed task of the running round. Cancel a task that is not expected."""
     device, claim = event.device, event.claim
     if state is None or not _is_update_expected(state, device):
         return Decision(arriving, (), (CancelTask(device),))  # an old task retained by the broker
@@ -227,6 +229,7 @@ def _decide_on_claim(job: str, state: JobState | None, arriving: Arriving, event
 
 
 def _decide_on_announcement(job: str, state: JobState | None, arriving: Arriving, event: UpdateAnnounced) -> Decision:
+    """Fetch an expected update, acknowledge a counted update again, and reject or ignore any other."""
     device, update = event.device, event.update
     if update.device != device:
         return _reject_unexpected_update(state, arriving, event, f"it names another device, {update.device}")
@@ -256,6 +259,7 @@ def _decide_on_announcement(job: str, state: JobState | None, arriving: Arriving
 
 
 def _decide_on_validation(state: JobState | None, arriving: Arriving, event: UpdateValidated, now_s: float) -> Decision:
+    """Accept the valid part of an update. Reject an invalid update, or devices that count already."""
     device, update = event.device, event.update
     if state is None or arriving != update:
         return Decision(arriving)
@@ -290,6 +294,7 @@ def _duplicate_device_text(board: str, by: str) -> str:
 def _reject_unexpected_update(
     state: JobState | None, arriving: Arriving, event: UpdateAnnounced, reason: str
 ) -> Decision:
+    """Send a negative acknowledgement, and cancel the device's task unless its update is expected."""
     answer = AckUpdate(event.device, event.update, False, reason)
     idle = () if _is_update_expected(state, event.device) else (CancelTask(event.device),)
     return Decision(arriving, (), (answer, *idle))

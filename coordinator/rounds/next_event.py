@@ -86,11 +86,11 @@ def restart_event(state: JobState, now_s: float) -> AttemptResumed | None:
     if not limit_s or not (is_before_first_selection(state) or state.phase == "open"):
         return None
     since_s = now_s - (state.opened_s + state.passed_s)
-    return AttemptResumed(state.round, elapsed_at_restart_s(state.passed_s, since_s, limit_s, state.restarts))
+    return AttemptResumed(state.round, capped_elapsed_s(state.passed_s, since_s, limit_s, state.restarts))
 
 
-def elapsed_at_restart_s(passed_s: float, since_s: float, limit_s: float, restarts: int) -> float:
-    """Return the elapsed part of a time limit, in seconds, when a coordinator restarts.
+def capped_elapsed_s(passed_s: float, since_s: float, limit_s: float, restarts: int) -> float:
+    """Return the seconds that count as elapsed at a restart: at most 90 % of the limit, then 95 %, and so on.
 
     Args:
         passed_s: The seconds that had elapsed at the previous restart.
@@ -148,7 +148,9 @@ def devices_to_skip(
         device: refused.code
         for device, refused in state.refused.items()
         if device in devices
-        and refused.would_recur(state.round, state.actions, start(device), MemoryShortage.from_workload(ask(device)))
+        and refused.would_recur(
+            state.round, state.task_actions, start(device), MemoryShortage.from_workload(ask(device))
+        )
     }
     others = len(devices) - len(found)
     waits = not others and state.phase == "selecting"
@@ -206,10 +208,10 @@ def is_round_idle(state: JobState, able: Collection[str], busy: AbstractSet[str]
 
 
 def updates_to_close(state: JobState, online: Collection[str], gone: AbstractSet[str] = frozenset()) -> int:
-    """Return the number of updates that closes the round at once.
+    """Return the number of updates that closes the round at once: the cohort size, or all counted devices.
 
-    Without a cohort size, all devices count that are online, selected or due in this attempt, except those that have
-    declined or are gone. The round waits until its deadline for devices that are at work or leased to another job.
+    Counted are devices that are online, selected or due in this attempt, without those that have declined or are gone,
+    but at least `minimum_updates`. The round waits until its deadline for devices that are at work or leased elsewhere.
     """
     if size := _cohort_size(state):
         return size
@@ -275,6 +277,7 @@ def start_timeout_event(state: JobState, online: int) -> JobEnded | None:
 def _decide_selection_or_end(
     state: JobState, online: Collection[str], ask: Callable[[str], DeviceWorkload], busy: AbstractSet[str], most: float
 ) -> AnyEvent | None:
+    """Return the end of a completed job, the next cohort, or None while too few devices are online."""
     plan = state.plan
     if not state.settling:
         if state.is_work_done and (state.checked or not plan.check_every or plan.check_beside):
@@ -298,7 +301,7 @@ def _decide_selection_or_end(
 
 
 def _select_devices(state: JobState, free: set[str], most: float) -> tuple[str, ...]:
-    # devices that were silent in earlier attempts come last
+    """Select up to `most` free devices, with those silent in earlier attempts last."""
     count = int(min(most, len(free)))
     if tried := [device for device in state.silent if device in free]:
         fresh = _select_devices(replace(state, silent=()), free.difference(tried), count)
@@ -325,6 +328,7 @@ def _decide_open_round(
     most: float,
     gone: AbstractSet[str],
 ) -> AnyEvent | None:
+    """Return the event that closes, extends, retries or fails the round or selects more devices, or None."""
     cohort = state.plan.cohort
     have, want = len(state.answered), updates_to_close(state, online, gone)
     if have >= want:
@@ -398,13 +402,14 @@ def _quorum_failure_event(state: JobState, want: int, failed: Mapping[str, Lasti
     asked = {*state.asked_s, *state.answered, *state.declined, *refused} - state.idle
     if refused and len(refused) + len(state.answered) >= len(asked):
         codes = [code for code, _ in Counter(code for code, _ in refused.values()).most_common()]
-        causes = "; ".join(_describe_refusals(state.round, code, refused, len(asked)) for code in codes)
+        causes = "; ".join(_summarise_refusals(state.round, code, refused, len(asked)) for code in codes)
         return JobEnded("failed", f"{causes}.\nFix: {REFUSALS[codes[0]].fix}.", codes[0])
     passing = {device: ("", reason) for device, reason in state.declined.items() if device not in refused}
-    return JobEnded("failed", _describe_outcomes(state, want, refused | passing))
+    return JobEnded("failed", _describe_failed_round(state, want, refused | passing))
 
 
-def _describe_refusals(round: int, code: str, refused: Mapping[str, tuple[str, str]], asked: int) -> str:
+def _summarise_refusals(round: int, code: str, refused: Mapping[str, tuple[str, str]], asked: int) -> str:
+    """Return the cause of a decline code, its number of devices and its most frequent reason."""
     reasons = [reason for _, (found, reason) in sorted(refused.items()) if found == code]
     reason, count = Counter(reasons).most_common(1)[0]
     example = "" if count == len(reasons) else f"{min(d for d, each in refused.items() if each == (code, reason))}: "
@@ -422,7 +427,7 @@ def format_by_reason(declined: Mapping[str, str], most: int = 5) -> str:
     return "; ".join(f"{', '.join(names[:most])}{more.get(reason, '')}: {reason}" for reason, names in told)
 
 
-def _describe_outcomes(state: JobState, want: int, reasons: Mapping[str, tuple[str, str]]) -> str:
+def _describe_failed_round(state: JobState, want: int, reasons: Mapping[str, tuple[str, str]]) -> str:
     asked = state.asked_s.keys() | state.answered.keys() | reasons.keys()
     rejected = {device for device, (code, _) in reasons.items() if code == UPDATE} | (
         state.declined.keys() & state.roll

@@ -17,7 +17,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from fedquilt import wire
-from fedquilt.coordinator.rounds.next_event import elapsed_at_restart_s
+from fedquilt.coordinator.rounds.next_event import capped_elapsed_s
 from fedquilt.core import Count, JobError, Label, Name, Profile, Seconds, Sentence, seed_deriver, shorten_error
 from fedquilt.core.messages import UPGRADES
 from fedquilt.formats import labels
@@ -47,7 +47,7 @@ class RolloutPlan(wire.ReleaseContent, frozen=True, omit_defaults=True):
 
     def require_valid(self) -> None:
         """Raise JobError, with the fix, if the selection, the phases or the window are invalid."""
-        labels.require_selection(self.select)
+        labels.require_valid_selection(self.select)
         if not self.canary or not self.phases:
             raise JobError("a rollout has a canary above 0 % and at least one phase after it: --phases 5% 100%")
         if any(
@@ -398,7 +398,11 @@ def select_step_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> t
 
 
 def find_blocking_devices(state: Rollout, fleet: Mapping[str, RolloutDevice], now_s: float) -> tuple[str, ...]:
-    """Return the devices that delay the current step: all offered ones until the first has finished."""
+    """Return the pending devices that delay the open step, or none if no step is open.
+
+    Until the first device has ended, all pending devices delay the step. Afterwards, each device delays the step for a
+    limited time.
+    """
     if not state.is_step_open:
         return ()
     pending = [device for device in state.offered if state.device_phase(device) not in SETTLED]
@@ -436,7 +440,7 @@ def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | No
         return None
     limits = (state.silent_s, _wait_limit_s(state, False)), (state.present_s, _wait_limit_s(state, True))
     return RolloutResumed(
-        *(elapsed_at_restart_s(passed_s, since_s, limit_s, state.restarts) for passed_s, limit_s in limits)
+        *(capped_elapsed_s(passed_s, since_s, limit_s, state.restarts) for passed_s, limit_s in limits)
     )
 
 

@@ -87,6 +87,7 @@ def write_backup(store: Store, file: Path) -> BackupSummary:
 
 
 def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Path) -> int:
+    """Add the database and all needed blobs, and return their number. Copy again while blobs vanish."""
     # The coordinator may delete a blob during the backup because a later event makes the blob superfluous. So missing
     # blobs are looked up in a later copy of the database, and a blob that this copy still needs is lost.
     gone: set[str] = set()
@@ -220,6 +221,7 @@ class _HashingReader:
 
 @contextmanager
 def _open_part_file(file: Path) -> Iterator[int]:
+    """Open and lock an empty FILE.part, removed after an error. Raise JobError if it is locked or FILE exists."""
     path = f"{file}.part"
     part = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -259,7 +261,7 @@ def restore_backup(file: Path, home: Path) -> BackupSummary:
         raise JobError(f"{home} is there already: name a home that is not, or move this one away first")
     part = home.with_name(f"{home.name}.part")
     with disk_errors(f"make {home} from {file}", _WHEN_FULL), _open_part_folder(part):
-        manifest = _extract_backup(file, part)
+        manifest = _extract_and_verify_backup(file, part)
         with Store(part) as store:
             found = BackupSummary(
                 len(store.all_jobs()), len(manifest.files), sum(size for size, _ in manifest.files.values())
@@ -273,7 +275,7 @@ def restore_backup(file: Path, home: Path) -> BackupSummary:
     return found
 
 
-def _extract_backup(file: Path, to: Path) -> BackupManifest:
+def _extract_and_verify_backup(file: Path, to: Path) -> BackupManifest:
     found: dict[str, tuple[int, str]] = {}
     with open(file, "rb") as raw:
         try:
@@ -284,7 +286,7 @@ def _extract_backup(file: Path, to: Path) -> BackupManifest:
                     if source is None:
                         raise StoreError(_unexpected_file_text(file, member.name))
                     if stated := _MANIFEST.fullmatch(member.name):
-                        return _verify_manifest(file, source.read(), stated[1], found)
+                        return _parse_and_verify_manifest(file, source.read(), stated[1], found)
                     if not _MEMBER.fullmatch(member.name) or {"..", ""} & {*member.name.split("/")}:
                         raise StoreError(_unexpected_file_text(file, member.name))
                     found[member.name] = _write_private_file(source, to / member.name)
@@ -293,7 +295,9 @@ def _extract_backup(file: Path, to: Path) -> BackupManifest:
     raise StoreError(f"{file} is cut short or damaged after {len(found)} files: take another backup")
 
 
-def _verify_manifest(file: Path, text: bytes, stated: str, found: Mapping[str, tuple[int, str]]) -> BackupManifest:
+def _parse_and_verify_manifest(
+    file: Path, text: bytes, stated: str, found: Mapping[str, tuple[int, str]]
+) -> BackupManifest:
     try:
         if hashlib.sha256(text).hexdigest() != stated:
             raise StoreError(f"{file} is damaged: its manifest is not what was written; take another backup")
@@ -330,6 +334,7 @@ def _write_private_file(source: IO[bytes], path: Path) -> tuple[int, str]:
 
 @contextmanager
 def _open_part_folder(part: Path) -> Iterator[None]:
+    """Create, lock and empty the folder, and remove it after an error. Raise JobError if it is something else."""
     if not _is_missing_or_empty(part) and not _lock_path(part).is_file():
         raise JobError(f"{part}, where the home is made first, is something else: move it away")
     part.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ class LogIndex:
         return {job: self.read_log(job, head) for job, head in heads.items()}
 
     def add_written_event(self, job: str, before: bytes, seq: int, at: float, body: str, sum: bytes) -> None:
-        """Add an event that this process appends to the log whose last checksum is `before`."""
+        """Add an event that this process appends to a log, if the index ends at the checksum `before`."""
         known = self._known.get(job)
         if known is not None and known.head == before:  # if it is taken back, the next look finds another fact there
             known.add_event(seq, at, body, sum, len(body.encode()))

@@ -68,7 +68,7 @@ class RolloutLog:
         now = time.time()
         id = id or f"{plan.kind}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
         with self._writing():
-            for kept in self._load_all()[0]:
+            for kept in self._load_rollouts_and_errors()[0]:
                 if kept.state.plan.kind == plan.kind and kept.state.is_under_way:
                     raise JobError(
                         f"{kept.state.id} of {kept.state.plan.name} is {kept.state.status}: wait for its end, or "
@@ -80,11 +80,11 @@ class RolloutLog:
 
     def readable_rollouts(self) -> list[StoredRollout]:
         with self._read_transaction():
-            return self._load_all()[0]
+            return self._load_rollouts_and_errors()[0]
 
     def read_errors(self) -> dict[str, str]:
         with self._read_transaction():
-            return self._load_all()[1]
+            return self._load_rollouts_and_errors()[1]
 
     def find_rollout(self, rollout: str = "") -> StoredRollout:
         """Return the latest rollout with this id, run or version, or the latest of all for "".
@@ -151,7 +151,7 @@ class RolloutLog:
 
     # -- within: nothing here turns SQLite's errors into a sentence --
 
-    def _load_all(self) -> tuple[list[StoredRollout], dict[str, str]]:
+    def _load_rollouts_and_errors(self) -> tuple[list[StoredRollout], dict[str, str]]:
         found, odd = list[StoredRollout](), dict[str, str]()
         for row, intact in self._rows.read_jobs():
             try:

@@ -227,6 +227,7 @@ class RowStore:
         return [(row := JobRow(*each[:-1]), row.row_checksum == each[-1]) for each in found]
 
     def find_job(self, id: str) -> JobRow | None:
+        """Return a job's row, or None if unknown. Raise DamagedRunError if the row is damaged."""
         query = f"select {_COLUMNS}, sum from {self._table} where id = ?"  # noqa: S608
         found = self._db.execute(query, (id,)).fetchone()
         if found is None:
@@ -346,6 +347,7 @@ class RowStore:
         )
 
     def is_update_counted(self, update: Update) -> bool:
+        """Return whether the log has an accepted update of the same job, round and device."""
         query = """
             select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') =
             'UpdateAccepted' and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') =

@@ -48,7 +48,7 @@ class Snapshot(msgspec.Struct):
 
     def apply_event(self, fact: AnyEvent, after: JobState) -> None:
         if isinstance(fact, UpdateAccepted):
-            self._record_update_numbers(fact.update, work="work" in after.actions)
+            self._record_update_numbers(fact.update, work="work" in after.task_actions)
         self.rounds, self.facts = after, self.facts + 1
 
     def _record_update_numbers(self, update: Update, *, work: bool) -> None:
@@ -90,6 +90,7 @@ class SnapshotStore:
         return None if found is None else found[0]
 
     def _read_snapshot(self, job: str) -> tuple[IndexedLog, bytes] | None:
+        """Return a valid snapshot's log index and encoded state, or None after a warning."""
         row = self._db.execute("select version, log, body, sum from snapshots where job = ?", (job,)).fetchone()
         if row is None:
             return None

@@ -81,6 +81,7 @@ def find_damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
 
 
 def _find_integrity_errors(db: sqlite3.Connection, limit_s: float) -> list[str]:
+    """Return the errors that SQLite finds, or none if the check takes longer than `limit_s`."""
     until_s = time.monotonic() + limit_s
     db.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
     try:
@@ -177,7 +178,7 @@ class Store:
             self._lock.release()
 
     def acquire_lock(self) -> bool:
-        """Lock the home until the process ends. Return False if another coordinator has the lock."""
+        """Lock the home until `close`, and own the blob store. Return False if another process has the lock."""
         if self._lock is None:
             self._require_undamaged()
             with database_errors(
@@ -204,7 +205,7 @@ class Store:
             return self._read_epoch()
 
     def _read_epoch(self) -> int:
-        # a damaged counter is replaced by the latest epoch of a job
+        """Return the stored epoch or, if damaged, the latest epoch of a job."""
         found = self._rows.read_counter("epoch")
         if found is None:
             log.warning("the number of starts in %s is damaged: devices say if it has become too small", self.home)

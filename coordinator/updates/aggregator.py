@@ -106,7 +106,7 @@ class Aggregator:
             round == rounds.round
             and device in rounds.asked
             and self._job.wire.codec == "raw"
-            and "work" in rounds.actions
+            and "work" in rounds.task_actions
             and self._folding.can_fold_in_order(device)
         )
 
@@ -126,7 +126,7 @@ class Aggregator:
 
         Other processes may fold small updates of exact methods in the raw encoding.
         """
-        able = self._sums is not None and self._job.wire.codec == "raw" and "work" in rounds.actions
+        able = self._sums is not None and self._job.wire.codec == "raw" and "work" in rounds.task_actions
         if not able or rounds.settling or rounds.state is None or rounds.state.size > WHOLE_BYTES:
             return None
         return self._depot.verified_path(rounds.state.sha256)
@@ -171,11 +171,11 @@ class Aggregator:
 
     def has_foldable_update(self, rounds: JobState) -> bool:
         """Return whether an accepted update can be folded now. Not to be called during a worker's call."""
-        return "work" in rounds.actions and not self._folding.consists_of(self._foldable_updates(rounds))
+        return "work" in rounds.task_actions and not self._folding.consists_of(self._foldable_updates(rounds))
 
     def count_unfolded(self, rounds: JobState) -> tuple[int, int]:
         """Return the number and bytes of updates that wait for folding. Valid during a worker's call."""
-        if "work" not in rounds.actions:
+        if "work" not in rounds.task_actions:
             return 0, 0
         known = self._unfolded
         if rounds.phase == "closing":  # the sum goes into the new state
@@ -209,6 +209,7 @@ class Aggregator:
         )
 
     def _is_worth_storing(self, rounds: JobState, stored_at: float) -> bool:
+        """Return whether the exact aggregate has enough new updates to be stored while devices are at work."""
         if not self._is_exact or not rounds.asked:
             return False
         folded = [update for update in rounds.answered.values() if self._folding.contains_update(update)]
@@ -220,7 +221,7 @@ class Aggregator:
     # -- the end of a round --
 
     def take_aggregate(self, rounds: JobState) -> Any:
-        """Return and release the aggregate of a closed round, because a step may modify it.
+        """Fold the remaining updates, then return and release the aggregate of a closed round.
 
         Raises:
             LostUpdateError: If an update can no longer be read.
@@ -240,6 +241,7 @@ class Aggregator:
         return not self._is_exact and bool(rounds.through)
 
     def _fold_in_device_order(self, updates: Mapping[str, Update]) -> Any:
+        """Fold all updates in the order of device ids, with each site's update split into those of its devices."""
         boards: dict[str, Callable[[], DeviceUpdate]] = {}
         for device, update in updates.items():
             if update.boards:
@@ -260,7 +262,7 @@ class Aggregator:
         )
 
     def _fold_pending(self, rounds: JobState, most: int | None = None) -> None:
-        # if the running aggregate is unusable, folding restarts from the stored one or from nothing
+        """Fold up to `most` updates, from the stored aggregate or none if the running one is unusable."""
         updates = self._foldable_updates(rounds)
         self._folding.merge_pending_sums(updates)
         if not self._folding.is_part_of(updates) or not len(self._folding):
@@ -296,6 +298,7 @@ class Aggregator:
         return self._scratch
 
     def _fold_update(self, given: DeviceUpdate) -> Any:
+        """Return the aggregate with another update. Reset it after an error other than UpdateError."""
         # after an error, which may have come halfway, the aggregate is computed again
         try:
             with exact_sums.sums_on_disk(self._scratch_file() if self.large and self._is_exact else None):
@@ -318,6 +321,7 @@ class Aggregator:
         return replace(given, bundles=compression.decode_update(self._job.wire, given.bundles, base))
 
     def _with_permitted_devices(self, update: Update, given: DeviceUpdate, bounds: claim_bounds.ClaimBounds) -> Update:
+        """Return a site's update with the ids of its devices, if permitted, or any other update unchanged."""
         if not has_site_bundles(given.bundles):
             return update
         parts = site_updates.parts_of_site(given)
@@ -325,6 +329,7 @@ class Aggregator:
         return msgspec.structs.replace(update, boards=tuple(part.device for part in parts))
 
     def _store_decoded(self, update: Update, given: DeviceUpdate) -> Update:
+        """Store decoded bundles and return the update with their blobs. Raw and site updates stay the same."""
         if self._job.wire.codec == "raw" or has_site_bundles(update.bundles):
             return update
         refs = {

@@ -84,6 +84,7 @@ def suspension_reason(error: BaseException) -> UnreadableError | None:
 
 
 def _find_descriptor_error(error: BaseException | None) -> OSError | None:
+    """Return the error in the chain of causes that no file descriptor is left, or None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DESCRIPTORS:
             return error
@@ -217,6 +218,7 @@ def load_or_rebuild_state(
 
 
 def _load_object(depot: BlobStore, ref: BlobRef, kind: type[T], large: Callable[[str], T]) -> T | None:
+    """Return the state in a blob, through `large` above WHOLE_BYTES, or None if the blob is lost."""
     if ref.size > WHOLE_BYTES:
         path = depot.verified_path(ref.sha256)
         return None if path is None else large(path)

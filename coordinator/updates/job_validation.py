@@ -85,6 +85,7 @@ def require_matching_bundle(job: settings.JobSettings, made: Bundle) -> None:
 
 
 def _describe_label_mismatch(wanted: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Return a list with a text on the first label that differs, or an empty list."""
     for number, (ours, theirs) in enumerate(itertools.zip_longest(wanted, given)):
         if ours != theirs:
             told = ["none" if each is None else repr(each) for each in (ours, theirs)]

@@ -46,6 +46,7 @@ def explain_evaluation(updates: Collection[Update]) -> list[str]:
 
 
 def _select_consistent_evaluations(updates: Collection[Update]) -> list[tuple[str, EvaluationSums]]:
+    """Return (device, evaluation) pairs with the most frequent task and number of outputs."""
     found = [(each.device, each.evaluation) for each in updates if each.evaluation and each.evaluation.examples]
     shapes = Counter((sums.task, sums.outputs) for _, sums in found)
     usual = max(shapes, key=lambda shape: (shapes[shape], shape), default=None)

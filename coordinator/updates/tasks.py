@@ -38,9 +38,10 @@ class TaskSpecCache:
         ] = {}  # of those orders, by their identity
         self._made: tuple[Hashable, Task] | None = None  # its latest task, and what it follows from
 
-    def order_for_device(
+    def task_spec_for_device(
         self, send: Callable[[Any, DeviceView], TaskSpec | None], state: Any, view: DeviceView, *, common: bool
     ) -> TaskSpec | None:
+        """Return the method's task spec. With `common`, call `send` once for sites and once for all others."""
         if not common:
             return send(state, view)
         is_site = view.profile is not None and view.profile.boards > 0
@@ -48,9 +49,10 @@ class TaskSpecCache:
             self._orders[is_site] = send(state, view)
         return self._orders[is_site]
 
-    def workload_of_order(
+    def workload_of_task_spec(
         self, order: TaskSpec, actions: tuple[Action, ...], engine: str, uneven: bool
     ) -> DeviceWorkload:
+        """Return the predicted workload of a task spec, cached if the task spec is shared."""
         if not self._is_shared(order):
             return predict_workload(order, actions, engine, self._held, uneven)
         key = id(order), engine, actions, uneven
@@ -59,8 +61,8 @@ class TaskSpecCache:
             known = self._asks[key] = predict_workload(order, actions, engine, self._held, uneven)
         return known
 
-    def task_of_order(self, order: TaskSpec, alike: Hashable, make: Callable[[], Task], **own: Any) -> Task:
-        """Return the task of an order. Reuse the latest task if order and `alike` are equal.
+    def reuse_or_build_task(self, order: TaskSpec, alike: Hashable, make: Callable[[], Task], **own: Any) -> Task:
+        """Return the task, copied from the latest if the task spec is the same shared object and `alike` is equal.
 
         Args:
             order: The order for a device.

@@ -68,11 +68,12 @@ def filter_devices(
     return [
         each
         for each in devices
-        if labels.is_selected(wanted, each.board.labels) and (state is None or state in states_of(each))
+        if labels.is_selected(wanted, each.board.labels) and (state is None or state in matching_states(each))
     ]
 
 
-def states_of(device: DeviceRow) -> set[str]:
+def matching_states(device: DeviceRow) -> set[str]:
+    """Return all values of --state that match a device."""
     board = device.board
     refused = {"refused"} if board.refusal is not None else set()
     if not board.online:

@@ -118,6 +118,7 @@ def format_event(before: RunSummary, fact: AnyEvent, after: RunSummary) -> list[
 
 
 def format_single_event(fact: AnyEvent, closing: bool = False) -> list[str]:
+    """Return an event as text, without devices and costs. With `closing`, name the final evaluation."""
     if isinstance(fact, RoundCommitted):
         return _describe_commit(fact, closing, (), 0)
     first, *more = _describe_event(fact)
@@ -219,6 +220,7 @@ def _describe_commit(fact: RoundCommitted, closing: bool, updates: Sequence[Upda
 
 
 def describe_evaluation(sums: EvaluationSums | None) -> list[str]:
+    """Return the metrics of an evaluation as parts of a line, the main one first, or none without examples."""
     if sums is None or not sums.examples:
         return []
     first, *others = metrics.describe_metrics(sums, 1, skip=UNTOLD)

@@ -57,7 +57,7 @@ def summarise_rollout(kept: StoredRollout) -> dict[str, Any]:
     }
 
 
-def detail_rollout(kept: StoredRollout) -> dict[str, Any]:
+def summarise_rollout_and_devices(kept: StoredRollout) -> dict[str, Any]:
     state = kept.state
     boards = [
         {
@@ -92,7 +92,7 @@ def load_context(home: Path, log: RolloutLog) -> RolloutContext:
     return RolloutContext(home, is_served(home), [kept.state for kept in log.readable_rollouts()], boards, time.time())
 
 
-def load_wait(kept: StoredRollout, log: RolloutLog, around: RolloutContext) -> str:
+def load_rollout_wait(kept: StoredRollout, log: RolloutLog, around: RolloutContext) -> str:
     """Return `describe_rollout_wait` of a rollout. Events are read only for a rollout under way.
 
     Raises:
@@ -196,7 +196,7 @@ def format_rollout(
     for _, at, fact in facts:
         if not isinstance(fact, StatusReported):
             found.append(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at))}  {format_event(state, fact)}")
-    boards = [each for each in detail_rollout(kept)["boards"] if each["phase"] != "committed"]
+    boards = [each for each in summarise_rollout_and_devices(kept)["boards"] if each["phase"] != "committed"]
     if boards:
         rows = [("board", "step", "phase", "why")]
         rows += [(each["device"], str(each["step"]), each["phase"], each["reason"]) for each in boards[:SHOWN]]

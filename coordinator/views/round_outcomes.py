@@ -91,6 +91,7 @@ def warn_of_weights(store: Store, job: JobSettings, facts: Iterable[AnyEvent]) -
 def _mark_queued_uploads(
     found: Mapping[int, dict[str, DeviceOutcome]], run: str, doing: Mapping[str, CurrentTask]
 ) -> None:
+    """Replace the outcome of selected devices whose update waits for its transfer turn."""
     others = sum(each.step == "sending" for each in doing.values())
     first = (
         f"{others} {'other is' if others == 1 else 'others are'} being sent or read" if others else "others are read"
@@ -155,7 +156,7 @@ class RoundOutcomes:
                     )
             case _:
                 pass
-        self.summary = self.summary.after(fact, at_s)
+        self.summary = self.summary.with_event(fact, at_s)
         state = self.summary.state
         if isinstance(fact, EligibilityRecorded) and state.phase == "selecting":  # in case that nobody can be asked
             barred = {
@@ -177,7 +178,7 @@ _UNTIL_THE_END: Final = {
 def _set_outcomes(
     found: dict[int, dict[str, DeviceOutcome]], round: int, told: Mapping[str, DeviceOutcome], anew: Iterable[str] = ()
 ) -> None:
-    # a device that was selected keeps its outcome, unless it is selected anew
+    """Set the outcomes of a round, but keep those of selected devices that are not in `anew`."""
     known, again = found.setdefault(round, {}), set(anew)
     for device, part in told.items():
         if device in again or device not in known or known[device].code not in ASKED:
@@ -244,7 +245,7 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
 def filter_outcomes(
     found: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return the outcomes of a round or of all, and of a device or of all, by round from 1."""
+    """Return the outcomes of a round and a device, where None means all. Raise JobError if unknown."""
     by_number = {number + 1: dict(parts) for number, parts in sorted(found.items())}
     if round is not None and round not in by_number:
         raise JobError(f"there has been no round {round}; rounds so far: {_format_range(list(by_number))}")

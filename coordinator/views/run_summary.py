@@ -144,7 +144,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     def from_job(job: JobSettings) -> RunSummary:
         return RunSummary(JobState(JobConstants.from_job(job)))
 
-    def after(self, fact: AnyEvent, at_s: float = 0.0, state: JobState | None = None) -> RunSummary:
+    def with_event(self, fact: AnyEvent, at_s: float = 0.0, state: JobState | None = None) -> RunSummary:
         """Return the summary after the next event of the run.
 
         Args:
@@ -206,6 +206,7 @@ class RunSummary(msgspec.Struct, frozen=True):
         return dict(sorted(found.items()))
 
     def _open_round(self, number: int) -> RunSummary:
+        """Return the summary with `number` as the running round, and the previous one in `earlier`."""
         earlier = {**self.earlier, self.running.number: self.running}
         running = earlier.get(number, RoundSummary(number))
         return replace(self, running=running, earlier=earlier, devices=self.device_costs(), answers=(), declines=())
@@ -243,7 +244,7 @@ def summarise_events(job: JobSettings, facts: Iterable[tuple[int, float, AnyEven
     """Return the summary of a job's events, with the rows of `Store.read_events`."""
     summary = RunSummary.from_job(job)
     for _, at_s, fact in facts:
-        summary = summary.after(fact, at_s)
+        summary = summary.with_event(fact, at_s)
     return summary
 
 
@@ -282,7 +283,7 @@ def progress_points(summary: RunSummary) -> list[ProgressPoint]:
 
 
 def energy_per_point_j(points: Sequence[ProgressPoint]) -> float | None:
-    """Return the gross joules for each per cent of the main metric from the first evaluation to the best."""
+    """Return the gross joules per point of the main metric from the first to the best evaluation, or None."""
     checks = [(point.energy_j, point.personal) for point in points if point.personal is not None]
     if not checks or not metrics.KNOWN[checks[0][1].metric].share:
         return None

@@ -81,6 +81,7 @@ class WaitReporter:
         self._said_s = -math.inf
 
     def line_due(self, wait: wait_reasons.WaitReason | None, now_s: float) -> str | None:
+        """Return the line on a wait if one is due now, or None. Without a wait, the schedule is reset."""
         if wait is None:
             self._since_s = self._said = None
             return None
@@ -150,15 +151,6 @@ class Console:
         stamp: Callable[[float], str] | None = None,
         mend: str = MORE,
     ) -> None:
-        """Print to standard output.
-
-        Args:
-            wordy: Whether to print every event, instead of a line for each round.
-            named: Whether to print the run of each event, for several runs.
-            clock: The clock in seconds for printed times.
-            stamp: The text before a line by the clock's time, or None for the seconds from now on.
-            mend: The hint on how to start missing devices.
-        """
         self._block, self._named, self._wordy = progress.ProgressLine(sys.stdout), named, wordy
         began_s = clock()
         self._clock, self._stamp = clock, stamp or (lambda now_s: ELAPSED.format(now_s - began_s))
@@ -169,8 +161,9 @@ class Console:
         self._declines = defaultdict[tuple[str, int], dict[str, str]](dict)  # (run, round) -> device -> reason
 
     def observe(self, job: JobView, fact: AnyEvent) -> None:
+        """Print an event or, unless `wordy`, update the status line and collect declines to print together."""
         run = self._watch_run(job)
-        before, run.summary = run.summary, run.summary.after(fact, state=job.rounds)
+        before, run.summary = run.summary, run.summary.with_event(fact, state=job.rounds)
         self._shown, run.wait = job.id, None
         if isinstance(fact, JobEnded) and fact.code:  # the end names the cause
             self._declines.pop((job.id, job.rounds.round), None)
@@ -213,6 +206,7 @@ class Console:
             self._report_for(job.id, event_messages.format_round(committed, job.rounds.plan.rounds, score, width))
 
     def _print_declines(self) -> None:
+        """Print the collected declines, at most SINGLY of each round and reason, and count the rest."""
         for (run, round), reasons in self._declines.items():
             self._report_for(run, f"round {round + 1}: {next_event.format_by_reason(reasons)}")
         self._declines.clear()
@@ -230,6 +224,7 @@ class Console:
             self.report(line)
 
     def report_waits(self, server: Server, board: Callable[[str], DeviceStatus | None] = lambda device: None) -> None:
+        """Report what each active job waits for, at most every WAIT_LOOK_S."""
         now_s, now = self._clock(), time.time()
         if now_s < self._wait_s + WAIT_LOOK_S:
             return self.refresh()
@@ -434,7 +429,7 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
             raise JobError(f"{id} has been deleted meanwhile")
         for number, at_s, fact in store.read_events(id, after=seen):
             seen, state = number, apply_event(state, fact, at_s)
-            summary = summary.after(fact, at_s, state)
+            summary = summary.with_event(fact, at_s, state)
             if json:
                 print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
             else:

@@ -31,6 +31,7 @@ class WaitReason(NamedTuple):
 
 
 def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
+    """Return the devices selected by other running runs, with the run of each. Skip damaged logs."""
     found = dict[str, str]()
     for row in store.readable_jobs():
         if row.id != run and row.status == "running":
@@ -40,6 +41,7 @@ def devices_of_other_runs(store: Store, run: str) -> dict[str, str]:
 
 
 def describe_wait(row: StoredJob, store: Store) -> str | None:
+    """Return what a run waits for: approval, trigger, disk, broker or devices, or None."""
     if row.status == UNAPPROVED:
         return f"its owner: `fedquilt resume {row.id} --home {store.home}`"
     if row.status == ARMED:
@@ -159,6 +161,7 @@ def _find_selected_wait(
     now: float,
     until: float,
 ) -> WaitReason | None:
+    """Return why the round waits for selected devices, or None if all work and none has answered."""
     lost, work = dict[str, list[str]](), list[str]()  # by what keeps them
     for device in sorted(state.asked):
         if (why := _lost_reason(device, able, busy, board(device), now)) is None:
@@ -186,6 +189,7 @@ def _find_selected_wait(
 def _can_close_without(
     state: JobState, able: Collection[str], board: Callable[[str], DeviceStatus | None], lost: Collection[str]
 ) -> bool:
+    """Return whether all lost devices are offline and the other selected ones reach the quorum."""
     if any((known := board(device)) is None or known.online for device in lost):
         return False
     gone = frozenset(lost)
@@ -202,6 +206,7 @@ def _format_deadline(until: float, now: float) -> str:
 def _lost_reason(
     device: str, able: Collection[str], busy: AbstractSet[str], board: DeviceStatus | None, now: float
 ) -> str | None:
+    """Return why a selected device cannot work on its task now, or None if it can."""
     if device in busy:
         return "at other jobs' tasks"
     if board is None:

@@ -216,6 +216,7 @@ class ClockPin:
         return became
 
     def _adopt_owner_mode(self) -> str | None:
+        """Adopt a power mode set by the owner since the last call. Return a text on the change, or None."""
         # The limits of the new mode are restored then: the old ones might exceed its caps. Returns a sentence after a
         # change by the owner, otherwise None.
         if self._saved is None:
@@ -246,11 +247,13 @@ class ClockPin:
             raise ClockError(f"{heat}, clocks are held up to {limit:g} C: let the board cool")
 
     def _overheat_reason(self, hot: float | None, limit: float) -> str | None:
+        """Return why the board may be too hot: a zone above `limit`, or zones without a reading, else None."""
         if hot is not None:
             return f"the hottest zone is at {hot:g} C" if hot > limit else None
         return "no thermal zone answers" if sysfs.thermal_zone_files(self.root / "sys/class/thermal") else None
 
     def _require_power_within(self, point: OperatingPoint) -> None:
+        """Raise ClockError if the power of the point exceeds `max_w` or is unknown."""
         if self.max_w is None:
             return
         watts = self._watts(point)
@@ -270,6 +273,7 @@ class ClockPin:
             self._saved = saved
 
     def _require_restorable(self, wanted: set[ClockControl]) -> None:
+        """Raise ClockError if the earlier value of one of the controls' files is unknown."""
         assert self._saved is not None
         known = {old.name: old for old in self._saved.levers}
         for lever in sorted(wanted, key=lambda lever: lever.name):
@@ -327,6 +331,7 @@ class ClockPin:
         return True
 
     def _run_nvpmodel(self, *arguments: str) -> str | None:
+        """Return nvpmodel's output whatever its exit status, or None if it is missing, cannot start or times out."""
         # Its question about a restart gets no input and so is never confirmed.
         program = self.root / NVPMODEL
         if not sysfs.is_visible(program):

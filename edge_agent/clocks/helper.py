@@ -244,7 +244,7 @@ class ClockHelper:
         self._record_failures(self._clamp.restore())
 
     def _record_loss(self, why: str | None) -> None:
-        # The client reads the reason in the response to its next keepalive.
+        """Forget the holder of the clocks, and store the reason for the response to its next keepalive."""
         if why is not None:
             log.warning("%s", why)
         if self._holder is not None:

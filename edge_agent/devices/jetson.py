@@ -89,8 +89,9 @@ class JetsonDevice(LinuxDevice):
     ) -> None:
         super().__init__(root, profile=profile, clocks=clocks, meter=meter or Ina3221(root), own=own)
 
-    def _current_points(self) -> tuple[OperatingPoint, ...]:
-        found = super()._current_points()
+    def _read_permitted_points(self) -> tuple[OperatingPoint, ...]:
+        """Return the permitted points or, without control of the clocks, that of the present mode if known."""
+        found = super()._read_permitted_points()
         held = (
             ()
             if self.adjustable

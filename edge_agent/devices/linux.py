@@ -93,7 +93,7 @@ class LinuxDevice:
             self.idle_w = None if profile.idle_w is None else profile.idle_w.value
             self.provenance = profile.provenance()
         self._root, self._clocks = root, clocks
-        self.points: tuple[OperatingPoint, ...] = self._current_points()
+        self.points: tuple[OperatingPoint, ...] = self._read_permitted_points()
         self._batteries = Batteries(root / "sys/class/power_supply")
         meters = (own, self._batteries, meter or Hwmon(root / "sys/class/hwmon"), Rapl(root / "sys/class/powercap"))
         self._meter = WidestRangeMeter(each for each in meters if each is not None)
@@ -148,7 +148,8 @@ class LinuxDevice:
     def task_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
         return measured
 
-    def _current_points(self) -> tuple[OperatingPoint, ...]:
+    def _read_permitted_points(self) -> tuple[OperatingPoint, ...]:
+        """Read the present power mode, and return the points that may be pinned in the mode."""
         found = controls.discover_controls(self._root)
         told = self._status
         self.mode = (None if told is None else told.mode) or power_modes.read_mode_name(self._root)
@@ -179,7 +180,7 @@ class LinuxDevice:
     def _update_points(self) -> None:
         if self._clocks is not None:
             self._status = _request_status(self._clocks)
-        before, self.points = self.points, self._current_points()
+        before, self.points = self.points, self._read_permitted_points()
         if len(before) != len(self.points):
             log.info("%d of %d operating points are within mode %s", len(self.points), len(self._all), self.mode)
 

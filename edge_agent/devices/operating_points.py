@@ -57,7 +57,7 @@ def fit_points(profile: profiles.BoardProfile, own: Lists) -> tuple[OperatingPoi
     return tuple(found[: profiles.MOST_POINTS])
 
 
-def power_lookup(profile: profiles.BoardProfile, root: Path) -> Callable[[OperatingPoint], float | None]:
+def create_power_lookup(profile: profiles.BoardProfile, root: Path) -> Callable[[OperatingPoint], float | None]:
     """Return a function from an operating point to its watts in a profile, or None for unknown points.
 
     Args:
@@ -76,6 +76,7 @@ def power_lookup(profile: profiles.BoardProfile, root: Path) -> Callable[[Operat
 
 
 def _point_at_caps(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
+    """Return the point at the highest listed clocks up to its caps, or None if there are none near a cap."""
     clocks: dict[str, float | None] = dict.fromkeys(AXES)
     for axis in AXES:
         cap = getattr(point, axis)
@@ -89,6 +90,7 @@ def _point_at_caps(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
 
 
 def _grid_points(profile: profiles.BoardProfile, own: Lists) -> tuple[OperatingPoint, ...]:
+    """Return the profile's grid on this board's clocks, or none if the highest clocks differ."""
     # Without equal highest clocks the model of the profile is not valid for the board, which then has no grid.
     top = profile.highest_clocks()
     for axis, hz in top.items():

@@ -79,7 +79,6 @@ class SimulatedDevice:
         traits: SimulationTraits = SimulationTraits(),
         points: tuple[OperatingPoint, ...] | None = None,
     ) -> None:
-        """`points`: the profile's operating points, if computed already."""
         self.points = profile.operating_points() if points is None else points
         self._known = {held.name: held for held in self.points}
         if point is not None and point not in self._known:
@@ -158,6 +157,7 @@ class SimulatedDevice:
         return cost
 
     def _predict_cost(self, work: WorkEstimate, measured: Cost) -> Cost:
+        """Return the profile's cost at the pinned point, or the measured time if the profile has no speed."""
         point, told, task = self._point, self._told, self._tasks if self._traits.noise else 0
         if told is not None and told[1] is point and told[2] == task and told[0] == work:
             return told[3]

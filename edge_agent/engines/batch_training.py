@@ -33,6 +33,7 @@ class TrainCall(NamedTuple):
     kind: Hashable = None
 
     def run_alone(self, engine: Any) -> Trained | Exception:
+        """Return the result of `engine.train`, or the exception that `train` raised."""
         try:
             found: Trained = engine.train(*self[:5], hooks=self.hooks, progress=self.progress)
         except Exception as error:
@@ -70,6 +71,7 @@ class BatchTrainer(ABC):
         return [found[index] for index in range(len(calls))]
 
     def _train_same_kind(self, calls: Sequence[TrainCall]) -> Sequence[Trained | Exception]:
+        """Train calls in one pass or, after any exception, one by one from the same random state."""
         before = [call.rng.bit_generator.state for call in calls]
         try:
             return self._train_batch(calls)

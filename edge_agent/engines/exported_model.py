@@ -117,6 +117,7 @@ def require_scores(scores: np.ndarray) -> None:
 
 
 def _decode_entry(facts: Mapping[str, str], name: str, kind: type) -> Any:
+    """Return a decoded entry, or None if it is missing. Raise ModelError if it has another type."""
     if name not in facts:
         return None
     try:

@@ -110,9 +110,9 @@ class EvaluationAccumulator:
         elif self._task == "labels":
             self._add_labels(scores, y > 0)
         else:
-            self._add_classes(scores, y.astype(np.int64))
+            self._add_classification(scores, y.astype(np.int64))
 
-    def _add_classes(self, scores: np.ndarray, y: np.ndarray) -> None:
+    def _add_classification(self, scores: np.ndarray, y: np.ndarray) -> None:
         found, outputs = scores.argmax(axis=1), self._outputs
         if outputs > DETAILED:
             right = found == y
@@ -125,7 +125,7 @@ class EvaluationAccumulator:
         others = powers.sum(axis=1, keepdims=True) - powers
         with np.errstate(divide="ignore"):
             logits = shifted - np.log(np.maximum(others, 0))
-        self._add_scores(logits, np.arange(outputs) == y[:, None])
+        self._add_score_histograms(logits, np.arange(outputs) == y[:, None])
 
     def _add_labels(self, scores: np.ndarray, y: np.ndarray) -> None:
         found = scores > 0
@@ -133,9 +133,9 @@ class EvaluationAccumulator:
         for place, each in enumerate((found & y, found & ~y, ~found & y)):
             self._counts[place::3] += each.sum(axis=0)
         if self._bins:
-            self._add_scores(np.asarray(scores, np.float64), y)
+            self._add_score_histograms(np.asarray(scores, np.float64), y)
 
-    def _add_scores(self, logits: np.ndarray, y: np.ndarray) -> None:
+    def _add_score_histograms(self, logits: np.ndarray, y: np.ndarray) -> None:
         most = evaluation.LOGIT_MOST
         places = (np.clip(logits, -most, most) + most) * (self._bins / (2 * most))
         places = np.minimum(places.astype(np.int64), self._bins - 1)

@@ -113,7 +113,7 @@ def forecast_points(
 
 
 @cache_last_call
-def choose_point(
+def choose_operating_point(
     rule: GovernorPolicy,
     points: Sequence[OperatingPoint],
     work: WorkEstimate,
@@ -121,7 +121,11 @@ def choose_point(
     idle_w: float | None = None,
     learned: LearnedModel = LearnedModel(),
 ) -> OperatingPoint | None:
-    """Choose the operating point to pin, or None to leave the clocks to the board."""
+    """Choose the operating point to pin by the policy, the fastest if none is in time.
+
+    Return None to leave the clocks to the board: by policy, without a predicted
+    duration or, for "energy", without a known power.
+    """
     found = forecast_points(rule.points_within_max_w(points), work, learned)
     if rule.max_w is not None:
         found = [each for each in found if each.watts is not None and each.watts <= rule.max_w]
@@ -181,7 +185,7 @@ def choose_faster_point(
     others = [point for point in points if point.name != seen.point.name]
     told = forecast_points(others, rest, known)
     faster = [each.point for each in told if each.seconds < rest_s or _has_higher_clocks(each.point, seen.point)]
-    return choose_point(rule, faster, rest, left_s, idle_w, known)
+    return choose_operating_point(rule, faster, rest, left_s, idle_w, known)
 
 
 def _fastest_point(found: Sequence[PointForecast]) -> OperatingPoint:

@@ -154,6 +154,7 @@ def learn_segment(learned: LearnedModel, seen: TaskSegment, *, at_once: bool = F
 
 
 def _time_columns(law: CostLaw, work: WorkEstimate) -> Callable[[OperatingPoint], list[float] | None]:
+    """Return a function from a point to its columns of the time law, or to None without a predicted time."""
     there_s, unit = cost_model.work_seconds(work, law.at), clocks_by_axis(law.at)
     if there_s is None:
         return lambda point: None
@@ -196,6 +197,7 @@ def _relative_clocks(unit: Mapping[str, float], point: OperatingPoint, axes: Seq
 
 
 def _time_predictor(time: _LawFit | None, work: WorkEstimate) -> Callable[[OperatingPoint], tuple[float | None, float]]:
+    """Return a function from a point to its seconds, or None, and their relative standard deviation."""
     columns = None if time is None else _time_columns(time.law, work)
 
     def seconds_at(point: OperatingPoint) -> tuple[float | None, float]:
@@ -223,13 +225,14 @@ class _LawFit(NamedTuple):
 
 
 def _fit_law(law: CostLaw | None, spreads: Sequence[float]) -> _LawFit | None:
+    """Return the non-negative weights of a law and their covariance, or None without a law."""
     if law is None:
         return None
     n = len(spreads)
     prior = [1 / spread**2 for spread in spreads]
     matrix = [[law.rows[n * i + j] + (prior[i] if i == j else 0.0) for j in range(n)] for i in range(n)]
     aims = [aim + (prior[0] if i == 0 else 0.0) for i, aim in enumerate(law.aims)]
-    covariance = _invert_matrix(matrix)
+    covariance = _invert_positive_definite(matrix)
     weights = [max(0.0, sum(map(mul, row, aims))) for row in covariance]
     for _ in range(SWEEPS):
         moved = 0.0
@@ -241,7 +244,7 @@ def _fit_law(law: CostLaw | None, spreads: Sequence[float]) -> _LawFit | None:
     return _LawFit(law, weights, covariance)
 
 
-def _invert_matrix(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+def _invert_positive_definite(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
     n = len(matrix)
     rows = [[*row, *(float(i == j) for j in range(n))] for i, row in enumerate(matrix)]
     for i in range(n):
@@ -260,6 +263,7 @@ def _add_measurement(
     at_once: bool,
     columns: Callable[[CostLaw], list[float] | None],
 ) -> CostLaw | None:
+    """Return the law after a measurement. An outlier is left out, and a second one in a row resets the law."""
     told, measured = values
     if law is None and abs(measured / told - 1) < EXACT:
         return None

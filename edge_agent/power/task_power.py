@@ -88,11 +88,12 @@ class TaskPowerManager:
         self._work, self._since_s, self._stepped_s = work, now_s, now_s
         self._left_s, self._learned = due_s - now_s, learned
         if self._board.adjustable:
-            self._choose_point(now_s)
+            self._choose_and_pin_point(now_s)
             if self._held is None and self._refused:
-                self._choose_point(now_s)  # the owner may have changed the mode since the points were read
+                self._choose_and_pin_point(now_s)  # the owner may have changed the mode since the points were read
 
     def report_progress(self, fraction: float, now_s: float) -> None:
+        """Record the share of work done, and pin a faster point if the task would miss its deadline."""
         if self._ledger is None or not self._done <= fraction <= 1:
             return
         self._done = fraction
@@ -145,6 +146,7 @@ class TaskPowerManager:
     # -- stretches --
 
     def _close_segment(self, done: float, now_s: float, lasted_s: float) -> None:
+        """Record the cost of the present segment, learn from the segment and start the next."""
         assert self._ledger is not None
         self._read_sensors(now_s)
         share = done - self._before
@@ -165,6 +167,7 @@ class TaskPowerManager:
         return TaskSegment(self._held, work, seconds, watts, self._top)
 
     def _mean_power_w(self, measured: Cost, told: Cost, now_s: float) -> float | None:
+        """Return the measured mean power, that of a simulated device's profile, or None if too uncertain."""
         if measured.energy_j is None:  # of a simulated board, its profile's power
             return told.energy_j / told.duration_s if told.energy_j and told.duration_s > 0 else None
         cost = Cost(duration_s=0.0) if self._held_ledger is None else self._held_ledger.cost_until(now_s, None)
@@ -178,6 +181,7 @@ class TaskPowerManager:
             self._held = self._label = None
 
     def _segment_s(self, share: float, now_s: float) -> float:
+        """Return the duration of the present segment, predicted on a simulated device and else by the clock."""
         told_s = self._board.task_cost(self._work.scale(share), Cost(duration_s=0.0)).duration_s
         return told_s or now_s - self._since_s
 
@@ -191,17 +195,20 @@ class TaskPowerManager:
 
     # -- clocks --
 
-    def _choose_point(self, now_s: float) -> None:
+    def _choose_and_pin_point(self, now_s: float) -> None:
         board = self._board
         if board.points and not self.rule.points_within_max_w(board.points):
             log.warning(
                 "the clocks are left to the board: no operating point is known to draw %g W or less (max_w)",
                 self.rule.max_w,
             )
-        point = governor.choose_point(self.rule, board.points, self._work, self._left_s, board.idle_w, self._learned)
+        point = governor.choose_operating_point(
+            self.rule, board.points, self._work, self._left_s, board.idle_w, self._learned
+        )
         self._pin_point(None if self.rule.is_too_hot(self._celsius) else point, now_s)
 
     def _pin_point(self, point: OperatingPoint | None, now_s: float) -> None:
+        """Pin a point, or unpin the clocks if the board refuses the point. None changes nothing."""
         if point is None:
             return
         taken = self._call_board(lambda: self._board.pin_clocks(point))
@@ -219,6 +226,7 @@ class TaskPowerManager:
             self._sample_s = min(self._sample_s, now_s + self._every_s)
 
     def _call_board(self, call: Callable[[], OperatingPoint | None]) -> OperatingPoint | None:
+        """Return the result of a call, or None after a ClockError, which is logged unless repeated."""
         try:
             return call()
         except ClockError as error:

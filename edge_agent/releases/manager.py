@@ -114,6 +114,7 @@ class ReleaseManager:
         return due_s
 
     def _advance_release(self, name: str, now_s: float) -> None:
+        """Process the end of a check, and poll the release until nothing is due."""
         if self._is_checking_kind(name) and (verdict := self._kinds[name].poll_check()) is not None:
             self._handle_event(name, verdict, now_s)
         for _ in range(LOOKS_MOST):
@@ -165,6 +166,7 @@ class ReleaseManager:
     # -- events --
 
     def _resume_releases(self, now_s: float) -> None:
+        """On the first call, resume all releases from the records of an earlier process."""
         if self._begun:
             return
         self._begun = True
@@ -225,7 +227,7 @@ class ReleaseManager:
         )
 
     def _handle_event(self, name: str, event: events.Event, now_s: float) -> None:
-        # The new state is recorded on disk, then published, then carried out.
+        """Apply an event, write the record to disk, publish the progress, then carry out the actions."""
         before = self._states[name]
         state, actions = state_machine.advance(before, event, now_s)
         if state.noted is not None and state.noted != before.noted:
@@ -244,9 +246,10 @@ class ReleaseManager:
             if action == "cancel fetch" and before.noted is not None and before.noted.release.blob is not None:
                 self._around.cancel_fetch(before.noted.release.blob.sha256)
             elif state.noted is not None:
-                self._carry_out(name, action, state.noted, now_s)
+                self._carry_out_action(name, action, state.noted, now_s)
 
-    def _carry_out(self, name: str, action: events.Action, noted: events.ReleaseRecord, now_s: float) -> None:
+    def _carry_out_action(self, name: str, action: events.Action, noted: events.ReleaseRecord, now_s: float) -> None:
+        """Perform an action, and process its result or failure as an event."""
         kind, release = self._kinds[name], noted.release
         if action == "publish":
             self._told.pop(name, None)
@@ -257,7 +260,7 @@ class ReleaseManager:
             self._rests = True
             self._duty.set_task_pause(True, now_s)
         try:
-            found = self._perform(kind, action, noted)
+            found = self._perform_action(kind, action, noted)
         except FedquiltError as error:
             if action in ("confirm", "delete"):
                 log.error("releases of kind %s: %s failed: %s", name, action, error)
@@ -267,8 +270,8 @@ class ReleaseManager:
             return self._handle_event(name, events.ActionFailed(str(error), in_use), now_s)
         return self._handle_event(name, events.ActionDone(action, found), now_s)
 
-    def _perform(self, kind: ReleaseKind, action: events.Action, noted: events.ReleaseRecord) -> bool:
-        """Perform an action. Return False only for a roll-back that found no previous release."""
+    def _perform_action(self, kind: ReleaseKind, action: events.Action, noted: events.ReleaseRecord) -> bool:
+        """Perform an action. Return whether a roll-back found a previous release, and True for other actions."""
         release, blob, path = noted.release, noted.release.blob, None
         match action:
             case "fetch":

@@ -127,6 +127,7 @@ class ModelReleases(ReleaseKind):
         return "" if name is None else self._blob_sha256(name)
 
     def _served_sha256(self) -> str:
+        """Return the sha256 of the model file in use, also of an assembled model, or "" if unreadable."""
         name = self._disk.read_link(self.folder / CURRENT)
         if name is None or not self._disk.is_file(self.folder / name / SHARED):
             return self.current_sha256()
@@ -138,6 +139,7 @@ class ModelReleases(ReleaseKind):
         return self._made[name]
 
     def _blob_sha256(self, name: str) -> str:
+        """Return the sha256 of the blob that a folder's model came from, or "" if unknown."""
         if name not in self._known:
             try:
                 payload = self._disk.read(self.folder / name / RELEASE)
@@ -156,6 +158,7 @@ class ModelReleases(ReleaseKind):
     # -- stage --
 
     def stage(self, release: DesiredRelease, blob: Path | None) -> None:
+        """Store a model beside the model in use, and check its graph unless the check assembles the model."""
         assert blob is not None
         assert release.blob is not None
         name, disk = release.blob.sha256[:16], self._disk
@@ -218,9 +221,9 @@ class ModelReleases(ReleaseKind):
         now_s = self._clock()
         building_s = self._settings.models.tensorrt_s if _find_trtexec() else 0.0
         self._check, self._killed = (release, now_s + CHECK_S + building_s), 0
-        self._start_worker(release, now_s)
+        self._start_check_process(release, now_s)
 
-    def _start_worker(self, release: DesiredRelease, now_s: float) -> None:
+    def _start_check_process(self, release: DesiredRelease, now_s: float) -> None:
         assert release.blob is not None
         before = self._disk.read_link(self.folder / CURRENT)
         self._outcome = self._ledger = self._answers_j = None
@@ -254,12 +257,13 @@ class ModelReleases(ReleaseKind):
         return SplitModelFiles(str(shared), self._settings.device, kept.path, kept.sha256, kept.lost)
 
     def poll_check(self) -> CheckResult | None:
+        """Return the result of the check, or None. Measure the answers' energy, and restart a killed check."""
         if self._check is None:
             return CheckResult("its check was not begun", {})
         (release, end_s), now_s = self._check, self._clock()
         if self._ledger is not None:
             self._ledger = self._ledger.with_reading(now_s, self._board.read_sensors(now_s))
-        for event in self._worker.poll(now_s):
+        for event in self._worker.poll_events(now_s):
             match event:
                 case ProgressReport(fraction) if fraction == TIMED:
                     self._ledger = EnergyAccount(now_s).with_reading(now_s, self._board.read_sensors(now_s))
@@ -268,7 +272,7 @@ class ModelReleases(ReleaseKind):
                     self._answers_j, self._ledger = ledger.cost_until(now_s, None).energy_j, None
                 case WorkResult(killed=True) if self._killed < KILLED_MOST:
                     self._killed += 1
-                    self._start_worker(release, now_s)
+                    self._start_check_process(release, now_s)
                 case WorkResult():
                     self._end_check()  # also of processes that it has started: nobody writes its folders any more
                     verdict = judge_check(release.limits, event, self._answers_j)
@@ -313,6 +317,7 @@ class ModelReleases(ReleaseKind):
     # -- exchange --
 
     def activate(self, release: DesiredRelease) -> None:
+        """Point `current` at the model and `previous` at the one before, and start the owner's hook."""
         assert release.blob is not None
         name, now = release.blob.sha256[:16], self._disk.read_link(self.folder / CURRENT)
         if now != name:
@@ -324,9 +329,10 @@ class ModelReleases(ReleaseKind):
                 self._disk.repoint_link(self.folder / PREVIOUS, NOTHING if now is None else now)
                 self._disk.repoint_link(self.folder / CURRENT, name)
         self._min_gain = release.limits.min_gain
-        self._start_hook()
+        self._start_observation_and_hook()
 
     def roll_back(self) -> bool:
+        """Activate the previous model, or none, and start the hook. Return False without a previous state."""
         previous = self._disk.read_link(self.folder / PREVIOUS)
         if previous is None or (previous != NOTHING and not self._disk.is_file(self.folder / previous / MODEL)):
             return False
@@ -337,10 +343,10 @@ class ModelReleases(ReleaseKind):
             elif previous != self._disk.read_link(self.folder / CURRENT):
                 self._disk.repoint_link(self.folder / CURRENT, previous)
         self._before = None
-        self._start_hook()
+        self._start_observation_and_hook()
         return True
 
-    def _start_hook(self) -> None:
+    def _start_observation_and_hook(self) -> None:
         self._first, self._exchanged_s = None, self._clock()
         self._labelled = (0, self._exchanged_s)
         self._there = self.runner.read_status() is not None and self.runner.unchanged_s <= QUIET_S
@@ -351,6 +357,7 @@ class ModelReleases(ReleaseKind):
         return not self._hook.is_running and self._is_runner_up_to_date() and not self._awaits_labels()
 
     def _is_runner_up_to_date(self) -> bool:
+        """Return whether the runner serves the model in use, is inactive, or had enough time to change."""
         told, now = self.runner.read_status(), self._served_sha256()
         if told is None or not now:
             return True
@@ -359,6 +366,7 @@ class ModelReleases(ReleaseKind):
         return self.runner.unchanged_s <= QUIET_S
 
     def _awaits_labels(self) -> bool:
+        """Return whether more labels could decide on the model in use, for a limited time."""
         told, now_s = self.runner.read_status(), self._clock()
         if told is None or told.model != self._served_sha256():
             return False
@@ -377,6 +385,7 @@ class ModelReleases(ReleaseKind):
         return self._runner_failure()
 
     def _runner_failure(self) -> str:
+        """Return why the runner's reports show that the model in use has failed, or ""."""
         told = self.runner.read_status()
         if told is None:
             was = self._there or self._first is not None
@@ -394,6 +403,7 @@ class ModelReleases(ReleaseKind):
         return f"the model runner failed {failed} of {answers} times with it"
 
     def discard_unused(self) -> None:
+        """End a running check, and delete models that are neither current nor previous."""
         if self._check is not None:
             self._end_check()
         if not self._disk.is_dir(self.folder):

@@ -99,7 +99,7 @@ class ReleaseHook:
         self._failed = ""
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Start the command with additional environment variables. A previous run is killed first."""
+        """Start the command with more environment variables. Kill a previous run, and record a failed start."""
         self._process.stop()
         self._failed = ""
         try:

@@ -130,6 +130,7 @@ def advance(state: ReleaseState, event: Event, now_s: float) -> Step:
 
 
 def _handle_release(state: ReleaseState, event: ReleaseReceived, now_s: float) -> Step:
+    """Start a later release, or store it as next during a swap or soak. Answer an old serial with the progress."""
     release, noted = event.release, state.noted
     if noted is None:
         return _start_release(state, release, now_s)
@@ -179,6 +180,7 @@ def _handle_cancellation(state: ReleaseState, noted: ReleaseRecord) -> Step:
 
 
 def _resume_release(state: ReleaseState, noted: ReleaseRecord, event: ProcessStarted, now_s: float) -> Step:
+    """Continue the recorded step in a new process, or end a release that does not run as returned."""
     blob = noted.release.blob
     runs = blob is None or event.current == blob.sha256
     match noted.step:

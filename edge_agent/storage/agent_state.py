@@ -127,16 +127,17 @@ class AgentState:
                 update = self._load_update(folder)
                 last = counted.get(update.job) if update is not None else None
                 if update is None or (last and update.round <= last.round and update.epoch <= last.epoch):
-                    self._remove_entry(folder)
+                    self._remove_outbox_entry(folder)
                 else:
                     key = (update.job, update.round)
                     updates[key] = (
                         update,
-                        self._private_state_in(folder) is not None or self._remembered.has_private_state(key),
+                        self._find_private_state_hash(folder) is not None or self._remembered.has_private_state(key),
                     )
         return updates, counted
 
     def _load_update(self, folder: str) -> Update | None:
+        """Return the update in an outbox folder, or None if it is missing or damaged or lacks a bundle."""
         try:
             update = wire.decode(self._disk.read(f"{folder}/{UPDATE}"), Update)
         except (FileNotFoundError, NotADirectoryError):
@@ -149,7 +150,7 @@ class AgentState:
             log.warning("%s: bundle %s is gone; its task will be worked for again", folder, ", ".join(lost))
         return None if lost else update
 
-    def _private_state_in(self, folder: str) -> str | None:
+    def _find_private_state_hash(self, folder: str) -> str | None:
         entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
         names = [entry.name for entry in entries if entry.name.endswith(KEPT)]
         return names[0].removesuffix(KEPT) if names else None
@@ -231,7 +232,7 @@ class AgentState:
                 for entry in self._disk.entries(scratch):
                     self._disk.sync(f"{scratch}/{entry.name}")
             self._sync(scratch)
-            self._remove_entry(target)
+            self._remove_outbox_entry(target)
             self._disk.replace(scratch, target)
             self._sync(self._outbox)
         self._remove_quietly(self._out)
@@ -251,13 +252,13 @@ class AgentState:
         with disk_errors(f"settle {key[0]}, round {key[1] + 1}, in {self.home}"):
             folder = self._entry_folder(key)
             if accepted:
-                made = self._private_state_in(folder)
+                made = self._find_private_state_hash(folder)
                 moves = None if made is None else (f"{folder}/{made}{KEPT}", made)
                 waiting = {entry.name.rpartition("@")[0] for entry in self._disk.entries(self._outbox)}
                 self._remembered.record_counted(key, moves, counted, waiting)
-            self._remove_entry(folder)
+            self._remove_outbox_entry(folder)
 
-    def _remove_entry(self, folder: str) -> None:
+    def _remove_outbox_entry(self, folder: str) -> None:
         # update.json goes first, because a folder without that file is no entry.
         if self._disk.is_dir(folder):
             self._disk.unlink(f"{folder}/{UPDATE}")
@@ -348,6 +349,7 @@ class AgentState:
             over -= kept
 
     def _list_cache_entries(self, *, remove: bool) -> list[tuple[int, Path, int]]:
+        """Return last use, path and size of each cache entry. With `remove`, delete unreadable entries."""
         found = []
         for private in (self.task, self.home / sandbox.CHECK):
             for folder in (private / name for name in (sandbox.CACHE, sandbox.TEMPORARY, sandbox.LIBRARIES)):

@@ -164,6 +164,7 @@ class JobRecords:
     # -- within --
 
     def _read_records(self) -> dict[str, JobRecord]:
+        """Return the stored records or, if damaged, records rebuilt from the files of private states."""
         try:
             payload = self._disk.read(self._file)
         except FileNotFoundError:
@@ -185,6 +186,7 @@ class JobRecords:
         return [StoredPrivateState(each[1], int(each[2]), each[3]) for each in named if each is not None]
 
     def _delete_unused_states(self, job: str, left: int, waiting: Collection[str]) -> None:
+        """Delete states of forgotten jobs, and of a job all but the last KEPT up to round `left`."""
         kept = self._stored_states()
         rounds = sorted(each.round for each in kept if each.job == job and each.round <= left)[-KEPT:]
         for each in kept:

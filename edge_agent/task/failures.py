@@ -22,6 +22,7 @@ from fedquilt.host.disk import FULL
 
 
 def claim_code_from_error(error: Exception) -> Any:
+    """Return the claim code of an error, "exception" if no other code fits."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
         return "full"
     if not isinstance(error, DataError | StoreError | core.JobError):  # these three are our own words, about a file

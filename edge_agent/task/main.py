@@ -335,6 +335,7 @@ def plan_limit_bytes(order: WorkRequest) -> int:
 def _write_result(
     answer: ClientResult, order: WorkRequest
 ) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
+    """Write bundles and private state, or keep small bundles in memory. Return references and bytes."""
     refs, blobs, out = {}, {}, f"{order.out}/{order.prefix}"
     for name, bundle in answer.bundles.items():
         tensors.require_finite(bundle)

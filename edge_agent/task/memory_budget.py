@@ -160,7 +160,7 @@ class MemoryLimit:
         """
         if not self._tried:
             self._tried = True
-            self._task = self._create_task_group()
+            self._task = self._create_agent_and_task_cgroups()
 
     def apply_limit(self, pid: int, budget_bytes: int) -> bool:
         """Limit the memory of a process. Return whether the kernel enforces the limit."""
@@ -182,7 +182,8 @@ class MemoryLimit:
             return None
         return _read_counter(self._task / "memory.events", "oom_kill")
 
-    def _create_task_group(self) -> Path | None:
+    def _create_agent_and_task_cgroups(self) -> Path | None:
+        """Move this process into a group of its own. Return a new group for tasks, or None if not permitted."""
         own = self._own_group()
         if own is None or not sysfs.is_visible(own / "cgroup.subtree_control"):
             return None
@@ -203,6 +204,7 @@ class MemoryLimit:
         return task
 
     def _own_group(self) -> Path | None:
+        """Return this process's control group, or None in the root group and without cgroup v2."""
         # The root group is never returned, because it cannot be divided.
         with contextlib.suppress(OSError):
             for line in (self._proc / "self/cgroup").read_text().splitlines():

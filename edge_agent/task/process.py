@@ -99,6 +99,7 @@ class ChildProcess:
         self._send_pending()
 
     def receive_events(self) -> list[Event]:
+        """Send pending input and return the new events. Invalid lines are kept as the last output."""
         self._send_pending()
         self._errors, said = _read_available(self._errors)
         self._tail = (self._tail + said)[-TAIL_BYTES:]
@@ -116,6 +117,7 @@ class ChildProcess:
         return events
 
     def _keep_invalid_line(self, line: bytes) -> None:
+        """Keep a line as the last output. Too many invalid lines mark the process as garbled."""
         self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
         if not self._invalid_lines:
             log.warning(
@@ -202,6 +204,7 @@ class ChildProcess:
 
 
 def _read_available(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
+    """Read without blocking, up to about LINE_MOST_BYTES. Return the pipe, or None at its end, and the bytes."""
     parts: list[bytes] = []
     while pipe is not None and sum(map(len, parts)) <= LINE_MOST_BYTES:
         part = pipe.read(65536)

@@ -98,6 +98,7 @@ def writable_folders(private: Path) -> list[Path]:
 
 
 def _restrict_files(writable: Iterable[Path]) -> bool:
+    """Permit writes only below these folders. Return whether the kernel enforces the restriction."""
     version = _landlock_version()
     if version < LEAST_LANDLOCK:
         return False
@@ -122,16 +123,18 @@ def _restrict_files(writable: Iterable[Path]) -> bool:
 
 
 def _restrict_network() -> bool:
+    """Install a seccomp filter against network sockets and other processes. Return whether this succeeded."""
     calls = CALLS.get(platform.machine())
     if calls is None or sys.byteorder != "little":
         return False
-    program = _filter_program(calls)
+    program = _build_seccomp_program(calls)
     code = ctypes.create_string_buffer(b"".join(program))
     whole = struct.pack("@HP", len(program), ctypes.addressof(code))
     return _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(whole)) == 0
 
 
-def _filter_program(calls: SystemCalls) -> list[bytes]:
+def _build_seccomp_program(calls: SystemCalls) -> list[bytes]:
+    """Return a program that denies sockets except Unix and Netlink, and calls that reach other processes."""
     # Denied are sockets except Unix and Netlink, and calls that reach other processes.
     tests = [
         (LOAD, ARCHITECTURE_AT, None),

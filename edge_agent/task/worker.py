@@ -43,15 +43,15 @@ class TaskWorker(Protocol):
         ...
 
     def start(self, order: WorkRequest, now_s: float) -> None:
-        """Start a task. `poll` returns its outcome, even if the start failed."""
+        """Start a task. `poll_events` returns its outcome, even if the start failed."""
         ...
 
-    def poll(self, now_s: float) -> list[Event]:
+    def poll_events(self, now_s: float) -> list[Event]:
         """Return the events since the last call. After an `WorkResult` the worker is free."""
         ...
 
     def next_poll_s(self, now_s: float) -> float:
-        """Return the time by which `poll` must be called, or infinity."""
+        """Return the time by which `poll_events` must be called, or infinity."""
         ...
 
     def kill(self) -> None:
@@ -86,13 +86,14 @@ class VirtualWorker:
         self.order = order
 
     def set_outcome(self, outcome: WorkResult, now_s: float) -> None:
-        """Set the outcome that `poll` returns when the task's time is up."""
+        """Set the outcome that `poll_events` returns when the task's time is up."""
         assert self.order is not None, "no order waits for an outcome"
         self._work, self._outcome, self.order = self.order.task.work.total_for_examples(outcome.examples), outcome, None
         self._loaded, self._done, self._at_s, self._tell_s = False, 0.0, now_s, now_s
         self._whole_s = self._board.task_cost(self._work, Cost(duration_s=0.0)).duration_s
 
-    def poll(self, now_s: float) -> list[Event]:
+    def poll_events(self, now_s: float) -> list[Event]:
+        """Return that the data is loaded, then progress, and the outcome when the simulated time is up."""
         if self._outcome is None:
             return []
         if self._outcome.code == "ok" and not self._loaded:
@@ -142,7 +143,6 @@ class InlineWorker(VirtualWorker):
     """
 
     def __init__(self, board: Device, load: Callable[[DataSpec], Shares] | None = None) -> None:
-        """`load` returns a device's examples, if workers are not to read the data each by itself."""
         super().__init__(board)
         self._load = load
         self._bench: Any = None  # fedquilt.edge_agent.task.main.TaskExecutor, made with the first order
@@ -185,7 +185,7 @@ class ChildWorker:
         return (memory_budget.resident_bytes(self._child.pid) or 0) if self._child else 0
 
     def start(self, order: ProcessRequest, now_s: float) -> None:
-        """Send the request to the child, which is started unless a child for the same engine runs."""
+        """Send a request to the child, started if necessary. `poll_events` reports a failed start."""
         if self._child is not None and self._child.engine != order.engine:
             self._end_child()
         try:
@@ -200,8 +200,12 @@ class ChildWorker:
             self._failed = WorkResult(code="failed", reason=f"the task's process cannot be started: {error}")
         self._order, self._idle_s = order, math.inf
 
-    def poll(self, now_s: float) -> list[Event]:
-        """Return the child's events. End the child if it exceeds its budget, is unusable or idle too long."""
+    def poll_events(self, now_s: float) -> list[Event]:
+        """Return the child's events.
+
+        End the child if it exceeds its memory budget, ends by itself, breaks the protocol, cannot serve another
+        task or is idle too long.
+        """
         if self._failed is not None:
             failed, self._failed, self._order = self._failed, None, None
             return [failed]
@@ -219,7 +223,7 @@ class ChildWorker:
                 self._order, self._idle_s = None, now_s
                 broken_gpu = event.code == "failed" and out_of_memory.is_gpu_failure_text(event.reason)
                 spoilt = broken_gpu or self._child.has_other_processes()  # for every later order too
-        if self._order is not None and (ended := self._result_if_ended(self._child, self._order)) is not None:
+        if self._order is not None and (ended := self._detect_process_failure(self._child, self._order)) is not None:
             self._end_child()
             self._order = None
             events.append(ended)
@@ -246,7 +250,8 @@ class ChildWorker:
     def close(self) -> None:
         self.kill()
 
-    def _result_if_ended(self, child: ChildProcess, order: ProcessRequest) -> WorkResult | None:
+    def _detect_process_failure(self, child: ChildProcess, order: ProcessRequest) -> WorkResult | None:
+        """Return a failure if the process has ended, breaks the protocol or exceeds its budget, or None."""
         # A process above its budget has ended too: the caller kills the process.
         held = child.measure_resident_bytes()
         if child.garbled:

@@ -104,7 +104,7 @@ class AgentKind(ReleaseKind):
         return Path(self._require_launcher().folder)
 
     def _read_choice(self) -> VersionChoice:
-        # A damaged file counts as none, here as in the launcher.
+        """Return the stored choice, or that of the flashed version if the file is missing or damaged."""
         started, file = self._require_launcher(), self._versions_folder() / launcher.CHOICE
         with disk_errors(f"read {file}"):
             if not self._disk.is_file(file):
@@ -118,7 +118,7 @@ class AgentKind(ReleaseKind):
             self._disk.make_folder(file.parent)
             self._disk.write_atomically(file, launcher.format_choice(choice).encode())
 
-    def _highest_number(self) -> int:
+    def _highest_signed_number(self) -> int:
         file = self._versions_folder() / NEWEST
         with disk_errors(f"read {file}"):
             text = self._disk.read(file, 0, 32).decode(errors="replace").strip() if self._disk.is_file(file) else "0"
@@ -130,6 +130,7 @@ class AgentKind(ReleaseKind):
         return max([int(text), *(self._version_number(name) for name in there)])
 
     def _version_number(self, name: str) -> int:
+        """Return the number in a version's manifest, or 0 if unreadable or unsigned bundles are accepted."""
         if self._settings.upgrade.unsigned:
             return 0
         from fedquilt.edge_agent.upgrade import archive
@@ -141,7 +142,7 @@ class AgentKind(ReleaseKind):
             return 0
 
     def _record_number(self, name: str) -> None:
-        if (number := self._version_number(name)) > self._highest_number():
+        if (number := self._version_number(name)) > self._highest_signed_number():
             file = self._versions_folder() / NEWEST
             with disk_errors(f"write {file}"):
                 self._disk.write_atomically(file, str(number).encode())
@@ -182,7 +183,7 @@ class AgentKind(ReleaseKind):
             packages=started.packages,
             ca=self._settings.broker.ca,
             unsigned=self._settings.upgrade.unsigned,
-            newest=self._highest_number(),
+            newest=self._highest_signed_number(),
             parent=os.getpid(),
         )
 
@@ -291,6 +292,7 @@ class AgentKind(ReleaseKind):
             self._write_choice(choice._replace(trying=False))
 
     def discard_unused(self) -> None:
+        """End a running check, record a roll-back by the launcher, and delete unused versions."""
         self._check.stop()
         self._staged = None
         if self._started is None:

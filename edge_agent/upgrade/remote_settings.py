@@ -180,6 +180,7 @@ class SettingsKind(ReleaseKind):
             raise ModelError(str(error)) from None
 
     def activate(self, release: DesiredRelease) -> None:
+        """Store and apply the settings of a release, or only apply settings that are stored already."""
         kept = self._read_stored()
         if kept is not None and kept.serial == release.serial and not kept.returned:
             return self._take(self.effective_settings())
@@ -188,6 +189,7 @@ class SettingsKind(ReleaseKind):
         )
 
     def roll_back(self) -> bool:
+        """Restore and apply the previous settings. Return False if there are no previous settings."""
         kept = self._read_stored()
         if kept is None or (kept.before is None and not kept.returned):
             return False

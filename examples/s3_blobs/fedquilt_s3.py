@@ -1,7 +1,8 @@
 """Models and updates in a bucket of an S3-compatible store (AWS, MinIO, Ceph), by signed URLs.
 
     pip install ./s3_blobs
-    AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... fedquilt serve --blobs-backend s3=https://HOST/BUCKET/PREFIX?region=R
+    AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... fedquilt serve --blobs-backend
+    s3=https://HOST/BUCKET/PREFIX?region=R
 
 The coordinator uploads each model once, and gives devices URLs of it. A lifecycle rule of the bucket that deletes
 objects after a day or more keeps it small: models stay there, updates are removed when they have been fetched.

@@ -41,7 +41,7 @@ def donor(network: dict[str, object], readings: Callable[..., list[list[Any]]], 
     x, y = torch.tensor(windows), torch.tensor(labels)
     x = (x - x.mean(dim=(0, 1))) / x.std(dim=(0, 1))
     torch.manual_seed(0)
-    model = registry.build(network)
+    model = registry.build_network(network)
     steps = torch.optim.Adam(model.parameters(), lr=0.003)
     for _ in range(EPOCHS):
         for some in torch.randperm(len(x)).split(32):

@@ -96,7 +96,7 @@ else:
         table, where = jobs.FleetSettings, "[fleet]"
 
 
-def _check_keys(init: Callable[P, T]) -> Callable[P, T]:
+def _wrap_init_with_checks(init: Callable[P, T]) -> Callable[P, T]:
     @wraps(init)
     def checked_init(*given: P.args, **keys: P.kwargs) -> T:
         known = [each.name for each in dataclasses.fields(Job)]
@@ -231,7 +231,7 @@ class Job:
 
 
 if not TYPE_CHECKING:
-    Job.__init__ = _check_keys(Job.__init__)
+    Job.__init__ = _wrap_init_with_checks(Job.__init__)
 
 
 def _to_plain(value: Any) -> Any:

@@ -123,7 +123,7 @@ class Run:
         with self._open_store() as store:
             summary = RunSummary.from_job(store.find_job(self.id).job)
             for _, at_s, fact in store.read_events(self.id):
-                summary = summary.after(fact, at_s)
+                summary = summary.with_event(fact, at_s)
                 said += event_messages.format_single_event(fact, is_of_final_evaluation(summary.state, fact))
         return said + event_messages.format_energy_summary(summary)
 
@@ -178,7 +178,7 @@ class Run:
         from fedquilt.tools import report
 
         with self._open_store() as store:
-            return report.main(store, self.id, Path(path))
+            return report.write_run_page(store, self.id, Path(path))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Run) and (self.home, self.id) == (other.home, other.id)
@@ -219,7 +219,7 @@ class RoundReader:
             row = store.find_job(self._id)
             summary = self._summary or RunSummary.from_job(row.job)
             for number, at_s, fact in store.read_events(self._id, after=self._seen):
-                self._seen, summary = number, summary.after(fact, at_s)
+                self._seen, summary = number, summary.with_event(fact, at_s)
             self._summary = summary
             rows = columns.make_scored_rows(summary, row.job, scores.read_scores(self._home, row))
         checked_later = row.job.check.every and not row.job.check.beside

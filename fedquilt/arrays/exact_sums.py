@@ -90,7 +90,9 @@ def add_to_sum(total: ExactSum | None, array: np.ndarray, weight: float = 1.0) -
     for start in range(0, array.size, BLOCK):
         place = slice(start, start + BLOCK)
         as_it_is = weight == 1.0 and given.dtype == np.float64
-        _add_to_limbs(limbs, place, given[place] if as_it_is else np.multiply(given[place], weight, dtype=np.float64))
+        _add_to_float_expansion(
+            limbs, place, given[place] if as_it_is else np.multiply(given[place], weight, dtype=np.float64)
+        )
     return _store_limbs(tuple(limb.reshape(array.shape) for limb in limbs), total)
 
 
@@ -133,7 +135,7 @@ def rounded_values(total: Mapping[str, ExactSum]) -> dict[str, np.ndarray]:
     return {name: each.rounded_value() for name, each in total.items()}
 
 
-def _add_to_limbs(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
+def _add_to_float_expansion(limbs: list[np.ndarray], place: slice, rest: np.ndarray) -> None:
     for index, limb in enumerate(limbs):
         held = limb[place]
         found = held + rest
@@ -160,6 +162,7 @@ def _new_second_limb(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def require_valid_sums(given: Mapping[str, ExactSum], like: Tensors, weight: float) -> None:
+    """Raise UpdateError unless the sums match `like` in names, shapes and types and could have this weight."""
     if odd := sorted(given.keys() ^ like.keys()):
         raise UpdateError(f"names of sums differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
     for name, total in given.items():

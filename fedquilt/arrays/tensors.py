@@ -182,6 +182,7 @@ def sort_tensors(tensors: Tensors) -> dict[str, np.ndarray]:
 
 
 def decode_tensors(payload: bytes) -> dict[str, np.ndarray]:
+    """Decode safetensors bytes as arrays sorted by name, or raise UpdateError."""
     known = _layouts.get(payload[: _header_bytes(payload)])
     if known is not None and len(payload) == known.size:
         return {
@@ -362,6 +363,8 @@ def unpack_state(payload: bytes, kind: type[T]) -> T:
 
 
 def state_from_parts(arrays: Tensors, metadata: Mapping[str, str], kind: type[T]) -> T:
+    """Return the state of type `kind` from the results of `split_state`, or raise NoStateError."""
+
     def restore_array(wanted: type, value: Any) -> Any:
         if wanted is np.ndarray and isinstance(value, dict):
             return arrays[str(value["$array"])]

@@ -14,7 +14,7 @@ from fedquilt.cli.commands import argument, option, verb
 @option("--check", is_flag=True, help="Check whether this version could run here, with one small task, and end.")
 @options.format_option
 def agent(settings: Path, check: bool, format: str) -> None:
-    """Run the agent of this device with its agent.toml."""
+    """Run the agent of this device with its agent.toml, or with --check only run a small task to test this version."""
     from fedquilt.edge_agent import daemon
     from fedquilt.edge_agent import settings as files
     from fedquilt.edge_agent.settings import load_settings

@@ -58,4 +58,4 @@ def bench(what: str, format: str, **given: Any) -> int:
         raise JobError("bench sim needs --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
     if "with" in given:
         given["beside"] = given.pop("with")
-    return tool.main(what, format, given)
+    return tool.run_and_print(what, format, given)

@@ -24,7 +24,7 @@ def broker(context: click.Context, listen: str, password_file: Path | None) -> N
         from fedquilt import open_metrics
         from fedquilt.tools import broker as tool
 
-        tool.serve_foreground(*open_metrics.parse_address(listen), password_file)
+        tool.serve_foreground(*open_metrics.parse_listen_address(listen), password_file)
 
 
 @broker.command()

@@ -42,7 +42,7 @@ def serve(settings: Path | None, root: Path) -> None:
     if limits is not None and max_w is not None:
         named = limits.profile
         board = devices.find_shipped_profile(root) if named is None else profiles.find_board_profile(named)
-        watts = None if board is None else operating_points.power_lookup(board, root)
+        watts = None if board is None else operating_points.create_power_lookup(board, root)
     hottest_c = helper.HOTTEST_C if max_c is None else min(helper.HOTTEST_C, max_c)
     helper.run_helper(root, hottest_c=hottest_c, max_w=max_w, watts=watts)
 

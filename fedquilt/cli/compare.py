@@ -47,7 +47,7 @@ def compare(
     """Compare methods with several seeds on the same simulated fleet."""
     from fedquilt.tools.experiments import comparison as tool
 
-    return tool.main(
+    return tool.compare_and_print(
         home_access.load_job(job),
         home_access.bundle_folder(job),
         out,

@@ -23,7 +23,7 @@ def dash(context: click.Context, home: Path, listen: str, actions: bool, names: 
     from fedquilt.tools.operations import dash as tool
 
     home_access.require_home(home)
-    tool.main(
+    tool.serve_dashboard(
         home.resolve(),
         listen,
         actions=actions,

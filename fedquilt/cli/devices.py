@@ -46,7 +46,7 @@ def devices(
     from fedquilt.core import JobError
     from fedquilt.formats import labels
 
-    labels.require_selection(label)
+    labels.require_valid_selection(label)
     home_access.require_home(home)
     if remove:
         if not names or label or state or watch:

@@ -30,4 +30,4 @@ def doctor(settings: Path | None, home: Path | None, root: Path, broker: options
         fleet=broker.fleet,
         root=root,
     )
-    return tool.main(wanted, format)
+    return tool.print_findings(wanted, format)

@@ -112,7 +112,7 @@ def flash(
     if boards is None:
         where = tool.FlashDestination(rootfs=rootfs, image=image, out=out, ssh=ssh, dry_run=dry_run)
         with progress.show_progress(f"flashing {device or settings}"):
-            tool.flash(what, where, progress.LINE.print_to_stdout)
+            tool.flash_board(what, where, progress.LINE.print_to_stdout)
         return
     from fedquilt.tools.boards.flash import fleet
 

@@ -66,8 +66,8 @@ def bundle_folder(job: Path) -> Path:
     return job.with_name(job.stem + ".bundle")
 
 
-def make_link(broker: BrokerOptions, say: Callable[[str], None]) -> tuple[MqttLink, LinkIdentity | None]:
-    """Return the coordinator's unconnected link and its identity, or None if messages are unsigned.
+def create_coordinator_link(broker: BrokerOptions, say: Callable[[str], None]) -> tuple[MqttLink, LinkIdentity | None]:
+    """Return the unconnected MQTT link of the coordinator, and the identity for signing or None.
 
     Unsigned messages are reported through `say`.
     """
@@ -101,7 +101,7 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
     print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
     if here:
         console = terminal.Console(wordy=verbosity() > 0)
-        link, identity = make_link(broker, console.report)
+        link, identity = create_coordinator_link(broker, console.report)
         link.wait_until_connected(timeout_s=5.0)
         terminal.run_coordinator(
             store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where

@@ -60,7 +60,7 @@ def issue(
     """Issue a certificate and key for the coordinator, a server or another role."""
     from fedquilt.tools.operations.identity import commands
 
-    return commands.issue(ca, name, list(hosts), out, days, role, boards, most_boards)
+    return commands.issue_and_write_certificate(ca, name, list(hosts), out, days, role, boards, most_boards)
 
 
 @identity.command(name="list")

@@ -31,7 +31,7 @@ def partition(job: Path, devices: int | None, out: Path | None, format: str) -> 
     from fedquilt.tools.report import partition as tool
 
     with progress.show_progress(f"sharing out the examples of {job}"):
-        return tool.main(home_access.load_job(job), devices, out, format)
+        return tool.print_counts(home_access.load_job(job), devices, out, format)
 
 
 @lab.command()
@@ -44,7 +44,7 @@ def front(job: Path, out: Path | None, format: str) -> int:
     from fedquilt.tools.experiments import energy_front as tool
 
     with progress.show_progress(f"planning rounds of {job}"):
-        return tool.main(home_access.load_job(job), home_access.bundle_folder(job), out, format)
+        return tool.print_fronts(home_access.load_job(job), home_access.bundle_folder(job), out, format)
 
 
 @lab.command()
@@ -83,4 +83,4 @@ def audit(data: Path, images: int, size: int | None, out: Path, format: str) -> 
     from fedquilt.tools.lab import audit as tool
 
     with progress.show_progress("rebuilding pictures"):
-        return tool.main(data, out, format, {"count": images, "size": size or 0})
+        return tool.audit_and_print(data, out, format, {"count": images, "size": size or 0})

@@ -17,4 +17,4 @@ def methods(method: str | None, out: Path | None, format: str) -> None:
     from fedquilt.tools.experiments import method_pages as tool
     from fedquilt.tools.lab import papers
 
-    tool.main(method, out, format, papers.find_tables_of_method)
+    tool.write_or_print_pages(method, out, format, papers.find_tables_of_method)

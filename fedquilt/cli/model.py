@@ -55,7 +55,7 @@ def run(network: Path, examples: Path, format: str) -> int:
     """Classify examples with an exported ONNX network."""
     from fedquilt.tools.artefacts import run_model as tool
 
-    return tool.main(network, examples, format)
+    return tool.print_predictions(network, examples, format)
 
 
 @model.command()
@@ -70,4 +70,4 @@ def serve(models: Path, listen: str, listen_anywhere: bool) -> None:
     """Serve predictions of an exported network, with updates in place and drift detection."""
     from fedquilt.tools.operations import runner
 
-    runner.main(models, listen=listen, anywhere=listen_anywhere, say=lambda line: print(line, flush=True))
+    runner.serve_model(models, listen=listen, anywhere=listen_anywhere, say=lambda line: print(line, flush=True))

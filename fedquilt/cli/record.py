@@ -27,7 +27,7 @@ def record(out: Path | None, minutes: float, root: Path, dry_run: bool, format: 
     from fedquilt.tools.boards.record import profile_recording as tool
 
     with progress.show_progress(f"measuring for at most {minutes:g} min"):
-        return tool.main(
+        return tool.record_profile(
             out,
             minutes,
             root=root,

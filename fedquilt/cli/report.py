@@ -18,4 +18,4 @@ def report(run: str, out: Path | None, home: Path) -> None:
     from fedquilt.tools import report as tool
 
     with home_access.open_existing_home(home) as store, progress.show_progress(f"making a page of {run}"):
-        progress.LINE.print_to_stdout(f"{tool.main(store, run, out)}: {store.find_job(run).id}")
+        progress.LINE.print_to_stdout(f"{tool.write_run_page(store, run, out)}: {store.find_job(run).id}")

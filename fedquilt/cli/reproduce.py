@@ -41,7 +41,7 @@ def reproduce(
     """Reproduce a table of a paper, or run a grid. Without TABLE, list the tables."""
     from fedquilt.tools.lab import papers as tool
 
-    return tool.main(
+    return tool.list_or_run_tables(
         table,
         seeds=list(seeds) or None,
         rounds=rounds,

@@ -165,7 +165,7 @@ def status(id: str | None, home: Path, format: str) -> None:
         if id is None:
             known, odd = store.rollouts.readable_rollouts(), store.rollouts.read_errors()
             none = f"no rollouts in {home}: `fedquilt rollout model RUN --home {home}` begins one"
-            held = {each.state.id: view.load_wait(each, store.rollouts, around) for each in known}
+            held = {each.state.id: view.load_rollout_wait(each, store.rollouts, around) for each in known}
             rows = [{**view.summarise_rollout(each), "waits": held[each.state.id]} for each in known]
             rows += [{"rollout": each, "problem": why} for each, why in odd.items()]
             told = [f"{each} waits for {said}" for each, said in held.items() if said]
@@ -175,7 +175,10 @@ def status(id: str | None, home: Path, format: str) -> None:
             return
         kept = store.rollouts.find_rollout(id)
         facts = store.rollouts.read_events(kept.state.id)
-        shown = {**view.detail_rollout(kept), "waits": view.describe_rollout_wait(kept.state, facts, around)}
+        shown = {
+            **view.summarise_rollout_and_devices(kept),
+            "waits": view.describe_rollout_wait(kept.state, facts, around),
+        }
         home_access.print_rows(format, shown, view.format_rollout(kept, facts, around))
 
 

@@ -47,7 +47,7 @@ def serve(
         if format == "json":
             logs.use_json_logs()
             console = JsonConsole()
-        link, identity = home_access.make_link(broker, console.report)
+        link, identity = home_access.create_coordinator_link(broker, console.report)
         console.report(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"

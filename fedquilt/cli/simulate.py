@@ -104,6 +104,6 @@ def _write_report(home: Path, run: str, file: Path) -> None:
         try:
             from fedquilt.tools import report
 
-            print(f"{report.main(store, run, file)}: the report")
+            print(f"{report.write_run_page(store, run, file)}: the report")
         except ModuleNotFoundError as error:
             print(f"no report: {extras.missing_message(error.name or '')}")

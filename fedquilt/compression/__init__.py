@@ -49,7 +49,9 @@ def exclude_buffers(wire: Encoding, meta: Mapping[str, Any]) -> Encoding:
     network = meta.get("network")
     if wire.codec == "raw" or not network:
         return wire
-    register = tensor_register.register_of({**network, **{key: meta[key] for key in ("register",) if key in meta}})
+    register = tensor_register.register_from_table(
+        {**network, **{key: meta[key] for key in ("register",) if key in meta}}
+    )
     buffers = [entry.name for entry in register.tensors if entry.kind != "parameter"]
     return msgspec.structs.replace(wire, unchanged=tuple(dict.fromkeys((*wire.unchanged, *buffers))))
 
@@ -111,7 +113,7 @@ def encode_bundle(
     for name, array in given.items():
         if MARK in name:
             raise ModelError(f"tensor {name!r}: a name with {MARK} cannot be told from a part's; [wire] codec = 'raw'")
-        start = _find_start(base, name, array.shape)
+        start = _find_matching_start(base, name, array.shape)
         if name in unchanged or not _can_round(array) or (start is None and not coder.alone):
             sent[name] = array
             continue
@@ -134,6 +136,7 @@ def encode_bundle(
 def decode_update(
     wire: Encoding, bundles: Mapping[str, Tensors], base: Callable[[str], Tensors | None]
 ) -> Mapping[str, Tensors]:
+    """Decode each bundle of an update, or return the bundles unchanged for the codec "raw"."""
     if wire.codec == "raw":
         return bundles
     return {name: decode_bundle(wire, sent, base(name) or {}) for name, sent in bundles.items()}
@@ -149,7 +152,7 @@ def decode_bundle(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.
     coder = CODERS[wire.codec]
     plain, split = _group_parts(wire, sent)
     for name, parts in split.items():
-        start = _find_start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
+        start = _find_matching_start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
         if start is None and not coder.alone:
             raise UpdateError(f"tensor {name!r} was sent by {wire.codec}, but there is none that it moved from")
         # broadcast, so that no update doubles its memory on the coordinator
@@ -203,7 +206,7 @@ def _group_parts(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], d
     return plain, split
 
 
-def _find_start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:
+def _find_matching_start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:
     found = base.get(name)
     if found is None or not _can_round(found) or shape not in (None, found.shape):
         return None

@@ -280,14 +280,14 @@ def compute_metrics(sums: EvaluationSums) -> dict[str, float]:
     main = main_metric_value(sums)
     if sums.task == "regression":
         mean_absolute = math.fsum(sums.absolute) / (sums.examples * sums.outputs)
-        r2 = _r2(sums)
+        r2 = _compute_r2(sums)
         found = {"rmse": main, "mae": mean_absolute, **({} if r2 is None else {"r2": r2})}
     else:
         outcomes = count_outcomes(sums)
         found = {"accuracy" if sums.task == "classes" else "label_accuracy": main}
         if sums.task == "labels":
             found["exact_match"] = sums.whole / sums.examples
-        found |= {**_precision_and_recall(outcomes, balanced=sums.task == "classes"), **_auc(sums)}
+        found |= {**_compute_precision_and_recall(outcomes, balanced=sums.task == "classes"), **_compute_auc(sums)}
     return {**found, "loss": math.fsum(sums.loss) / sums.examples}
 
 
@@ -326,7 +326,7 @@ def _sum_outcomes(outcomes: Sequence[tuple[int, int, int]]) -> tuple[int, int, i
     return right, wrong, missed
 
 
-def _precision_and_recall(outcomes: Sequence[tuple[int, int, int]], *, balanced: bool) -> dict[str, float]:
+def _compute_precision_and_recall(outcomes: Sequence[tuple[int, int, int]], *, balanced: bool) -> dict[str, float]:
     present = [each for each in outcomes if any(each)]
     if not present:
         return {}
@@ -357,7 +357,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _auc(sums: EvaluationSums) -> dict[str, float]:
+def _compute_auc(sums: EvaluationSums) -> dict[str, float]:
     bins = histogram_bins(sums.outputs)
     if not bins:
         return {}
@@ -377,7 +377,7 @@ def _auc(sums: EvaluationSums) -> dict[str, float]:
     return {"auc": _mean(areas), "auc_error": _mean(errors)} if areas else {}
 
 
-def _r2(sums: EvaluationSums) -> float | None:
+def _compute_r2(sums: EvaluationSums) -> float | None:
     left = []
     for errors, targets, squares in zip(sums.squares, sums.targets, sums.target_squares, strict=False):
         spread = (

@@ -121,7 +121,7 @@ def scale_layers(layers: Sequence[Layer], whole: Tensors, part: Tensors) -> tupl
     return tuple(found)
 
 
-def with_adapters(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[Layer, ...]:
+def add_adapter_layers(layers: Sequence[Layer], backbone: Tensors, added: Tensors) -> tuple[Layer, ...]:
     """Return the layers with low-rank adapters: each added matrix is a layer after its neighbour.
 
     An adapter is applied as often as the layer that its name starts with. Other added tensors cost nothing.

@@ -27,10 +27,11 @@ def complete_data_table(table: Mapping[str, Any]) -> dict[str, Any]:
         JobError: If another key of the table is wrong, or the table has "auto" and names no file.
         DataError: If the data cannot be read, or a column is missing, empty or no category.
     """
-    return _with_depth(_with_words(table))
+    return _add_image_depth(_add_category_words(table))
 
 
-def agent_lines(table: Mapping[str, Any]) -> list[str]:
+def format_agent_settings(table: Mapping[str, Any]) -> list[str]:
+    """Return the lines of agent.toml for the categories and the depth in a completed [data] table."""
     lines = []
     if categories := table.get("categories"):
         each = (
@@ -43,7 +44,7 @@ def agent_lines(table: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _with_words(table: Mapping[str, Any]) -> dict[str, Any]:
+def _add_category_words(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table with the sorted words of each column whose categories are "auto"."""
     given = table.get("categories")
     columns = [column for column, words in given.items() if words == AUTO] if isinstance(given, Mapping) else []
@@ -65,12 +66,12 @@ def _with_words(table: Mapping[str, Any]) -> dict[str, Any]:
     return {**table, "categories": {**given, **{column: list(words) for column, words in found.items()}}}
 
 
-def _with_depth(table: dict[str, Any]) -> dict[str, Any]:
+def _add_image_depth(table: dict[str, Any]) -> dict[str, Any]:
     """Return the table with the depth of its folder's grey images, if they have more than 8 bits."""
     path = table.get("path")
     if "depth" in table or not isinstance(path, str) or not Path(path).is_dir():
         return table
     from fedquilt.data import readers
 
-    depth = readers.image_depth(DataSpec.parse({**table, "categories": {}}))
+    depth = readers.measure_image_depth(DataSpec.parse({**table, "categories": {}}))
     return {**table, "depth": depth} if depth else table

@@ -58,7 +58,7 @@ class Tokenizer:
 
     def encode_words(self, text: str) -> Iterator[list[int]]:
         for word in WORD.findall(unicodedata.normalize("NFC", text).lower()):
-            yield self._encode_word(word)
+            yield self._encode_longest_matches(word)
 
     def encode(self, text: str, length: int) -> np.ndarray:
         """Encode a text as (length,) int32, cut to `length` tokens or padded with 0."""
@@ -72,7 +72,7 @@ class Tokenizer:
                 break
         return found
 
-    def _encode_word(self, word: str) -> list[int]:
+    def _encode_longest_matches(self, word: str) -> list[int]:
         found: list[int] = []
         first = 0
         while first < len(word) and len(word) <= LONGEST:

@@ -76,10 +76,10 @@ def load_bundle(folder: Path, disk: Disk = REAL) -> Bundle:
             found = disk.stat(folder / "blobs" / ref.sha256)
             if found is None or found.is_dir or found.size != ref.size:
                 raise JobError(f"{folder}: file {name!r} ({ref.sha256[:12]}) is missing or cut short: prepare it anew")
-    return Bundle(index.meta, index.files, lambda name: _read_tensors(folder, index.files[name], disk))
+    return Bundle(index.meta, index.files, lambda name: _read_verified_tensors(folder, index.files[name], disk))
 
 
-def _read_tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, np.ndarray]:
+def _read_verified_tensors(folder: Path, ref: BlobRef, disk: Disk) -> dict[str, np.ndarray]:
     path = verify_file(folder, ref, disk)
     with disk_errors(f"read {path}"):
         payload = disk.read(path)

@@ -43,7 +43,7 @@ def parse_labels(given: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def require_selection(wanted: Sequence[str]) -> None:
+def require_valid_selection(wanted: Sequence[str]) -> None:
     if len(wanted) > MOST:
         raise JobError(f"{len(wanted)} words, and a selection has {MOST} at the most")
     for word in wanted:

@@ -54,7 +54,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         """Return the entry of a tensor, or None for a tensor added by a method."""
         return _entries_by_name(self).get(name)
 
-    def parameters_of(self, model: Tensors) -> list[str]:
+    def parameter_names(self, model: Tensors) -> list[str]:
         """Return the names of the model's tensors that gradients change."""
         return [
             name
@@ -123,7 +123,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         """Return the names of each layer's parameters, with layers in the order of their first call."""
         return dict(_find_layers(self))
 
-    def classifier(self) -> str | None:
+    def find_classifier(self) -> str | None:
         """Return the path of the linear layer called last, or None if the network has no linear layer.
 
         Raises:
@@ -131,7 +131,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         """
         linear = self.linear_paths()
         borrowed = {alias.rpartition(".")[0]: entry for entry in self.tensors for alias in entry.aliases}
-        last = self.in_call_order([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
+        last = self.sort_by_call_order([*linear, *(path for path in borrowed if path in self.calls)])[-1:]
         if not last or last[0] in linear:
             return last[0] if last else None
         raise ModelError(
@@ -139,7 +139,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
             "be treated apart as the classifier: give the layer weights of its own, or take another method"
         )
 
-    def in_call_order(self, names: Iterable[str]) -> list[str]:
+    def sort_by_call_order(self, names: Iterable[str]) -> list[str]:
         """Return modules or tensors in the order of their module's first call, then of numbers in the name.
 
         A module that is never called, as its parent uses its weights itself, stands with the nearest module around it.
@@ -155,7 +155,7 @@ class TensorRegister(msgspec.Struct, frozen=True):
         return sorted(names, key=sort_key)
 
 
-def register_of(network: Mapping[str, Any]) -> TensorRegister:
+def register_from_table(network: Mapping[str, Any]) -> TensorRegister:
     """Return the register in a network's table, or that of an `mlp`, which follows from its table.
 
     Raises:
@@ -165,12 +165,12 @@ def register_of(network: Mapping[str, Any]) -> TensorRegister:
         return _parse_register(msgspec.json.encode(network["register"]))
     if network.get("name") == "mlp":
         hidden = network.get("hidden", (64,))
-        return register_of_mlp(len(hidden) + 1)
+        return make_mlp_register(len(hidden) + 1)
     name = network.get("name")
     raise ModelError(f"the bundle has no register of the tensors of {name!r}: run `fedquilt prepare` anew")
 
 
-def register_of_mlp(layers: int) -> TensorRegister:
+def make_mlp_register(layers: int) -> TensorRegister:
     paths = [str(2 * index + 1) for index in range(layers)]
     rows = [
         RegisterEntry(f"{path}.{leaf}", "parameter", path, path, "Linear", normalises=False, trained=True)
@@ -180,7 +180,7 @@ def register_of_mlp(layers: int) -> TensorRegister:
     return TensorRegister(tuple(rows), ("", *map(str, range(2 * layers))))
 
 
-def register_of_kinds(names: Iterable[str], kinds: Mapping[str, Kind]) -> TensorRegister:
+def register_from_kinds(names: Iterable[str], kinds: Mapping[str, Kind]) -> TensorRegister:
     rows = []
     for name in names:
         path = name.rpartition(".")[0]
@@ -224,4 +224,4 @@ def _find_layers(register: TensorRegister) -> dict[str, tuple[str, ...]]:
     for entry in register.tensors:
         if entry.kind == "parameter":
             found.setdefault(entry.layer, []).append(entry.name)
-    return {path: tuple(sorted(found[path])) for path in register.in_call_order(found)}
+    return {path: tuple(sorted(found[path])) for path in register.sort_by_call_order(found)}

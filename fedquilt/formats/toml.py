@@ -44,6 +44,7 @@ _LIMITS: Final = {">=": "of at least", "<=": "of at most", ">": "above", "<": "b
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, or raise JobError if it is unreadable or invalid."""
     try:
         return parse_toml(path.read_text(encoding="utf-8-sig"), str(path))  # Windows' editors begin a file with a mark
     except OSError as error:
@@ -65,6 +66,7 @@ def absolute_path(path: str, folder: Path) -> str:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Return the table in TOML text, or raise JobError with the source `where`."""
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -113,7 +115,7 @@ def convert_table(table: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        said = _explain_error(str(error), table, kind, where)
+        said = _explain_conversion_error(str(error), table, kind, where)
         raise JobError(f"{where}: {said}" if where.startswith("[") else said) from None
 
 
@@ -129,7 +131,8 @@ def suggest_nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {words[found[0]]!r}?" if found else ""
 
 
-def _explain_error(said: str, table: Any, kind: type, where: str) -> str:
+def _explain_conversion_error(said: str, table: Any, kind: type, where: str) -> str:
+    """Return msgspec's message in plain words, with the key, its value and the known choices."""
     path = match[1] if (match := _PATH.search(said)) else ""
     said = said[: match.start()] if match else said
     options = _types_at_path(kind, path)
@@ -179,6 +182,7 @@ _NOWHERE: Final = object()
 
 
 def _value_at_path(table: Any, path: str) -> Any:
+    """Return the value at a path of msgspec, or `_NOWHERE` if the path leads to none."""
     # `_NOWHERE` stands for an inexact path of msgspec, such as "[...]".
     for step in _STEP.finditer(path):
         try:
@@ -194,6 +198,7 @@ def _quote_value(value: Any, most: int = 60) -> str:
 
 
 def _types_at_path(kind: type, path: str) -> list[Any]:
+    """Return msgspec's descriptions of the types that are possible at a path."""
     from msgspec import inspect
 
     found = _union_members(inspect.type_info(kind))

@@ -35,7 +35,7 @@ DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 WAIT_S: Final = 0.1  # between two attempts to get a file descriptor
 
 
-def retry_without_descriptor(open: Callable[[], T]) -> T:
+def retry_until_descriptor_free(open: Callable[[], T]) -> T:
     """Return what `open` returns, repeating the call while no file descriptor is free."""
     waited = False
     while True:
@@ -56,7 +56,7 @@ def retry_without_descriptor(open: Callable[[], T]) -> T:
 
 def open_descriptor(path: Place, flags: int, mode: int = 0o777) -> int:
     """Open a file like `os.open`, and wait until a file descriptor is free."""
-    return retry_without_descriptor(lambda: os.open(path, flags, mode))
+    return retry_until_descriptor_free(lambda: os.open(path, flags, mode))
 
 
 class OpenFile:
@@ -165,7 +165,7 @@ class Disk:
     def entries(self, folder: Place) -> list[PathInfo]:
         """Return the entries of a folder, in any order, without files that vanish meanwhile."""
         found = []
-        with retry_without_descriptor(lambda: os.scandir(folder)) as entries:
+        with retry_until_descriptor_free(lambda: os.scandir(folder)) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):  # another process was faster
                     found.append(_found_from_stat(entry.name, entry.stat()))
@@ -248,6 +248,7 @@ class Disk:
             os.close(open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._file_mode))
 
     def write_at(self, path: Place, payload: bytes | memoryview, offset: int) -> None:
+        """Write bytes at an offset of an existing file, and keep its other bytes."""
         file = open_descriptor(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             write_fully(file, payload, offset)
@@ -379,6 +380,7 @@ class Disk:
         return latest_ns, size
 
     def hash_file(self, path: Place) -> str:
+        """Return the sha256 of a file in hex."""
         sha256 = hashlib.sha256()
         for piece in self.read_pieces(path):
             sha256.update(piece)
@@ -495,18 +497,18 @@ def _empty_folder(folder: Place) -> None:
     Links are removed, not followed. Folders are moved up before they are emptied: `shutil.rmtree` recurses, and fails
     with a RecursionError where folders are nested a thousand deep.
     """
-    top = _open_folder(folder)
+    top = _open_folder_with_rights(folder)
     try:
         names = os.listdir(top)
         while names:
             name = names.pop()
-            if _try_unlink(name, top):
+            if _unlink_unless_folder(name, top):
                 continue
-            inner = _open_folder(name, top)
+            inner = _open_folder_with_rights(name, top)
             try:
                 for nested in os.listdir(inner):
-                    if not _try_unlink(nested, inner):
-                        os.close(_open_folder(nested, inner))  # a folder that is shut cannot be moved
+                    if not _unlink_unless_folder(nested, inner):
+                        os.close(_open_folder_with_rights(nested, inner))  # a folder that is shut cannot be moved
                         names.append(os.urandom(16).hex())
                         os.rename(nested, names[-1], src_dir_fd=inner, dst_dir_fd=top)
             finally:
@@ -516,7 +518,7 @@ def _empty_folder(folder: Place) -> None:
         os.close(top)
 
 
-def _try_unlink(name: str, folder: int) -> bool:
+def _unlink_unless_folder(name: str, folder: int) -> bool:
     try:
         os.unlink(name, dir_fd=folder)
     except IsADirectoryError:
@@ -524,7 +526,8 @@ def _try_unlink(name: str, folder: int) -> bool:
     return True
 
 
-def _open_folder(path: Place, above: int | None = None) -> int:
+def _open_folder_with_rights(path: Place, above: int | None = None) -> int:
+    """Open a folder, not a link, after giving this user all rights on it if necessary."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, dir_fd=above, follow_symlinks=False):
         place = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)

@@ -259,6 +259,7 @@ class HttpServer:
             self._places.release()
 
     def _serve_one_request(self, line: _HttpConnection) -> bool:
+        """Read and answer one request. Return whether the connection can serve another one."""
         exchange: HttpExchange | None = None
         try:
             exchange = _read_request(line)
@@ -276,7 +277,7 @@ class HttpServer:
                 exchange.send_response(error.status, {"Content-Type": kind}, body)
         if exchange._unread:
             self.connections.await_request(line.connection)
-            line.drain()
+            line.stop_and_drain()
         return exchange.is_reusable
 
 
@@ -295,12 +296,12 @@ class _HttpConnection:
             try:
                 self.sock.do_handshake()
             except ssl.SSLError:
-                self.drain()  # the client reads why
+                self.stop_and_drain()  # the client reads why
                 raise
         self.file = cast(io.BufferedReader, self.sock.makefile("rb", HEADER_BYTES))
 
-    def drain(self) -> None:
-        """Stop sending and drop what the client still sends: closing with bytes unread would lose the answer."""
+    def stop_and_drain(self) -> None:
+        """Stop sending, and drop further input so that the answer is not lost on closing."""
         socket.socket.shutdown(self.sock, socket.SHUT_WR)
         left = LINGER_BYTES
         while left > 0 and (found := socket.socket.recv(self.sock, 64 * 1024)):
@@ -313,6 +314,7 @@ class _HttpConnection:
 
 
 def _read_request(line: _HttpConnection) -> HttpExchange | None:
+    """Read the head of the next request, or return None if the client has closed the connection."""
     rows: list[bytes] = []
     left = HEADER_BYTES
     while True:

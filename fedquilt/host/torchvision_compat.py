@@ -39,12 +39,12 @@ def import_torchvision(load: Import = importlib.import_module) -> ModuleType:
         except RuntimeError as error:
             if SYMPTOM not in str(error):
                 raise
-        _declare_operators()
+        _declare_nms_operators()
         return load("torchvision")
 
 
 @cache
-def _declare_operators() -> Any:
+def _declare_nms_operators() -> Any:
     # The declarations exist as long as the library object, which the cache holds.
     import torch
 

@@ -35,7 +35,7 @@ def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path
         most_bytes: Limit on the size of all files together.
 
     Raises:
-        Odd: If a wheel is damaged, exceeds the limit, or would write outside the folder.
+        InvalidWheelError: If a wheel is damaged, exceeds the limit, or would write outside the folder.
         OSError: If a file cannot be written.
     """
     packages.mkdir(parents=True, exist_ok=True)
@@ -64,6 +64,7 @@ def unpack_wheels(wheels: Sequence[tuple[str, Path | IO[bytes]]], packages: Path
 
 
 def _installed_path(wheel: str, filename: str) -> PurePosixPath | None:
+    """Return the path of a wheel's file in the packages folder, or None for files that are not installed."""
     # None stands for files that are not installed, such as scripts and headers.
     inside = PurePosixPath(filename)
     if inside.is_absolute() or ".." in inside.parts or not inside.parts:

@@ -49,7 +49,7 @@ class State(NetworkState):
     settled: int  # rounds so far that gathered statistics: counted in a task's round, not in the learning rate
 
 
-def subnetwork_state(state: NetworkState, at: Places, own: Tensors | None = None) -> NetworkState:
+def make_subnetwork_state(state: NetworkState, at: Places, own: Tensors | None = None) -> NetworkState:
     """Return the state of a sub-network, with its cost. Tensors in `own` replace those cut out."""
     sub = {**width.cut_tensors(state.model, at), **(own or {})}
     flops, activations = layer_costs.part_shares(state.costs_by_layer(), state.model, sub)
@@ -71,7 +71,7 @@ class BatchNormSums:
     weight: Mapping[str, exact_sums.ExactScalar] = field(default_factory=dict)
 
 
-def statistics_round(
+def make_statistics_round(
     parts: Callable[[Any], Mapping[float, Places]],
     rate_of: Callable[[Any, DeviceView], float],
     *,
@@ -94,7 +94,7 @@ def statistics_round(
     def send(state: State, device: DeviceView) -> TaskSpec:
         own, asked, bundles, work = rate_of(state, device), [], {}, WorkEstimate()
         for rate, at in parts(state).items():
-            light = subnetwork_state(state, at, state.widths.get(f"{rate:g}"))
+            light = make_subnetwork_state(state, at, state.widths.get(f"{rate:g}"))
             found = local_training.evaluation_work(light)
             peak = max(
                 local_training.training_work(light, moved={}).peak_bytes, 2 * tensors.total_bytes([state.model])
@@ -132,7 +132,7 @@ def statistics_round(
             key = bundle.removeprefix("statistics.")
             shapes = width.cut_shapes(state.model, {name: places[key][name] for name in statistic_names(state)})
             tensors.require_addable(sent, shapes)
-            found[key] = _raw_moments(sent, state.register.running_means_by_variance(), update.device)
+            found[key] = _convert_variances_to_moments(sent, state.register.running_means_by_variance(), update.device)
         for key, moments in found.items():
             total[key] = exact_sums.add_arrays(total.get(key, {}), moments, update.weight)
             weight[key] = weight.get(key, exact_sums.ExactScalar()).add_numbers(update.weight)
@@ -164,7 +164,8 @@ def _fits_device(device: DeviceView, work: WorkEstimate) -> bool:
     return device.profile is not None and tiers.fits_budget(device.profile, "torch", work)
 
 
-def _raw_moments(sent: Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:
+def _convert_variances_to_moments(sent: Tensors, means: Mapping[str, str], device: str) -> dict[str, np.ndarray]:
+    """Return statistics with raw second moments for variances, or raise UpdateError for a negative variance."""
     found = {}
     for name, array in sent.items():
         value = array.astype(np.float64)
@@ -185,7 +186,9 @@ def gather_statistics(task: Task, site: ClientContext) -> ClientResult:
         cut = rate != 1
 
         def prepare(module: Any, start: Tensors = start, cut: bool = cut, seen: width.BatchNormMoments = seen) -> Any:
-            return seen.add_hooks(width.shrink_module(module, start, scaled=task.params["scaled"]) if cut else module)
+            return seen.add_recording_hooks(
+                width.shrink_module(module, start, scaled=task.params["scaled"]) if cut else module
+            )
 
         site.engine.evaluate(task.params["network"], start, shuffled, hooks=Hooks(prepare=prepare))
         bundles[f"statistics.{rate:g}"] = seen.statistics()

@@ -162,7 +162,7 @@ def fold(state: State, so_far: ExactMomentSums | None, update: DeviceUpdate) -> 
 def step(state: State, total: ExactMomentSums | None) -> State:
     """Add a round's moments. Solve the head after the last round, or if no new device took part."""
     if total is None or not total.devices:
-        return _finish(state) if state.heard else replace(state, log=())
+        return _set_final_head(state) if state.heard else replace(state, log=())
     sums = total.total_sums(candidates.unpack_sums(state.gathered))
     heard = tuple(sorted({*state.heard, *total.devices}))
     notes = [f"moments of {sums.n:.0f} examples of {len(heard)} devices"]
@@ -171,7 +171,7 @@ def step(state: State, total: ExactMomentSums | None) -> State:
     state = replace(
         state, turn=state.turn + 1, heard=heard, gathered=candidates.pack_sums(sums, exact=True), log=tuple(notes)
     )
-    return _finish(state) if state.turn >= state.params.rounds else state
+    return _set_final_head(state) if state.turn >= state.params.rounds else state
 
 
 def done(state: State) -> bool:
@@ -189,7 +189,7 @@ def result(state: State) -> Artefact:
     """
     if not done(state) and state.gathered is None:
         raise ModelError("no device has sent its moments yet: there is no head")
-    head = joint_head.export_head(state.head or _head_tensors(state))
+    head = joint_head.export_head(state.head or _solve_head_tensors(state))
     meta, arrays = stitched_network.to_artefact(stitched_network.StitchedNetwork((state.path,), {}, head), state.stock)
     return Artefact("stitched", meta, arrays)
 
@@ -200,7 +200,7 @@ def solve_head(params: Params, sums: ClassMoments) -> dict[str, np.ndarray]:
     "weights" is (labels, d) and "bias" (labels,). The bias of a class without examples is `joint_head.NEVER`.
     """
     if params.gcv:
-        given = joint_head.standardise(sums)
+        given = joint_head.standardise_sums(sums)
         inner = given.correlation.copy()
         inner[np.diag_indices(len(inner))] += joint_head.best_penalty(given).ridge
         weights = np.linalg.solve(inner, given.cross).T * given.inverse
@@ -213,7 +213,7 @@ def solve_head(params: Params, sums: ClassMoments) -> dict[str, np.ndarray]:
     return {"weights": weights, "bias": np.where(sums.counts > 0, bias, joint_head.NEVER)}
 
 
-def _head_tensors(state: State) -> dict[str, np.ndarray]:
+def _solve_head_tensors(state: State) -> dict[str, np.ndarray]:
     sums = candidates.unpack_sums(state.gathered)
     assert sums is not None
     head = solve_head(state.params, sums)
@@ -225,13 +225,14 @@ def _head_tensors(state: State) -> dict[str, np.ndarray]:
     return {part: array.astype(np.float32) for part, array in head.items()}
 
 
-def _finish(state: State) -> State:
+def _set_final_head(state: State) -> State:
+    """Solve the head from all moments, then drop the moments and log classes without examples."""
     assert state.gathered is not None
     notes = [f"the head of {state.path[0].rpartition('.')[0]} solved from {state.gathered.counts.sum():.0f} examples"]
     pairs = zip(state.stock.labels, state.gathered.counts, strict=True)
     if nobodys := [label for label, count in pairs if not count]:
         notes.append(f"nobody has examples of {', '.join(nobodys)}: never predicted")
-    return replace(state, head=_head_tensors(state), gathered=None, log=(*state.log, *notes))
+    return replace(state, head=_solve_head_tensors(state), gathered=None, log=(*state.log, *notes))
 
 
 def _feature_width(state: State) -> int:

@@ -119,7 +119,7 @@ class Exits:
     strength: float = 0.0  # c(t)
     scores: list[Any] = field(default_factory=list)
 
-    def prepare_hook(self, start: Mapping[str, np.ndarray]) -> Any:
+    def make_prepare_hook(self, start: Mapping[str, np.ndarray]) -> Any:
         """Return the hook that adds the exits to the plain network, whose tensors `start` contains."""
 
         def add_exits(module: Any) -> Any:
@@ -133,6 +133,7 @@ class Exits:
         return add_exits
 
     def _combine_scores(self, module: Any, told: list[Any], last: Any) -> Any:
+        """Return the sum of the exits' log-probabilities in training, else their mean scores, and keep the scores."""
         # In training the network returns z = sum_i log p_i. `penalty` corrects its cross entropy to sum_i CE_i.
         import torch
 
@@ -175,19 +176,19 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     if not exits.looks:
         return fedavg.work(task, site)
     steps = (Step(penalty=exits.penalty),)
-    return fedavg.work(task, site, Hooks(prepare=exits.prepare_hook(site.load("model")), steps=steps))
+    return fedavg.work(task, site, Hooks(prepare=exits.make_prepare_hook(site.load("model")), steps=steps))
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's sub-network on the held-out examples."""
     exits, model = exits_from_task(task), site.load("model")
-    hooks = Hooks(prepare=exits.prepare_hook(model)) if exits.looks else Hooks()
+    hooks = Hooks(prepare=exits.make_prepare_hook(model)) if exits.looks else Hooks()
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
 def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The tensors present identify the depth."""
-    sent = heterofl.sent_model(update)
+    sent = heterofl.require_sent_model(update)
     cuts = [leading_stage_places(state, depth) for depth in sorted(set(state.params["depths"]))]
     return by_width.add_entries(
         state.model, so_far, sent, by_width.recognise_cut(state.model, sent, cuts), update.weight

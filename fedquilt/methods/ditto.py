@@ -57,7 +57,7 @@ def send(state: fedlora.State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train two models, with twice FedAvg's cost."""
     if not state.backbone:
         return local_training.training_task_spec(state, {"model": state.model}, trainings=2, anchors=2)
-    whole = fedlora.adapted_state(state)
+    whole = fedlora.make_adapted_state(state)
     bundles = {"model": state.model, "backbone": state.backbone}
     return fedlora.with_adapted_layers(
         local_training.training_task_spec(whole, bundles, trainings=2, anchors=2, moved=state.model), state.network
@@ -75,7 +75,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         correct = lambda gradient, value, at: gradient + pull * (value - at["received"])  # noqa: E731
         hooks = replace(hooks, correct=correct, anchors={"received": start})
     second = replace(site, rng=again, progress=lambda done: site.progress(0.5 + done / 2))
-    mine = local_training.train_from(task, second, {**still, **personal_model(site, received)}, hooks)
+    mine = local_training.train_from(task, second, {**still, **load_personal_model(site, received)}, hooks)
     model, local = ({name: each.bundles["model"][name] for name in received} for each in (answer, mine))
     told = {**answer.metrics, "own_loss": mine.metrics["loss"]}
     return replace(answer, bundles={"model": model}, local=local, metrics=told)
@@ -86,10 +86,10 @@ def load_backbone_and_hooks(task: Task, site: ClientContext, received: Tensors) 
     if not task.params.get("rank"):
         return {}, Hooks()
     backbone = site.load("backbone")
-    return backbone, fedlora.adapter_hooks(task, received)
+    return backbone, fedlora.make_adapter_hooks(task, received)
 
 
-def personal_model(site: ClientContext, received: Tensors) -> Tensors:
+def load_personal_model(site: ClientContext, received: Tensors) -> Tensors:
     """Return the device's personal model, or the received model before the first training."""
     if site.local:
         tensors.require_matching(site.local, received)
@@ -100,7 +100,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the personal model on the held-out examples."""
     received = site.load("model")
     still, hooks = load_backbone_and_hooks(task, site, received)
-    model = {**still, **personal_model(site, received)}
+    model = {**still, **load_personal_model(site, received)}
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
@@ -109,9 +109,9 @@ def personal(task: Task, site: ClientContext) -> Tensors:
     received = site.load("model")
     still, _ = load_backbone_and_hooks(task, site, received)
     return (
-        fedlora.merge_adapters(task.params, still, personal_model(site, received))
+        fedlora.merge_adapters(task.params, still, load_personal_model(site, received))
         if still
-        else personal_model(site, received)
+        else load_personal_model(site, received)
     )
 
 

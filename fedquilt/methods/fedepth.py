@@ -117,10 +117,10 @@ def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     order = local_training.training_task_spec(state, {"model": sub})
     ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in found[:-1]]
     table = {"groups": [list(group.names) for group in found], "ends": ends, "head": body.head}
-    return replace(order, params={**order.params, **table}, work=_groups_work(state, order, found))
+    return replace(order, params={**order.params, **table}, work=_estimate_groups_work(state, order, found))
 
 
-def _groups_work(state: NetworkState, order: TaskSpec, found: list[StageGroup]) -> Any:
+def _estimate_groups_work(state: NetworkState, order: TaskSpec, found: list[StageGroup]) -> Any:
     # Each group costs a forward pass up to its end and a backward pass through itself.
     if len(found) == 1:
         return order.work
@@ -161,7 +161,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         if index < len(ends):
             end, entrance, width = ends[index]
             start = {name: model[name] for name in model if name in before or name.rpartition(".")[0] == head}
-            prepare = link_hook(stages.Stage(entrance, width, ()), dict(start), int(end), head)
+            prepare = make_link_hook(stages.Stage(entrance, width, ()), dict(start), int(end), head)
             start[link_name(end)], moved = model[link_name(end)], moved | {link_name(end)}
         else:
             start = {name: array for name, array in model.items() if not name.startswith("link.")}
@@ -174,7 +174,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     return ClientResult({"model": model}, float(len(site.train)), {**told, "steps": steps})
 
 
-def link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
+def make_link_hook(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
     """Return the hook that ends the network before a stage, with a link to the classifier."""
 
     def prepare(module: Any) -> Any:
@@ -201,7 +201,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 
 def fold(state: NetworkState, so_far: WeightedEntrySums | None, update: DeviceUpdate) -> WeightedEntrySums:
     """Add an update to the sums, entry by entry. The links present identify the number of groups."""
-    sent = heterofl.sent_model(update)
+    sent = heterofl.require_sent_model(update)
     body = by_depth.split_stages(plain_network(state), state.params["stages"], state.register)
     cuts = [places_for_groups(state, body, count) for count in sorted(set(state.params["groups"]))]
     return by_width.add_entries(

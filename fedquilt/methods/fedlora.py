@@ -77,7 +77,7 @@ def initial_shared_part(backbone: Tensors, rank: int, seed: int, network: Mappin
 
 def adapted_layers(network: Mapping[str, Any]) -> tuple[lora.AdapterSite, ...]:
     """Return the layers that have adapters."""
-    return lora.find_adapted_layers(tensor_register.register_of(network))
+    return lora.find_adapted_layers(tensor_register.register_from_table(network))
 
 
 def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
@@ -86,8 +86,8 @@ def head_names(network: Mapping[str, Any]) -> tuple[str, ...]:
     Raises:
         ModelError: If the last layer of the network is not linear.
     """
-    register = tensor_register.register_of(network)
-    last = register.classifier()
+    register = tensor_register.register_from_table(network)
+    last = register.find_classifier()
     if last is None:
         raise ModelError("this network has no last linear layer that tells the classes: LoRA trains it too")
     return register.parameters_by_layer()[last]
@@ -98,7 +98,7 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     anchors = 1 if state.params.get("mu", 1.0) else 0
     bundles = {"model": state.model, "backbone": state.backbone}
     return with_adapted_layers(
-        local_training.training_task_spec(adapted_state(state), bundles, anchors=anchors, moved=state.model),
+        local_training.training_task_spec(make_adapted_state(state), bundles, anchors=anchors, moved=state.model),
         state.network,
     )
 
@@ -108,11 +108,11 @@ def with_adapted_layers(order: TaskSpec, network: Mapping[str, Any]) -> TaskSpec
     return replace(order, params={**order.params, "places": adapted_layers(network)})
 
 
-def adapted_state(state: State) -> NetworkState:
+def make_adapted_state(state: State) -> NetworkState:
     """Return a plain state of the backbone with its adapters, for size and cost."""
     whole = state.plain_state_with({**state.backbone, **state.model})
     added = {name: array for name, array in state.model.items() if name not in state.backbone}
-    return replace(whole, layers=layer_costs.with_adapters(state.layers, state.backbone, added))
+    return replace(whole, layers=layer_costs.add_adapter_layers(state.layers, state.backbone, added))
 
 
 def adapter_scale(params: Mapping[str, Any]) -> float:
@@ -120,7 +120,7 @@ def adapter_scale(params: Mapping[str, Any]) -> float:
     return float(params["alpha"] / params["rank"])
 
 
-def adapter_hooks(task: Task, moved: Tensors) -> Hooks:
+def make_adapter_hooks(task: Task, moved: Tensors) -> Hooks:
     """Return hooks that insert the adapters, train the tensors in `moved` and freeze all others."""
     places, rank, mu = lora.sites_from_json(task.params["places"]), task.params["rank"], task.params.get("mu", 0.0)
 
@@ -136,7 +136,7 @@ def adapter_hooks(task: Task, moved: Tensors) -> Hooks:
 def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the adapters and the head in the frozen backbone, and return those alone."""
     backbone, received = site.load("backbone"), site.load("model")
-    answer = local_training.train_from(task, site, {**backbone, **received}, adapter_hooks(task, received))
+    answer = local_training.train_from(task, site, {**backbone, **received}, make_adapter_hooks(task, received))
     model = answer.bundles["model"]
     return replace(answer, bundles={"model": {name: model[name] for name in received}})
 
@@ -144,7 +144,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the backbone with the received adapters and head on the held-out examples."""
     backbone, received = site.load("backbone"), site.load("model")
-    adapted = adapter_hooks(task, received)
+    adapted = make_adapter_hooks(task, received)
     return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapted)
 
 

@@ -81,7 +81,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         )
     plain = fedavg.init(bundle, params, seed)
     begun = _subnetworks.State(**vars(plain), plan=masks.plan_from_bundle(bundle, plain.model), widths={}, settled=0)
-    last = begun.register.classifier()
+    last = begun.register.find_classifier()
     order = [name for name in begun.register.parameters_by_layer() if name != last]
     if params.encoder and not order:
         raise ModelError("this network has one layer: there is no encoder to hold still, set encoder = 0")
@@ -108,7 +108,9 @@ def encoder_names(state: State) -> set[str]:
 def places_by_share(state: State) -> dict[float, Places]:
     """Return the places of each part that can be sent, by the share of channels in the part."""
     shares = sorted({canonical_share(state, left) for left in remaining_shares(state.params)})
-    return {left: width.unit_places(state.plan, state.model, state.kept.get(f"{left:g}", {})) for left in shares}
+    return {
+        left: width.unit_indices_by_tensor(state.plan, state.model, state.kept.get(f"{left:g}", {})) for left in shares
+    }
 
 
 def canonical_share(state: State, left: float) -> float:
@@ -135,7 +137,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the predictor's part, or gather batch norm statistics if the task requests them."""
     if "asked" in task.params:
         return _subnetworks.gather_statistics(task, site)
-    hooks, held = heterofl.width_hooks(task, site, scaled=False), set(task.params["still"])
+    hooks, held = heterofl.make_width_hooks(task, site, scaled=False), set(task.params["still"])
     if held:
         hooks = Hooks(prepare=hooks.prepare, steps=(Step(rate=lambda name: float(name not in held)),))
     answer = fedavg.work(task, site, hooks)
@@ -145,13 +147,13 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's part on the held-out examples."""
-    hooks = heterofl.width_hooks(task, site, scaled=False)
+    hooks = heterofl.make_width_hooks(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
 def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> HeteroFLSums:
     """Add a device's predictor entries to the sums of its ratio."""
-    sent, held = heterofl.sent_model(update), encoder_names(state)
+    sent, held = heterofl.require_sent_model(update), encoder_names(state)
     moved = {
         left: {name: place for name, place in at.items() if name not in held}
         for left, at in places_by_share(state).items()
@@ -169,5 +171,5 @@ METHOD = replace(
     work=work,
     check=check,
     aggregation=Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=local_training.partial_model_schema),
-    settle=_subnetworks.statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
+    settle=_subnetworks.make_statistics_round(places_by_share, device_share, scaled=False, still=encoder_names),
 )

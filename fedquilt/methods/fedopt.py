@@ -75,7 +75,7 @@ def step(state: State, total: WeightedSums | None) -> State:
             model[name] = (1 - eta) * x + eta * (model[name] + beta1 * moment)
         else:
             first[name] = beta1 * moment + (1 - beta1) * change
-            second[name] = _update_second_moment(params, state.second[name].astype(np.float64), np.square(change))
+            second[name] = _compute_second_moment(params, state.second[name].astype(np.float64), np.square(change))
             model[name] = x + eta * first[name] / (np.sqrt(second[name]) + params["tau"])
     return replace(
         state,
@@ -85,7 +85,7 @@ def step(state: State, total: WeightedSums | None) -> State:
     )
 
 
-def _update_second_moment(params: dict[str, Any], v: np.ndarray, square: np.ndarray) -> np.ndarray:
+def _compute_second_moment(params: dict[str, Any], v: np.ndarray, square: np.ndarray) -> np.ndarray:
     if params["server"] == "adagrad":
         return v + square
     if params["server"] == "adam":

@@ -125,7 +125,7 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     """Return the task spec to train under masks, or the whole network after the warm-up."""
     if not is_warmup(state):
         return full_task_spec(state)
-    others, anchors = _mean_of_others(state, device.device), int(state.params["mu"] > 0)
+    others, anchors = _mean_mask_of_others(state, device.device), int(state.params["mu"] > 0)
     bundles = {"model": state.model, "plan": {"json": masks.plan_to_array(state.plan)}}
     if others is not None:
         bundles["others"] = {"theta": others}
@@ -138,7 +138,8 @@ def full_task_spec(state: State) -> TaskSpec:
     return local_training.training_task_spec(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
 
 
-def _mean_of_others(state: State, device: str) -> np.ndarray | None:
+def _mean_mask_of_others(state: State, device: str) -> np.ndarray | None:
+    """Return the mean mask of other devices, 0.5 in the first round, or None without one."""
     # theta_{g without i}: 0.5 in the first round, None if no other device has published a mask.
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
@@ -255,7 +256,7 @@ def add_covered(
     if odd := sorted(sent.keys() ^ state.model.keys()):
         raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
     marks = masks.covered_entries(state.plan, neurons)
-    model, weight = masks.restore_covered(sent, marks), update_weight(state, update)
+    model, weight = masks.restore_masked_tensors(sent, marks), update_weight(state, update)
     tensors.require_addable(model, state.model)
     cover = {k: marks[k] * weight if k in marks else np.full((1,) * v.ndim, weight) for k, v in model.items()}
     so_far = so_far or MaskedSums({}, {}, {})

@@ -56,7 +56,7 @@ def part_index(state: fedpews.State, device: str) -> int:
 
 def device_mask(state: fedpews.State, device: str) -> np.ndarray:
     """Return the mask of a device's neurons, (h,)."""
-    return masks.part_mask(state.plan, part_index(state, device), int(state.params["parts"]))
+    return masks.mask_of_equal_part(state.plan, part_index(state, device), int(state.params["parts"]))
 
 
 def send(state: fedpews.State, device: DeviceView) -> TaskSpec:
@@ -87,8 +87,8 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
 
 def _load_part(task: Task, site: ClientContext) -> tuple[Tensors, Mapping[str, np.ndarray]]:
     plan = masks.plan_from_array(site.load("plan")["json"])
-    marks = masks.covered_entries(plan, masks.part_mask(plan, task.params["part"], task.params["parts"]))
-    return masks.restore_covered(site.load("model"), marks), marks
+    marks = masks.covered_entries(plan, masks.mask_of_equal_part(plan, task.params["part"], task.params["parts"]))
+    return masks.restore_masked_tensors(site.load("model"), marks), marks
 
 
 def fold(

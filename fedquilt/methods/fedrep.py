@@ -78,7 +78,9 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     all_of_it = {**state.backbone, **trained}
     plain = state.plain_state_with(all_of_it)
     if state.backbone:
-        plain = fedlora.adapted_state(fedlora.State(**vars(state.plain_state_with(trained)), backbone=state.backbone))
+        plain = fedlora.make_adapted_state(
+            fedlora.State(**vars(state.plain_state_with(trained)), backbone=state.backbone)
+        )
     still = {"backbone": state.backbone} if state.backbone else {}
     order = local_training.training_task_spec(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
     return fedlora.with_adapted_layers(order, state.network) if state.backbone else order
@@ -108,7 +110,7 @@ def load_backbone_and_insertion(task: Task, site: ClientContext) -> tuple[Tensor
     if not task.params.get("rank"):
         return {}, None
     backbone = site.load("backbone")
-    return backbone, fedlora.adapter_hooks(task, {}).prepare
+    return backbone, fedlora.make_adapter_hooks(task, {}).prepare
 
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
@@ -152,7 +154,10 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
             )
         both = replace(begun, model=fedlora.initial_shared_part(begun.model, params.rank, seed, begun.network))
         return replace(split_state(both, fedlora.head_names(begun.network)), backbone=begun.model)
-    found, last = begun.register.parameters_by_layer(), begun.register.classifier() if params.head is None else None
+    found, last = (
+        begun.register.parameters_by_layer(),
+        begun.register.find_classifier() if params.head is None else None,
+    )
     chosen = params.head if params.head is not None else (last,) if last else ()
     inside = {entry.module: entry.layer for entry in begun.register.tensors}
     chosen = tuple(inside.get(name, name) for name in chosen)  # a normalisation goes with its layer

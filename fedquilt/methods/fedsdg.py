@@ -220,7 +220,9 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the shared part, the own branch and the gates (Eq. 5 to 8), and send the change (Eq. 9)."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = load_own_branch(task, site, backbone)
-    answer = local_training.train_from(task, site, {**backbone, **received, **mine}, branch_hooks(task, received, mine))
+    answer = local_training.train_from(
+        task, site, {**backbone, **received, **mine}, make_branch_hooks(task, received, mine)
+    )
     model = answer.bundles["model"]
     delta = {name: model[name] - received[name] for name in received}
     kept = {name: model[name] for name in mine}
@@ -233,7 +235,7 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the network with the shared part and the device's own branch."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = _load_evaluation_branch(task, site, backbone)
-    adapted = branch_hooks(task, received, mine)
+    adapted = make_branch_hooks(task, received, mine)
     return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
 
 
@@ -246,6 +248,7 @@ def personal(task: Task, site: ClientContext) -> Tensors:
 
 
 def _load_evaluation_branch(task: Task, site: ClientContext, backbone: Tensors) -> Tensors:
+    """Return the device's branch and gates, with all gates shut if the device has never trained."""
     # A device that has never trained has a branch of noise, so its gates are shut.
     mine = load_own_branch(task, site, backbone)
     if site.local:
@@ -284,7 +287,7 @@ def layers_by_gate(task: Task) -> tuple[lora.AdapterSite, ...]:
     return lora.split_by_layer(spots) if task.params["gates"] == "layer" else spots
 
 
-def branch_hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
+def make_branch_hooks(task: Task, received: Tensors, mine: Tensors) -> Hooks:
     """Return hooks that insert both branches, with learning rates and the penalty of Eq. 5."""
     places, params = layers_by_gate(task), task.params
 

@@ -202,23 +202,24 @@ class _Copies:
         self._frozen = site.load("frozen")
 
     def prepare_run(self, received: Tensors, examples: Examples, what: str) -> tuple[Examples, Tensors, Hooks, int]:
-        """Return examples, tensors and hooks for the engine, and the number of cached bytes."""
+        """Return examples, tensors and hooks for the engine, and the bytes of cached features, 0 without a cache."""
         tensors.require_matching(received, {name: self._frozen[name] for name in received if name in self._frozen})
         own = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
         kept = None if self._task.params["cache"] == "off" else self._find_or_cache_rows(examples, what)
         if kept is None:
             start = {**own, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
-            return examples, start, Hooks(prepare=self.dual.build_pair), 0
+            return examples, start, Hooks(prepare=self.dual.build_copy_pair), 0
         layout = kept.layout
         rows: Any = output_cache.CachedRows(self._site.cache / f"{what}.rows", kept)
         hooks = Hooks(prepare=lambda model: self.dual.build_tail(model, layout), inputs=lambda x: x)
         return Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
 
     def _find_or_cache_rows(self, examples: Examples, what: str) -> output_cache.CacheMetadata | None:
+        """Return the metadata of the cached rows, which are computed if missing, or None if they do not fit."""
         # Returns None if the cache has no room.
         folder, params = self._site.cache, self._task.params
-        key = self._cache_key(examples)
-        if (found := output_cache.find_rows(folder, what, key, len(examples))) is not None:
+        key = self._make_cache_key(examples)
+        if (found := output_cache.find_complete_rows(folder, what, key, len(examples))) is not None:
             return found
         others = sum(path.stat().st_size for path in folder.glob("*.rows") if path.stem != what)
         writer = output_cache.RowWriter(
@@ -241,7 +242,7 @@ class _Copies:
         except output_cache.NoRoomError:
             return None
 
-    def _cache_key(self, examples: Examples) -> str:
+    def _make_cache_key(self, examples: Examples) -> str:
         settings = {name: self._task.params[name] for name in ("network", "trained", "gates", "pool", "cache")}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for name in sorted(self._frozen):

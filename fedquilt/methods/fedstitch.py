@@ -139,7 +139,7 @@ def step(state: SearchState, total: Sum | None) -> SearchState:
         if state.phase == "score" and state.ballots:
             return replace(steps.close_vote(state), turn=state.turn + 1)
         if state.phase in ("gather", "validate") and state.heard:  # no device is left to ask
-            return replace(_close_phase(state), turn=state.turn + 1)
+            return replace(_close_gather_or_validation(state), turn=state.turn + 1)
         return replace(state, log=())
     devices = total.ballots if isinstance(total, VoteSums) else total.devices
     known = state.seen
@@ -148,11 +148,15 @@ def step(state: SearchState, total: Sum | None) -> SearchState:
         case VoteSums():
             after = steps.add_ballots(state, total.ballots)
         case JunctionSums():
-            after = _solve_junctions(state, total.moments)
+            after = _solve_junctions_and_grow(state, total.moments)
         case _:
             state = replace(state, heard=_union(state.heard, devices), subround=state.subround + 1)
-            after = _add_moments(state, total) if isinstance(total, ExactMomentSums) else _add_counts(state, total)
-            after = _close_phase(after) if _is_phase_complete(state, known) else after
+            after = (
+                _add_class_moments(state, total)
+                if isinstance(total, ExactMomentSums)
+                else _add_correct_counts(state, total)
+            )
+            after = _close_gather_or_validation(after) if _is_phase_complete(state, known) else after
     return replace(after, turn=state.turn + 1)
 
 
@@ -179,10 +183,11 @@ def result(state: SearchState) -> Artefact:
     return Artefact("stitched", {**meta, "search": told, "gains": ranking.accuracy_gains(state)}, arrays)
 
 
-def _solve_junctions(state: SearchState, sums: tuple[MergedMoments, ...]) -> SearchState:
+def _solve_junctions_and_grow(state: SearchState, sums: tuple[MergedMoments, ...]) -> SearchState:
+    """Solve the junctions of the vote's winners, log residuals and add the new paths."""
     assert state.current is not None
     junctions, residuals, notes = {}, {}, []
-    for name, each in zip(steps.junction_winners(state), sums, strict=True):
+    for name, each in zip(steps.winners_needing_junction(state), sums, strict=True):
         weights, bias = least_squares.solve_ridge(each.total, state.params.ridge)
         junctions[stitched_network.junction_name((*state.current.path, name))] = {
             "weights": weights.astype(np.float32),
@@ -208,7 +213,7 @@ def _junction_residual(block: str, sums: MergedMoments, ridge: float) -> tuple[f
     return mean, f"to {block}: solved without a device, it leaves {told}"
 
 
-def _add_moments(state: SearchState, total: ExactMomentSums) -> SearchState:
+def _add_class_moments(state: SearchState, total: ExactMomentSums) -> SearchState:
     sums = total.total_sums(candidates.unpack_sums(state.gathered))
     notes = [f"{sums.n:.0f} images of {len(state.heard)} devices at {len(state.taps)} taps"]
     if total.short:
@@ -216,7 +221,7 @@ def _add_moments(state: SearchState, total: ExactMomentSums) -> SearchState:
     return replace(state, gathered=candidates.pack_sums(sums), log=tuple(notes))
 
 
-def _add_counts(state: SearchState, total: CorrectCounts) -> SearchState:
+def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState:
     counts = exact_sums.rounded_values(total.sums)
     pairs = zip(state.candidates, counts["right"], strict=True)
     known = tuple(replace(candidate, right=candidate.right + int(right)) for candidate, right in pairs)
@@ -233,7 +238,8 @@ def _is_phase_complete(state: SearchState, known: tuple[str, ...]) -> bool:
     return complete and (state.phase == "validate" or state.saturated or state.subround == 1)
 
 
-def _close_phase(state: SearchState) -> SearchState:
+def _close_gather_or_validation(state: SearchState) -> SearchState:
+    """Solve the candidates after the moments are gathered, or choose the best one after the validation."""
     if state.phase == "validate":
         best = max(range(len(state.candidates)), key=lambda i: ranking.ranking_key(state, state.candidates[i]))
         return replace(state, phase="done", chosen=best, log=tuple(ranking.describe_validation(state)))
@@ -291,7 +297,7 @@ METHOD = Method(
     work=work,
     check=None,
     aggregation=Aggregation(
-        accumulators.fold,
+        accumulators.fold_update,
         accumulator=accumulators.accumulator_type,
         check_update=accumulators.validate_update,
         check_sums=accumulators.validate_site_sums,

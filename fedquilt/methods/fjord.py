@@ -63,12 +63,12 @@ class OrderedDropoutHooks:
         inner = dict(module.named_modules())
         for each in inner.values():
             if isinstance(each, _BatchNorm):
-                each.register_forward_pre_hook(self._statistics_hook(each.momentum))
+                each.register_forward_pre_hook(self._make_statistics_hook(each.momentum))
         for name, follow in self._plan.follows.items():
             path = name.rpartition(".")[0]
             if follow.into:  # of weights alone
                 for each in {each for _, each in register_trace.modules_sharing_weight(module, path)}:
-                    each.register_forward_pre_hook(self._dropout_hook(follow.into, follow.repeat))
+                    each.register_forward_pre_hook(self._make_input_mask_pre_hook(follow.into, follow.repeat))
         return module
 
     def unit_mask(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
@@ -81,7 +81,8 @@ class OrderedDropoutHooks:
             parts.append(np.arange(held) < used)
         return np.repeat(np.concatenate(parts), repeat).astype(np.float32)
 
-    def _statistics_hook(self, momentum: float | None) -> Any:
+    def _make_statistics_hook(self, momentum: float | None) -> Any:
+        """Return a hook that lets batch norm change its running statistics only at the largest width."""
         # Only steps at p_max change running statistics. A larger momentum compensates for the skipped steps.
         fresh = momentum if momentum is None else 1 - (1 - momentum) ** len(self._widths)
 
@@ -90,7 +91,9 @@ class OrderedDropoutHooks:
 
         return hook
 
-    def _dropout_hook(self, groups: tuple[str, ...], repeat: int) -> Any:
+    def _make_input_mask_pre_hook(self, groups: tuple[str, ...], repeat: int) -> Any:
+        """Return a hook that sets dropped units in a layer's input to 0 in training, below the largest width."""
+
         def hook(layer: Any, inputs: tuple[Any, ...]) -> Any:
             if self.width == self._most or not layer.training:
                 return None
@@ -113,7 +116,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     """Train with a random width per mini-batch, or gather statistics if the task requests them."""
     if "asked" in task.params:
         return _subnetworks.gather_statistics(task, site)
-    most, hooks = task.params["rate"], heterofl.width_hooks(task, site, scaled=False)
+    most, hooks = task.params["rate"], heterofl.make_width_hooks(task, site, scaled=False)
     widths = tuple(rate for rate in sorted(set(task.params["rates"])) if rate <= most)
     if len(widths) > 1:
         plan = masks.plan_from_array(site.load("plan")["json"])
@@ -127,7 +130,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the sub-network of width p_max on the held-out examples."""
-    hooks = heterofl.width_hooks(task, site, scaled=False)
+    hooks = heterofl.make_width_hooks(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
@@ -139,5 +142,5 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    settle=_subnetworks.statistics_round(heterofl.places_by_rate, heterofl.device_rate, scaled=False),
+    settle=_subnetworks.make_statistics_round(heterofl.places_by_rate, heterofl.device_rate, scaled=False),
 )

@@ -47,7 +47,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
         ModelError: If the network has no last linear layer.
     """
     begun = fedavg.init(bundle, params, seed)
-    found, last = begun.register.parameters_by_layer(), begun.register.classifier()
+    found, last = begun.register.parameters_by_layer(), begun.register.find_classifier()
     if last is None:
         raise ModelError("this network has no last linear layer: there is no classifier to fine-tune")
     order = [*(name for name in found if name != last), last]

@@ -136,7 +136,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     found = layer_units(begun.register)
     first = {layer: {name: begun.model[name] for name in names} for layer, names in found.items()}
     known = {name for names in found.values() for name in names}
-    last = None if params.share_head else begun.register.classifier()
+    last = None if params.share_head else begun.register.find_classifier()
     shared = tuple(layer for layer in found if layer != last) or tuple(found)
     return State(
         params=begun.params,
@@ -195,12 +195,12 @@ def work(task: Task, site: ClientContext) -> ClientResult:
         some = _sample_examples(site, task.params["fingerprint_samples"])
         found = subspaces.compute_subspace(some.x, task.params["directions"])
         return ClientResult({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
-    received, parts = _load_received(task, site)
-    before = _previous_model(site, received)
+    received, parts = _load_received_layers(task, site)
+    before = _load_previous_model(site, received)
     bound = [name for layer in task.params["bound"] for name in parts[layer]]
     elastic = {name: before[name] for name in bound}
     if bound and task.params["elastic"]:
-        elastic = _elastic_gene(task, site, before, received, bound)
+        elastic = _compute_elastic_gene(task, site, before, received, bound)
     strengths = learngene.layer_strengths(task.params["strength"], parts, received)
     pulled = {name: strengths[name] for name in bound}
     hooks = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, received, elastic, pulled)
@@ -215,7 +215,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     told = {}
     if rated is not None:
         told = {"held_correct": float(round(rated[1] * held.examples)), "held_examples": float(held.examples)}
-    gene = learngene.choose_layers(
+    gene = learngene.choose_learngene_layers(
         {layer: parts[layer] for layer in task.params["shared"]},
         model,
         before,
@@ -231,7 +231,9 @@ def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's model on the held-out examples, or nothing before the clustering."""
     if task.params["ask"] == "fingerprint":
         return EvaluationSums(examples=0)
-    return site.engine.evaluate(task.params["network"], _previous_model(site, _load_received(task, site)[0]), site.held)
+    return site.engine.evaluate(
+        task.params["network"], _load_previous_model(site, _load_received_layers(task, site)[0]), site.held
+    )
 
 
 def personal(task: Task, site: ClientContext) -> Tensors:
@@ -247,7 +249,8 @@ def personal(task: Task, site: ClientContext) -> Tensors:
     return site.local
 
 
-def _load_received(task: Task, site: ClientContext) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
+def _load_received_layers(task: Task, site: ClientContext) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
+    """Return the received model, and the tensor names of each layer in it."""
     model, parts = dict(site.load("statistics")), {}
     for layer in task.params["all"]:
         part = site.load(PREFIX + layer)
@@ -256,7 +259,8 @@ def _load_received(task: Task, site: ClientContext) -> tuple[dict[str, np.ndarra
     return model, parts
 
 
-def _previous_model(site: ClientContext, received: Tensors) -> Tensors:
+def _load_previous_model(site: ClientContext, received: Tensors) -> Tensors:
+    """Return the device's stored model, or the received model before the first training."""
     # theta~: before the first training, the received model.
     if not site.local:
         return received
@@ -269,7 +273,7 @@ def _sample_examples(site: ClientContext, most: int) -> Examples:
     return Examples(site.train.x[rows], site.train.y[rows])
 
 
-def _elastic_gene(
+def _compute_elastic_gene(
     task: Task, site: ClientContext, before: Tensors, received: Tensors, bound: list[str]
 ) -> dict[str, np.ndarray]:
     # Eq. 6: the device's value where the scaled Fisher value is below gamma, otherwise the cluster's.
@@ -322,7 +326,9 @@ def step(state: State, total: GeneFLSums | None) -> State:
         return state
     if state.phase == "fingerprint":
         return _cluster_fingerprints(state, total)
-    return _adapt_size(_average_layers(_assign_newcomers(state, total.fingerprints), total), total)
+    return _shrink_gene_if_accurate(
+        _average_layers_by_cluster(_assign_to_clusters(state, total.fingerprints), total), total
+    )
 
 
 def _cluster_fingerprints(state: State, total: GeneFLSums) -> State:
@@ -346,7 +352,7 @@ def _cluster_fingerprints(state: State, total: GeneFLSums) -> State:
     )
 
 
-def _assign_newcomers(state: State, found: Mapping[str, np.ndarray]) -> State:
+def _assign_to_clusters(state: State, found: Mapping[str, np.ndarray]) -> State:
     # Eq. 12. The centre of a cluster is the mean of all its members.
     centres, members, assigned = list(state.centres), list(state.members), dict(state.assigned)
     for device in sorted(found):
@@ -354,7 +360,7 @@ def _assign_newcomers(state: State, found: Mapping[str, np.ndarray]) -> State:
     return replace(state, centres=tuple(centres), members=tuple(members), assigned=assigned)
 
 
-def _average_layers(state: State, total: GeneFLSums) -> State:
+def _average_layers_by_cluster(state: State, total: GeneFLSums) -> State:
     # Eq. 10. Layers without senders stay.
     clusters, genes = list(state.clusters), list(state.genes)
     for key, counts in total.counts.items():
@@ -369,7 +375,8 @@ def _average_layers(state: State, total: GeneFLSums) -> State:
     return replace(state, clusters=tuple(clusters), genes=tuple(genes))
 
 
-def _adapt_size(state: State, total: GeneFLSums) -> State:
+def _shrink_gene_if_accurate(state: State, total: GeneFLSums) -> State:
+    """Every `shrink_every` rounds, shrink the learnGene by one layer unless the accuracy has fallen."""
     # L_t falls by one every `shrink_every` rounds, unless the accuracy has fallen below its best.
     if not total.counts:
         return state  # nobody trained

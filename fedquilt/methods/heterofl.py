@@ -21,7 +21,7 @@ applies in a device's own evaluation. Channels that `fedquilt prepare` could not
 and an addition ties its operands. The result is the whole network, so that some device should have rate 1.
 
 Other methods that send parts by width use the functions of this module (`initial_width_state`, `part_task_spec`,
-`width_hooks`, `add_part`).
+`make_width_hooks`, `add_part`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fedquilt.core import (
     UpdateSchema,
 )
 from fedquilt.methods import fedavg
-from fedquilt.methods._subnetworks import State, gather_statistics, statistics_round, subnetwork_state
+from fedquilt.methods._subnetworks import State, gather_statistics, make_statistics_round, make_subnetwork_state
 from fedquilt.models import local_training
 from fedquilt.models.local_training import NetworkState
 from fedquilt.models.partial import masks
@@ -91,7 +91,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         params = replace(params, masked=False)  # there are no classes that a device could lack
     begun = initial_width_state(bundle, params, seed)
     if params.masked:
-        last = begun.register.classifier()
+        last = begun.register.find_classifier()
         if last is None:
             raise ModelError("this network has no last linear layer, whose rows are the classes: set masked = false")
         begun.register.require_plain_weight(last)
@@ -122,7 +122,7 @@ def initial_statistics(state: State, parts: Mapping[float, Places]) -> dict[str,
 
 def leading_places(state: State, rate: float) -> Places:
     """Return the places of the leading units' entries at a rate."""
-    return width_parts.unit_places(state.plan, state.model, width_parts.leading_units(state.plan, rate))
+    return width_parts.unit_indices_by_tensor(state.plan, state.model, width_parts.leading_units(state.plan, rate))
 
 
 def canonical_rate(widths: Collection[int], rates: Sequence[float], rate: float) -> float:
@@ -143,7 +143,7 @@ def part_task_spec(state: NetworkState, at: Places, rate: float, own: Tensors | 
         rate: Width of the part, above 0 and at most 1.
         own: Tensors that replace the network's, or None.
     """
-    light = subnetwork_state(state, at, own)
+    light = make_subnetwork_state(state, at, own)
     found = local_training.training_task_spec(light, {"model": light.model})
     built = tensors.total_bytes([state.model])  # the network is built whole before it is cut
     work = msgspec.structs.replace(found.work, peak_bytes=max(found.work.peak_bytes, 2 * built))
@@ -170,7 +170,7 @@ def send(state: State, device: DeviceView) -> TaskSpec:
     found = with_learning_rate(
         state, part_task_spec(state, leading_places(state, rate), rate, state.widths.get(f"{rate:g}"))
     )
-    return replace(found, params={**found.params, "head": state.register.classifier()})
+    return replace(found, params={**found.params, "head": state.register.find_classifier()})
 
 
 def with_learning_rate(state: State, given: TaskSpec) -> TaskSpec:
@@ -179,7 +179,7 @@ def with_learning_rate(state: State, given: TaskSpec) -> TaskSpec:
     return replace(given, params={**given.params, "lr": state.params["lr"] / decay**state.settled})
 
 
-def width_hooks(task: Task, site: ClientContext, *, scaled: bool = True) -> Hooks:
+def make_width_hooks(task: Task, site: ClientContext, *, scaled: bool = True) -> Hooks:
     """Return hooks that build the narrower network, or no hooks for the whole network."""
     if task.params["rate"] == 1:
         return Hooks()
@@ -191,7 +191,7 @@ def work(task: Task, site: ClientContext) -> ClientResult:
     """Train the device's part, without the classes it lacks, or gather batch norm statistics."""
     if "asked" in task.params:
         return gather_statistics(task, site)
-    hooks = width_hooks(task, site)
+    hooks = make_width_hooks(task, site)
     if not task.params["masked"]:
         return fedavg.work(task, site, hooks)
     classes = len(site.load("model")[f"{task.params['head']}.weight"])
@@ -205,13 +205,15 @@ def work(task: Task, site: ClientContext) -> ClientResult:
 
 def check(task: Task, site: ClientContext) -> EvaluationSums:
     """Evaluate the device's part on the held-out examples."""
-    return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=width_hooks(task, site))
+    return site.engine.evaluate(
+        task.params["network"], site.load("model"), site.held, hooks=make_width_hooks(task, site)
+    )
 
 
 # -- back again -----------------------------------------------------------------------------------
 
 
-def sent_model(update: DeviceUpdate) -> Mapping[str, Any]:
+def require_sent_model(update: DeviceUpdate) -> Mapping[str, Any]:
     """Return the model in an update.
 
     Raises:
@@ -226,14 +228,14 @@ def update_schema(state: State) -> UpdateSchema:
     """Return the schema of an update: a part of the model and, with `masked`, the device's classes."""
     if not state.params.get("masked"):
         return local_training.partial_model_schema(state)
-    last = f"{state.register.classifier()}.weight"
+    last = f"{state.register.find_classifier()}.weight"
     held = {"held": tensors.TensorSpec(state.model[last].shape[:1], np.dtype(np.uint8))}
     return UpdateSchema({"model": state.model, "classes": held}, whole=False)
 
 
 def fold(state: State, so_far: HeteroFLSums | None, update: DeviceUpdate) -> HeteroFLSums:
     """Add a device's part to the sums, without classifier rows of classes that the device lacks."""
-    sent = sent_model(update)
+    sent = require_sent_model(update)
     rows = reported_classes(state, update) if state.params.get("masked") else None
     return add_part(state, so_far, sent, places_by_rate(state), update.weight, rows)
 
@@ -263,7 +265,7 @@ def add_part(
     key, at = next(f"{rate:g}" for rate, each in parts.items() if each is found), dict(found)
     tensors.require_finite(sent)
     if rows is not None:
-        last = state.register.classifier()
+        last = state.register.find_classifier()
         for name in (f"{last}.weight", f"{last}.bias"):
             if name in at:
                 at[name], sent = (rows, at[name][1]), {**sent, name: sent[name][rows]}
@@ -285,7 +287,7 @@ def reported_classes(state: State, update: DeviceUpdate) -> np.ndarray:
     Raises:
         UpdateError: If the update does not report its classes.
     """
-    last = f"{state.register.classifier()}.weight"
+    last = f"{state.register.find_classifier()}.weight"
     told = update.bundles.get("classes", {})
     tensors.require_addable(told, {"held": np.zeros(len(state.model[last]), np.uint8)})
     return np.flatnonzero(told["held"])
@@ -317,5 +319,5 @@ METHOD = replace(
     check=check,
     aggregation=Aggregation(fold, accumulator=lambda state: HeteroFLSums, schema=update_schema),
     step=step,
-    settle=statistics_round(places_by_rate, device_rate, scaled=True),
+    settle=make_statistics_round(places_by_rate, device_rate, scaled=True),
 )

@@ -53,7 +53,7 @@ class ContrastiveHooks:
 
         from fedquilt.models.networks import register_trace
 
-        places = register_trace.first_names(module)
+        places = register_trace.state_names_by_alias(module)
         z, modes = self._seen, [(each, each.training) for each in module.modules()]
         likeness = []
         module.eval()  # the other two are only read: their statistics stay, and nothing is dropped
@@ -79,7 +79,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
         ModelError: If the network has no last linear layer.
     """
     begun = fedavg.init(bundle, params, seed)
-    if begun.register.classifier() is None:
+    if begun.register.find_classifier() is None:
         raise ModelError("MOON compares what enters the last linear layer, and this network has none")
     return begun
 
@@ -87,7 +87,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> NetworkState:
 def send(state: NetworkState, device: DeviceView) -> TaskSpec:
     """Return the task spec to train, with two more forward passes if the device has a previous model."""
     order = local_training.training_task_spec(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
-    return replace(order, params={**order.params, "head": state.register.classifier()})
+    return replace(order, params={**order.params, "head": state.register.find_classifier()})
 
 
 def work(task: Task, site: ClientContext) -> ClientResult:

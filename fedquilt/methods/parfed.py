@@ -40,11 +40,11 @@ def convolution_weights(begun: NetworkState) -> list[str]:
         ModelError: If there are neither, or only the head's.
     """
     register, model = begun.register, begun.model
-    names = register.in_call_order(begun.trained_names())
+    names = register.sort_by_call_order(begun.trained_names())
     types = {entry.name: "" if MADE_OF in entry.name else entry.type for entry in register.tensors}
     found = [name for name in names if types[name] in CONVOLUTIONS and max(model[name].shape[2:], default=0) > 1]
     if not found:
-        last = register.parameters_by_layer().get(register.classifier() or "", ())
+        last = register.parameters_by_layer().get(register.find_classifier() or "", ())
         found = [name for name in names if types[name] in MATRICES and model[name].ndim == 2 and name not in last]
     if not found:
         raise ModelError("this network has no convolutions and one linear layer: there is no part of it to share")

@@ -62,7 +62,10 @@ class MoreauEnvelope:
     def __init__(self, pull: float, inner: int, outer_lr: float) -> None:
         self._pull, self._rate = pull, outer_lr * pull
         self._w: Mapping[str, Any] = {}  # set with the first mini-batch
-        self.steps = (Step(penalty=self.penalty, begin=self._update_w), *[Step(penalty=self.penalty)] * (inner - 1))
+        self.steps = (
+            Step(penalty=self.penalty, begin=self._step_w_towards_theta),
+            *[Step(penalty=self.penalty)] * (inner - 1),
+        )
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """Return the proximal term lambda/2 |theta - w|^2."""
@@ -70,7 +73,7 @@ class MoreauEnvelope:
             self._w = {name: anchors["w"][name] for name, _ in module.named_parameters()}
         return self._pull / 2 * sum((value - self._w[name]).square().sum() for name, value in module.named_parameters())
 
-    def _update_w(self, module: Any) -> None:
+    def _step_w_towards_theta(self, module: Any) -> None:
         import torch
 
         with torch.no_grad():

@@ -148,15 +148,16 @@ def step(state: State, total: CollectedUpdates | None) -> State:
     updates = [total.sent[device] for device in devices]
     rows, learned = robust_aggregates.UpdateRows(updates, groups), state.trained_names()
     called = devices if groups is None else ["+".join(devices[index] for index in group) for group in groups]
-    merged, sentence = _apply_rule(state, rows, learned, f, called)
+    merged, sentence = _aggregate_by_rule(state, rows, learned, f, called)
     others = [name for name in state.model if name not in merged]
     model = {**merged, **robust_aggregates.median(robust_aggregates.UpdateRows(updates), others)}
     return replace(state, model={name: model[name] for name in state.model}, told=(*told, *sentence))
 
 
-def _apply_rule(
+def _aggregate_by_rule(
     state: State, rows: robust_aggregates.UpdateRows, names: list[str], f: int, called: list[str]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return the rule's aggregate, and at most one sentence on shortened changes or chosen updates."""
     rule, radius = state.params["rule"], state.params["radius"]
     if rule == "trimmed_mean":
         return robust_aggregates.trimmed_mean(rows, names, f), []
@@ -170,7 +171,7 @@ def _apply_rule(
         return robust_aggregates.clipped_mean(rows, names, state.model, lengths, radius), [sentence] * (cut > 0)
     count = 1 if rule == "krum" else len(rows) - f
     best = sorted(np.argsort(robust_aggregates.krum_scores(rows, names, f), kind="stable")[:count].tolist())
-    return robust_aggregates.mean_of_rows(rows, names, best), [
+    return robust_aggregates.mean_of_chosen_rows(rows, names, best), [
         f"{rule} took {', '.join(called[index] for index in best)}"
     ]
 

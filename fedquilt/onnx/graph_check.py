@@ -202,7 +202,7 @@ class _GraphCheck:
 
     def check_model(self, data: memoryview) -> CheckedGraph:
         found = self._read_message(data, MODEL, "the model")
-        metadata = _read_entries(self.reader, found, "metadata_props", META_MOST)
+        metadata = _read_unique_entries(self.reader, found, "metadata_props", META_MOST)
         if len(graphs := _bytes_fields(found, "graph")) != 1:
             raise ModelError("it holds no graph")
         said = metadata.get("activation_bytes")
@@ -247,7 +247,7 @@ class _GraphCheck:
             if numbers is not None:
                 known[name] = numbers
         values = {
-            side: [self._check_value(piece) for piece in _bytes_fields(found, side)]
+            side: [self._check_declared_value(piece) for piece in _bytes_fields(found, side)]
             for side in ("input", "output", "value_info")
         }
         for piece in _bytes_fields(found, "node"):
@@ -285,6 +285,7 @@ class _GraphCheck:
         return weight_bytes
 
     def _check_attribute(self, data: memoryview, kind: str, depth: int) -> tuple[int, list[float] | None]:
+        """Check an attribute, and return the weight bytes in it and its values if they may be sizes."""
         found = self._read_message(data, ATTRIBUTE, f"an attribute of {kind}")
         name = decode_text(found.get("name"), NAME_MOST, "a name")
         for value in _bytes_fields(found, "strings", LIST_MOST):
@@ -349,7 +350,7 @@ class _GraphCheck:
             left = max(size - where.offset, 0)
             raise ModelError(f"tensor {name[:80]!r} takes {nbytes} bytes, and {where.file[:12]} has {left} from there")
 
-    def _check_value(self, data: memoryview) -> GraphValue:
+    def _check_declared_value(self, data: memoryview) -> GraphValue:
         found = self.reader.read_message(data, VALUE, "a declared value")
         name, kind, dims = decode_text(found.get("name"), NAME_MOST, "a name"), 0, None
         for piece in _bytes_fields(found, "type"):
@@ -362,12 +363,12 @@ class _GraphCheck:
                         "network with another type, such as float32"
                     )
                 for shape in _bytes_fields(declared, "shape"):
-                    dims = tuple(self._read_sizes(shape))
+                    dims = tuple(self._iterate_axis_sizes(shape))
                 elements = prod(dim for dim in dims or () if dim is not None)
                 _require(elements <= ELEMENTS_MOST, f"value {name[:80]!r} is declared with {elements} elements")
         return GraphValue(name, kind, dims)
 
-    def _read_sizes(self, data: memoryview) -> Iterator[int | None]:
+    def _iterate_axis_sizes(self, data: memoryview) -> Iterator[int | None]:
         # None is a named or unknown size. Exporters write -1 or 0 for unknown.
         for piece in _bytes_fields(self.reader.read_message(data, SHAPE, "a shape"), "dim", AXES_MOST):
             size = _int_field(self.reader.read_message(piece, DIM, "an axis"), "dim_value")
@@ -393,14 +394,14 @@ def read_external_location(reader: ProtobufReader, tensor: Fields, name: str) ->
         ModelError: If the location is repeated or malformed.
         ProtobufError: If the fields are not such messages.
     """
-    found = _read_entries(reader, tensor, "external_data", NAME_MOST)
+    found = _read_unique_entries(reader, tensor, "external_data", NAME_MOST)
     if odd := found.keys() - {"location", "offset", "length", "checksum"}:
         raise ModelError(f"tensor {name[:80]!r} says {min(odd)[:40]!r} of the file that it is in")
     length = _parse_int(found["length"], name) if "length" in found else None
     return ExternalDataLocation(found.get("location", ""), _parse_int(found.get("offset", "0"), name), length)
 
 
-def _read_entries(reader: ProtobufReader, found: Fields, name: str, most: int) -> dict[str, str]:
+def _read_unique_entries(reader: ProtobufReader, found: Fields, name: str, most: int) -> dict[str, str]:
     entries: dict[str, str] = {}
     for piece in _bytes_fields(found, name, META_ENTRIES_MOST):
         entry = reader.read_message(piece, ENTRY, name)

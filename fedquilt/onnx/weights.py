@@ -60,7 +60,7 @@ def missing_tensors(graph: bytes | memoryview) -> dict[str, MissingTensor]:
     Raises:
         ModelError: If the bytes are not a supported ONNX graph.
     """
-    return {name: lack for name, (lack, _) in _read_graph(graph)[2].items()}
+    return {name: lack for name, (lack, _) in _read_graph_and_missing(graph)[2].items()}
 
 
 def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memoryview]:
@@ -73,7 +73,7 @@ def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memo
     Raises:
         ModelError: If the graph is not supported, or a missing tensor is absent or has another shape or type.
     """
-    model, inner, lacking = _read_graph(graph)
+    model, inner, lacking = _read_graph_and_missing(graph)
     whole: list[memoryview | Pieces] = []
     for piece in inner["initializer"]:
         assert isinstance(piece, memoryview)
@@ -97,7 +97,8 @@ def fill_graph(graph: bytes | memoryview, tensors: Tensors) -> list[bytes | memo
 Fields = dict[str, list[int | memoryview]]
 
 
-def _read_graph(graph: bytes | memoryview) -> tuple[Fields, Fields, dict[str, tuple[MissingTensor, int]]]:
+def _read_graph_and_missing(graph: bytes | memoryview) -> tuple[Fields, Fields, dict[str, tuple[MissingTensor, int]]]:
+    """Return the fields of model and graph, and each tensor without data with its index, by name."""
     reader = ProtobufReader()
     try:
         model = reader.read_message(memoryview(graph), MODEL, "the model")
@@ -167,6 +168,7 @@ class _ExternalTensorFiles:
     reader: ProtobufReader = field(default_factory=ProtobufReader)
 
     def inline_tensors(self, data: memoryview, schema: Schema, depth: int = 0) -> memoryview | Pieces:
+        """Return a message with its external tensors inserted, or the same bytes if there are none."""
         if depth > MESSAGES_MOST:
             raise ModelError(f"graphs lie within graphs more than {DEPTH_MOST} deep")
         fields = self.reader.read_message(data, schema, "the graph")
@@ -182,6 +184,7 @@ class _ExternalTensorFiles:
         return encode_message(made, schema) if changed else data
 
     def _inline_tensor(self, data: memoryview, fields: Fields) -> memoryview | Pieces:
+        """Return a tensor with its external data inserted, or the same bytes if it has none."""
         if "external_data" not in fields:
             return data
         name = decode_text(fields.get("name"), NAME_MOST, "a name")

@@ -79,7 +79,7 @@ class AuthenticatedLink(LinkWrapper):
         if former is not None:
             self._former[device] = (former.name, self._clock() + LATE_S)
 
-    def _log_rejected(self, message: Message, error: Exception, key: Session | None) -> None:
+    def _count_and_log_rejected(self, message: Message, error: Exception, key: Session | None) -> None:
         if message.retained and isinstance(error, UnknownSessionError | UnsignedMessageError):
             return  # a retained message of an earlier session
         kind = str(error).partition(":")[0]  # "unsigned", "oversized", "forged", "replayed", "stale"
@@ -94,9 +94,9 @@ class AuthenticatedLink(LinkWrapper):
             log.warning("%s", said)
 
     def _log_rejection_counts(self) -> None:
-        for said in self._refused.due_lines(self._clock()):
+        for said in self._refused.take_due_lines(self._clock()):
             log.warning("%s", said)
-        for said in self._late.due_lines(self._clock()):
+        for said in self._late.take_due_lines(self._clock()):
             log.info("%s", said)
 
 
@@ -166,24 +166,26 @@ class AuthenticatedDeviceLink(AuthenticatedLink):
         """
         leaf = wire.parse_topic(topic).leaf
         if self._key is not None and leaf != "chunk":
-            payload = message_signature.sign_payload(self._key, topic, payload)
+            payload = message_signature.make_signed_payload(self._key, topic, payload)
         elif leaf != "chunk" and not (self._alone and leaf in _OBSERVED):
             return
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
+        """Return verified messages and chunks. Handshake messages are processed here, rejected ones are logged."""
         taken = []
         for message in self._link.receive():
             try:
-                if (said := self._verify_message(message)) is not None:
+                if (said := self._process_or_verify_message(message)) is not None:
                     taken.append(said)
             except WireError as error:
-                self._log_rejected(message, error, self._key)
+                self._count_and_log_rejected(message, error, self._key)
         self._start_handshake_if_due()
         self._log_rejection_counts()
         return taken
 
-    def _verify_message(self, message: Message) -> Message | None:
+    def _process_or_verify_message(self, message: Message) -> Message | None:
+        """Return a chunk or a verified message, or None for a message processed or ignored here."""
         route = wire.parse_topic(message.topic)
         if route.leaf == "coord":
             told = wire.decode(message.payload, wire.CoordState)
@@ -308,7 +310,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         if route.direction == "dn" and route.leaf != "chunk":
             session = self._current_session(route.device)
             if session is not None:
-                payload = message_signature.sign_payload(session, topic, payload)
+                payload = message_signature.make_signed_payload(session, topic, payload)
             elif payload:
                 return
         elif route.leaf == "coord":
@@ -316,14 +318,17 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
+        """Return verified messages and chunks. Handshake messages are processed here, rejected ones are logged."""
         taken = []
         for message in self._link.receive():
             try:
                 route = wire.parse_topic(message.topic)
-                if (said := self._verify_message(route, message)) is not None:
+                if (said := self._process_or_verify_message(route, message)) is not None:
                     taken.append(said)
             except (WireError, JobError) as error:
-                self._log_rejected(message, error, self._current_session(wire.device_from_topic(message.topic)))
+                self._count_and_log_rejected(
+                    message, error, self._current_session(wire.device_from_topic(message.topic))
+                )
                 if isinstance(error, UnknownSessionError) and not message.retained:
                     self._request_handshake(route.device)
         self._log_rejection_counts()
@@ -345,7 +350,8 @@ class AuthenticatedFleetLink(AuthenticatedLink):
                 day,
             )
 
-    def _verify_message(self, route: wire.Route, message: Message) -> Message | None:
+    def _process_or_verify_message(self, route: wire.Route, message: Message) -> Message | None:
+        """Return a chunk or a verified message, or None for a message processed or ignored here."""
         if route.direction != "up" or route.leaf == "chunk":
             return message
         if not message.payload:  # a retained message that was cleared
@@ -368,6 +374,7 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         return session if session is not None and self._clock() < session.ends_s else None
 
     def _accept_last_will(self, device: str, message: Message) -> Message | None:
+        """Return an unsigned last will, or None if it is of another boot of the device."""
         told = wire.decode(message.payload, wire.Presence)
         if told.online:
             raise UnsignedMessageError
@@ -375,7 +382,9 @@ class AuthenticatedFleetLink(AuthenticatedLink):
 
     def _request_handshake(self, device: str) -> None:
         # Only without a session: each new session makes messages under way in the latest session late.
-        if self._current_session(device) is None and _admit_device(self._asked_s, device, self._clock(), ASK_S):
+        if self._current_session(device) is None and _admit_unless_too_early(
+            self._asked_s, device, self._clock(), ASK_S
+        ):
             self._send_hello(device, "dn", wire.Hello())
 
     def _handle_hello(self, device: str, hello: wire.Hello) -> None:
@@ -390,10 +399,11 @@ class AuthenticatedFleetLink(AuthenticatedLink):
             raise WireError(f"{device}: {error}") from None
 
     def _admit_handshake(self, device: str) -> bool:
+        """Return whether a device may begin a handshake now, and count it against both rate limits."""
         now_s = self._clock()
         self._left = min(self._left + RATE * (now_s - self._left_s), BURST)
         self._left_s = now_s
-        if self._left < 1 or not _admit_device(self._begun_s, device, now_s, EVERY_S):
+        if self._left < 1 or not _admit_unless_too_early(self._begun_s, device, now_s, EVERY_S):
             return False
         self._left -= 1
         return True
@@ -432,7 +442,8 @@ class AuthenticatedFleetLink(AuthenticatedLink):
         log.info("signed: %s has proved that it is; session %s", device, session.name)
 
 
-def _admit_device(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:
+def _admit_unless_too_early(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:
+    """Return False if the device was admitted within `every_s`, else store the time and return True."""
     if now_s < last_s.get(device, -math.inf) + every_s:
         return False
     if len(last_s) >= DEVICES_MOST:

@@ -95,6 +95,7 @@ class LinkIdentity:
         return float(ssl.cert_time_to_seconds(theirs.peer_expiry))
 
     def _cached_context(self, protocol: int) -> ssl.SSLContext:
+        """Return the TLS context, loaded again if a certificate file has changed, or raise JobError."""
         try:
             files = tuple(os.stat(path).st_mtime_ns for path in (self._ca, self._cert, self._key))
         except OSError as error:

@@ -34,7 +34,7 @@ def payload_without_check(payload: bytes) -> bytes:
     return b"" if said == _NOTHING else said
 
 
-def sign_payload(session: Session, topic: str, payload: bytes) -> bytes:
+def make_signed_payload(session: Session, topic: str, payload: bytes) -> bytes:
     payload = payload or _NOTHING
     number, code = session.sign(topic, payload)
     mac = binascii.b2a_base64(code, newline=False)

@@ -48,6 +48,7 @@ def _check_method(name: str) -> Iterator[tuple[bool, str]]:
 
 
 def _check_plugin(plugin: plugins.Plugin) -> tuple[bool, str]:
+    """Import and try a plug-in. Return whether it works, and a line that states this."""
     tries: dict[str, Callable[[], object]] = {
         "network": lambda: registry.require_callable(plugin.name, plugins.import_plugin(plugin)),
         "data": lambda: [

@@ -156,7 +156,7 @@ def deep_bundle() -> Bundle:
     network = {"name": "mlp", "inputs": 6, "hidden": [5, 4, 4], "classes": 3}
     module = registry.load_network(network)
     model = {key: value.numpy() for key, value in module.state_dict().items()}
-    return toy_bundle(network, model, dependency_trace.trace_plan(module))
+    return toy_bundle(network, model, dependency_trace.trace_mask_plan(module))
 
 
 # (round, device) -> the state that an update was folded into, and the update: it is folded when it arrives, by

@@ -19,7 +19,7 @@ from fedquilt.core import BlobRef, Bundle, ClientContext, Examples, Method, Task
 from fedquilt.data import images
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle
-from fedquilt.formats.tensor_register import Kind, register_of_kinds
+from fedquilt.formats.tensor_register import Kind, register_from_kinds
 from fedquilt.models.partial import masks
 from fedquilt.tools.simulation import DeviceData
 from fedquilt.tools.simulation import run as simulated
@@ -227,7 +227,7 @@ def image_members(count: int = 4, examples: int = 60) -> list[DeviceData]:
 # -- networks -------------------------------------------------------------------------------------
 
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
-MLP_MASKS = masks.MaskPlan(  # fedquilt.models.partial.dependency_trace.trace_plan of it
+MLP_MASKS = masks.MaskPlan(  # fedquilt.models.partial.dependency_trace.trace_mask_plan of it
     {"1": 5},
     {},
     {
@@ -252,7 +252,7 @@ def toy_bundle(
     plan = plan if network else MLP_MASKS
     parts = {"model": start, **({"masks": {"json": masks.plan_to_array(plan)}} if plan else {})}
     meta: dict[str, Any] = {"network": network or MLP, "flops": 100.0}
-    meta |= register_entry(network or MLP) if kinds is None else {"register": register_of_kinds(start, kinds)}
+    meta |= register_entry(network or MLP) if kinds is None else {"register": register_from_kinds(start, kinds)}
     return Bundle(meta, bundle_files(parts), lambda name: parts[name])
 
 

@@ -91,6 +91,7 @@ def run_endpoint(
     stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
+    """Step an endpoint when due, on messages and at least every second, until it is finished or `stop` is True."""
     while not endpoint.finished and not stop():
         due = endpoint.step(clock())
         if endpoint.finished:

@@ -47,7 +47,8 @@ class MalformedMessages:
             said += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
         return said if branch.told < FIRST else f"{said} (from here on such messages under {name} are only counted)"
 
-    def due_lines(self, now_s: float) -> list[str]:
+    def take_due_lines(self, now_s: float) -> list[str]:
+        """Return the log lines that are due for further dropped messages, and reset their counts."""
         lines = []
         for name, branch in list(self._branches.items()):
             if branch.more and now_s >= branch.due_s:

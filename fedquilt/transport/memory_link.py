@@ -85,6 +85,7 @@ class MemoryBroker:
         return self._heap[0][0] if self._heap else None
 
     def deliver_due(self) -> list[MemoryLink]:
+        """Move due messages to the inboxes of connected links, and return these links."""
         reached: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
@@ -105,14 +106,14 @@ class MemoryBroker:
     def _publish(self, topic: str, payload: bytes, retain: bool) -> None:
         self.published += 1
         if retain:
-            self._retain(topic, payload)
+            self._update_retained(topic, payload)
         takers = self._filters.items_matching_topic(topic)
         if len(takers) > 1:  # once for each client, even if several of its filters match, in the order of connecting
             takers = sorted(set(takers), key=lambda link: link.number)
         for link in takers:
             self._schedule_delivery(link, Message(topic, payload))
 
-    def _retain(self, topic: str, payload: bytes) -> None:
+    def _update_retained(self, topic: str, payload: bytes) -> None:
         known = self._retained.get(topic)
         if payload:
             if known is None:
@@ -135,7 +136,7 @@ class MemoryBroker:
         for pattern in filters:
             self._filters.remove(pattern, link)
 
-    def _send(self, link: MemoryLink, message: Message) -> None:
+    def _send_to_broker(self, link: MemoryLink, message: Message) -> None:
         if link.pace is AT_ONCE:
             return self._receive_message(*message)
         self._sequence += 1
@@ -195,7 +196,7 @@ class MemoryLink:
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         if self.connected:
-            self.broker._send(self, Message(topic, payload, retain))
+            self.broker._send_to_broker(self, Message(topic, payload, retain))
 
     def receive(self) -> list[Message]:
         messages, self.inbox = self.inbox, []

@@ -20,6 +20,7 @@ class Scheduler:
         self._heap: list[tuple[float, int]] = []  # (due, place); outdated if `_due_s` differs
 
     def set_endpoints(self, seats: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
+        """Replace the endpoints, with the due times of those that stay. New ones are due now."""
         known = {id(endpoint): due_s for (_, endpoint), due_s in zip(self._seats, self._due_s, strict=True)}
         self._seats = list(seats)
         self._places = {link: place for place, (link, _) in enumerate(self._seats)}
@@ -37,6 +38,7 @@ class Scheduler:
         return sorted(found)
 
     def step_endpoint(self, place: int, now_s: float) -> None:
+        """Step an endpoint and schedule its next step, unless it is finished."""
         link, endpoint = self._seats[place]
         due_s = math.inf if endpoint.finished else endpoint.step(now_s)
         if endpoint.finished:

@@ -27,8 +27,8 @@ def can_initialise(network: Mapping[str, Any], weights: object) -> bool:
     return network.get("name") == "mlp" and weights is None
 
 
-def initial_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Return the first tensors, float32, by name: "1.weight" (out, in), "1.bias" (out,), and so on.
+def initial_mlp_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Return the float32 tensors "1.weight" (out, in), "1.bias" (out,) and so on of an mlp, as torch draws them.
 
     Raises:
         ModelError: If a setting is missing, unknown or not a whole number above 0.
@@ -40,8 +40,8 @@ def initial_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarr
     for path, (out, into) in layer_sizes(network).items():
         gain = math.sqrt(2.0 / (1 + math.sqrt(5) ** 2))  # kaiming_uniform_ with a = sqrt(5)
         bound = math.sqrt(3.0) * (gain / math.sqrt(into))
-        found[f"{path}.weight"] = _draw_uniform(source, bound, into * out).reshape(out, into)
-        found[f"{path}.bias"] = _draw_uniform(source, 1 / math.sqrt(into), out)
+        found[f"{path}.weight"] = _draw_uniform_like_torch(source, bound, into * out).reshape(out, into)
+        found[f"{path}.bias"] = _draw_uniform_like_torch(source, 1 / math.sqrt(into), out)
     return found
 
 
@@ -50,10 +50,10 @@ def forward_flops(network: Mapping[str, Any]) -> float:
 
 
 def mlp_register(network: Mapping[str, Any]) -> tensor_register.TensorRegister:
-    return tensor_register.register_of_mlp(len(_layer_widths(network)) - 1)
+    return tensor_register.make_mlp_register(len(_validated_layer_widths(network)) - 1)
 
 
-def costs_by_layer(network: Mapping[str, Any]) -> list[Layer]:
+def mlp_costs_by_layer(network: Mapping[str, Any]) -> list[Layer]:
     found: list[Layer] = []
     for path, (out, into) in layer_sizes(network).items():
         if found:
@@ -64,13 +64,13 @@ def costs_by_layer(network: Mapping[str, Any]) -> list[Layer]:
 
 def layer_sizes(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Return the size (outputs, inputs) of each layer by its path, first to last."""
-    pairs = itertools.pairwise(_layer_widths(network))
+    pairs = itertools.pairwise(_validated_layer_widths(network))
     return {f"{2 * index + 1}": (out, into) for index, (into, out) in enumerate(pairs)}
 
 
-def training_memory(network: Mapping[str, Any]) -> peak_memory.TrainingProperties:
-    """Return the memory of training, as measured by `footprint.weigh` with torch."""
-    widths = _layer_widths(network)
+def mlp_training_memory(network: Mapping[str, Any]) -> peak_memory.TrainingProperties:
+    """Return what `peak_memory.measure_training` measures of the network with torch, computed from its widths."""
+    widths = _validated_layer_widths(network)
     sizes = [into * out for into, out in itertools.pairwise(widths)]
     return peak_memory.TrainingProperties(
         weights_bytes=4 * (sum(sizes) + sum(widths[1:])),
@@ -82,18 +82,18 @@ def training_memory(network: Mapping[str, Any]) -> peak_memory.TrainingPropertie
     )
 
 
-def _draw_uniform(source: np.random.MT19937, bound: float, count: int) -> np.ndarray:
+def _draw_uniform_like_torch(source: np.random.MT19937, bound: float, count: int) -> np.ndarray:
     # The same numbers as torch.Tensor.uniform_ on a CPU.
     low, high = np.float32(-bound), np.float32(bound)
     share = (source.random_raw(count) & ((1 << _BITS) - 1)) * 2.0**-_BITS  # float64: torch rounds once, at the end
     return (share * float(high - low) + float(low)).astype(np.float32)
 
 
-def _layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
+def _validated_layer_widths(network: Mapping[str, Any]) -> Sequence[int]:
     """Return the widths of inputs, hidden layers and classes.
 
     Raises:
-        ModelError: If a key is unknown or a width is not a positive integer.
+        ModelError: If a key is unknown, a width is not a positive integer, or the inputs do not have the job's shape.
     """
     own = {key: value for key, value in network.items() if key not in ("name", "input", "register", "task")}
     hidden = own.pop("hidden", (64,))

@@ -70,7 +70,7 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
     Raises:
         ModelError: If tensors are missing or unknown, or if ONNX lacks an operation.
     """
-    model = registry.build(network)
+    model = registry.build_network(network)
     wanted = model.state_dict()
     odd = sorted(wanted.keys() ^ weights.keys())
     if odd:
@@ -82,7 +82,7 @@ def export_network(network: Mapping[str, Any], weights: Tensors, reading: Mappin
     made = trace_to_onnx(
         model.eval(), registry.input_shape(network), f"network {network.get('name')!r}", "export it as .safetensors"
     )
-    return _with_metadata(made, network, reading)
+    return _serialise_with_metadata(made, network, reading)
 
 
 def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any] | None = None) -> bytes:
@@ -111,11 +111,12 @@ def export_without_weights(network: Mapping[str, Any], reading: Mapping[str, Any
         raise ModelError(f"the ONNX of {name} has no tensor {odd[0]!r}, so that boards cannot put in their own: {mend}")
     for each in held:
         graphs[each].ClearField("raw_data")
-    return _with_metadata(made, network, reading)
+    return _serialise_with_metadata(made, network, reading)
 
 
-def _with_metadata(made: onnx.ModelProto, network: Mapping[str, Any], reading: Mapping[str, Any] | None) -> bytes:
-    """Return the model's bytes, with the network's table and reading settings as metadata."""
+def _serialise_with_metadata(
+    made: onnx.ModelProto, network: Mapping[str, Any], reading: Mapping[str, Any] | None
+) -> bytes:
     made.producer_name, made.producer_version = "fedquilt", ""
     tables = {"network": dict(network), "reading": dict(reading or {})}
     onnx.helper.set_model_props(made, {name: json.dumps(table, sort_keys=True) for name, table in tables.items()})

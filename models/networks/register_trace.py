@@ -17,17 +17,17 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 
 
 def register_from_table(network: Mapping[str, Any]) -> TensorRegister:
-    return trace_register(registry.build(network), registry.input_shape(network))
+    return trace_register(registry.build_network(network), registry.input_shape(network))
 
 
 def trace_register(model: nn.Module, shape: tuple[int, ...]) -> TensorRegister:
-    """Return the register of a network, which is run on examples of this shape (without batch).
+    """Return the register of a network: its tensors, and its modules in the order of their first call.
 
-    Modules are called in evaluation mode: what only training uses, such as an auxiliary classifier, is not among
-    `calls`. The network itself, with path "", is the first. Which tensors are trained shows a step with two examples.
+    The calls are those of an example of this shape (without batch) in evaluation mode. Trained tensors are those that a
+    training step with two examples, on a copy of the network, changes or gives a gradient.
     """
-    modules, named, state = dict(model.named_modules()), _names_by_id(model), state_without_aliases(model)
-    moved, calls = _names_changed_by_step(model, shape), _trace_calls(model, shape)
+    modules, named, state = dict(model.named_modules()), _tensor_names_by_id(model), state_without_aliases(model)
+    moved, calls = _names_trained_by_step(model, shape), _trace_calls(model, shape)
     layers, rows = _layers_before_norms(modules, calls), []
     for name, value in state.items():
         path = name.partition(MADE_OF)[0] if MADE_OF in name else name.rpartition(".")[0]
@@ -37,7 +37,7 @@ def trace_register(model: nn.Module, shape: tuple[int, ...]) -> TensorRegister:
         held = [each for each in module.buffers(recurse=False) if id(each) in named]  # the others are not in the state
         running = [named[id(each)][0] in moved for each in held if each.is_floating_point()]
         normalises = isinstance(module, _NORMS) or (any(running) and not any(module.children()))
-        facts = (kind, path, layers.get(path, path), _module_type(module), normalises, name in moved)
+        facts = (kind, path, layers.get(path, path), _nearest_torch_type_name(module), normalises, name in moved)
         rows.append(RegisterEntry(name, *facts, tuple(named[id(value)][1:])))
     return TensorRegister(tuple(rows), tuple(calls))
 
@@ -49,13 +49,13 @@ def state_without_aliases(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def names_of_tensors(model: nn.Module) -> list[list[str]]:
-    return list(_names_by_id(model).values())
+    return list(_tensor_names_by_id(model).values())
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each module's own tensors, by their name at the module's first place."""
+def state_names_by_alias(model: nn.Module) -> dict[str, str]:
+    """Return the first state-dict name of each module's own tensors, by the tensor's name in that module."""
     found: dict[str, str] = {}
-    named = _names_by_id(model)
+    named = _tensor_names_by_id(model)
     for path, module in model.named_modules():
         own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
         found |= {f"{path}.{leaf}" if path else leaf: named[id(v)][0] for leaf, v in own.items() if id(v) in named}
@@ -63,20 +63,20 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def modules_sharing_weight(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """Return the modules that have the weight of the module at `path`, once for each of their paths."""
+    """Return all modules with the weight of the module at `path`, itself included, once for each path."""
     weight = model.get_submodule(path).weight
     every = model.named_modules(remove_duplicate=False)
     return [(other, each) for other, each in every if getattr(each, "weight", None) is weight]
 
 
-def _names_by_id(model: nn.Module) -> dict[int, list[str]]:
+def _tensor_names_by_id(model: nn.Module) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         found.setdefault(id(value), []).append(name)
     return found
 
 
-def _module_type(module: nn.Module) -> str:
+def _nearest_torch_type_name(module: nn.Module) -> str:
     if isinstance(module, Attention):
         return ATTENTION
     for kind in type(module).__mro__:
@@ -119,8 +119,8 @@ def _trace_calls(model: nn.Module, shape: tuple[int, ...]) -> list[str]:
     return list(called)
 
 
-def _names_changed_by_step(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
-    """Return the names of the tensors that a training step changes, on a copy of the network."""
+def _names_trained_by_step(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
+    """Return the names of the tensors that a training step changes or gives a gradient, on a copy of the network."""
     model = copy.deepcopy(model).train()
     before = {name: value.detach().clone() for name, value in state_without_aliases(model).items()}
     place = next((value.device for value in model.parameters()), torch.device("cpu"))

@@ -38,7 +38,7 @@ class NetworkCost(NamedTuple):
     parameters: int
 
 
-def build(network: Mapping[str, Any]) -> nn.Module:
+def build_network(network: Mapping[str, Any]) -> nn.Module:
     """Return a network with random weights, in training mode. Seed torch to repeat the weights.
 
     Raises:
@@ -101,7 +101,7 @@ def load_network(network: Mapping[str, Any], weights: str | Path | None = None, 
     if weights is None or _is_file(weights):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = build(network)
+            model = build_network(network)
         if weights is not None:
             _load_weights_file(model, name, Path(weights))
     elif name.startswith("torchvision/"):
@@ -119,14 +119,20 @@ def measure_cost(model: nn.Module, shape: tuple[int, ...]) -> NetworkCost:
 
     counter = FlopCounterMode(display=False)
     was_training = model.training
-    with without_fused_attention(), sdpa_kernel(SDPBackend.MATH), torch.no_grad(), _without_gradients(model), counter:
+    with (
+        without_fused_attention(),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.no_grad(),
+        _disable_parameter_gradients(model),
+        counter,
+    ):
         model.eval()(torch.zeros(1, *shape))
     model.train(was_training)
     return NetworkCost(float(counter.get_total_flops()), sum(p.numel() for p in model.parameters()))
 
 
 @contextlib.contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
+def _disable_parameter_gradients(model: nn.Module) -> Iterator[None]:
     asking = [value for value in model.parameters() if value.requires_grad]
     try:
         for value in asking:
@@ -187,7 +193,7 @@ def required_plugins(network: Mapping[str, Any]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name in plugin_networks(network):
-        found |= _convert_job_error(lambda name=name: plugins.required_modules("network", name, OURS))  # type: ignore[misc]
+        found |= _call_with_model_errors(lambda name=name: plugins.required_modules("network", name, OURS))  # type: ignore[misc]
     return found
 
 
@@ -199,7 +205,7 @@ def plugin_networks(network: Mapping[str, Any]) -> list[str]:
     return within if ours else [name, *within]
 
 
-def _convert_job_error(find: Callable[[], Any]) -> Any:
+def _call_with_model_errors(find: Callable[[], Any]) -> Any:
     try:
         return find()
     except JobError as error:
@@ -208,14 +214,14 @@ def _convert_job_error(find: Callable[[], Any]) -> Any:
 
 def _find_factory(name: str) -> Callable[..., nn.Module]:
     if name.startswith("torchvision/"):
-        return _torchvision_factory(name)
-    own = _convert_job_error(lambda: plugins.load_plugin("network", name, OURS))
+        return _find_torchvision_factory(name)
+    own = _call_with_model_errors(lambda: plugins.load_plugin("network", name, OURS))
     if own is not None:
-        return _plugin_factory(name, own)
+        return _wrap_plugin_factory(name, own)
     from fedquilt.models.networks import sequence, small_networks, stages, vit
 
     if name == "exits":
-        return lambda of, looks, classes: stages.build_exits_network(build(of), looks, classes)
+        return lambda of, looks, classes: stages.build_exits_network(build_network(of), looks, classes)
     if name in SMALL:
         return getattr(vit if name == "vit" else sequence if name in SEQUENCE else small_networks, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
@@ -228,7 +234,7 @@ def require_callable(name: str, factory: Any) -> None:
         raise ModelError(f"network {name!r} is a {kind}, and a function that makes a torch.nn.Module is wanted")
 
 
-def _plugin_factory(name: str, factory: Any) -> Callable[..., nn.Module]:
+def _wrap_plugin_factory(name: str, factory: Any) -> Callable[..., nn.Module]:
     require_callable(name, factory)
     signature = inspect.signature(factory)
 
@@ -244,7 +250,7 @@ def _plugin_factory(name: str, factory: Any) -> Callable[..., nn.Module]:
     return build_plugin
 
 
-def _torchvision_factory(name: str) -> Callable[..., nn.Module]:
+def _find_torchvision_factory(name: str) -> Callable[..., nn.Module]:
     from fedquilt.host.torchvision_compat import import_torchvision
 
     architecture = name.removeprefix("torchvision/")
@@ -281,6 +287,7 @@ def _load_weights_file(model: nn.Module, name: str, path: Path) -> None:
 
 
 def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a .safetensors file or a plain torch state dict, or raise ModelError."""
     import torch
 
     if not path.is_file():
@@ -303,7 +310,7 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 def _download_model(name: str, network: Mapping[str, Any], weights: str) -> nn.Module:
     from fedquilt.host.torchvision_compat import import_torchvision
 
-    _torchvision_factory(name)
+    _find_torchvision_factory(name)
     architecture = name.removeprefix("torchvision/")
     try:
         model = import_torchvision().models.get_model(architecture, weights=weights)

@@ -56,6 +56,7 @@ def lenet(channels: int, size: int, classes: int, width: int = 12) -> nn.Module:
 
 
 def plain(channels: int, classes: int, width: int = 16) -> nn.Module:
+    """Build four 3x3 convolutions with batch norm, and a linear layer on the mean over positions."""
     return nn.Sequential(
         _conv_layer(channels, width, pool=True),
         _conv_layer(width, 2 * width),

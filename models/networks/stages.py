@@ -61,7 +61,7 @@ def keep_first_stages(
     used = {
         path for path, each in within.items() if not isinstance(each, nn.MultiheadAttention)
     }  # reads, calls nothing
-    plain = _current_forward(module)
+    plain = _capture_original_forward(module)
 
     def forward(x: Any) -> Any:
         heard.clear()
@@ -81,7 +81,7 @@ def keep_first_stages(
 
 
 def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
-    """Add a linear layer `exit.<i>` for the input of each stage."""
+    """Add a linear layer `exit.<i>` for the input of each stage, in place, and return the module."""
     from torch import nn
 
     module.add_module("exit", nn.ModuleList(nn.Linear(each.width, classes) for each in looks))
@@ -111,7 +111,7 @@ def _own_tensors(module: Any) -> list[Any]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def _current_forward(module: Any) -> Callable[[Any], Any]:
+def _capture_original_forward(module: Any) -> Callable[[Any], Any]:
     # A Sequential would also run modules that are added later, so copy its modules.
     from torch import nn
 
@@ -130,7 +130,7 @@ class _StageHook:
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...]) -> None:
         x = inputs[0]
-        pooled = _pool_positions(layer, x)
+        pooled = _average_over_positions(layer, x)
         if pooled.shape[1] != self._stage.width:
             raise ModelError(
                 f"layer {self._stage.entrance!r} hears {pooled.shape[1]} channels, {self._stage.width} were expected"
@@ -140,7 +140,7 @@ class _StageHook:
             raise _StageReached
 
 
-def _pool_positions(layer: Any, x: Any) -> Any:
+def _average_over_positions(layer: Any, x: Any) -> Any:
     from torch import nn
 
     # exactly these: torchvision's LayerNorm2d, a kind of LayerNorm, has its channels first

@@ -22,6 +22,7 @@ class _PathTracer(fx.Tracer):  # type: ignore[misc]
     failed = ""
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Trace a module, and record the path of the innermost module that cannot be traced."""
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -30,6 +31,7 @@ class _PathTracer(fx.Tracer):  # type: ignore[misc]
 
 
 def trace_network(model: nn.Module, what: str, fix: str) -> fx.GraphModule:
+    """Trace a network with torch.fx, or raise ModelError with `what`, the untraceable place and `fix`."""
     tracer = _PathTracer()
     try:
         graph = tracer.trace(model)

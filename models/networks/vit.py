@@ -59,6 +59,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         is_causal: bool = False,
         **masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the self-attention of `x` and None, or raise ModelError for another key, value or mask."""
         # torch's layers pass the input again as key and value.
         if any(each is not x for each in same) or is_causal or any(mask is not None for mask in masks.values()):
             raise ModelError(
@@ -112,7 +113,7 @@ def vit(
     heads: int = 4,
     hidden: int = 0,
 ) -> nn.Module:
-    """Build a vision transformer. `hidden` is the width between a block's two linear layers.
+    """Build a vision transformer. `hidden` is the width between a block's two linear layers, or 0 for 2 * `width`.
 
     ViT-Tiny/16 is patch 16, width 192, depth 12, heads 3, hidden 768.
     """

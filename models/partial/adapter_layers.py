@@ -46,7 +46,7 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
 def insert_adapters(
     module: nn.Module, places: Sequence[AdapterSite], rank: int, scale: float, *, own: bool = False
 ) -> nn.Module:
-    """Insert adapters, all zero, into the network, and return the network.
+    """Replace attention and the layers of `places` by layers with zero adapters, in place, and return the network.
 
     Raises:
         ModelError: If a layer is not linear, or if its attention is of an unknown kind.
@@ -66,7 +66,7 @@ def insert_adapters(
                 linear = None
             if not isinstance(linear, nn.Linear):
                 raise ModelError(f"{layer!r} is no linear layer of this network: LoRA has nothing to adapt there")
-            made += _place_adapter(module, layer, LoraLinear(linear, rank, scale, own=own))
+            made += _replace_layers_sharing_weight(module, layer, LoraLinear(linear, rank, scale, own=own))
         if own:
             _add_gate(module.get_submodule(spot.block), made)
     return module
@@ -78,7 +78,7 @@ def _add_gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
         each.gated = (block,)
 
 
-def _place_adapter(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
+def _replace_layers_sharing_weight(module: nn.Module, layer: str, made: LoraLinear) -> list[LoraLinear]:
     placed = {id(module.get_submodule(layer)): made}
     for path, each in register_trace.modules_sharing_weight(module, layer):
         if not isinstance(each, nn.Linear):

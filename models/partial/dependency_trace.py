@@ -36,8 +36,8 @@ Value = tuple[str, ...] | None
 """The groups along a value's channels; None: those of no group."""
 
 
-def trace_plan(model: nn.Module) -> MaskPlan:
-    """Return the plan of a network's masks, from its traced forward pass.
+def trace_mask_plan(model: nn.Module) -> MaskPlan:
+    """Trace a network, and return the neurons that may be masked and the tensors that depend on them.
 
     Raises:
         ModelError: If the forward pass cannot be traced.
@@ -47,7 +47,7 @@ def trace_plan(model: nn.Module) -> MaskPlan:
         dict(model.named_modules()),
         register_trace.state_without_aliases(model),
         register_trace.names_of_tensors(model),
-    ).read_plan(graph)
+    ).build_mask_plan(graph)
 
 
 @dataclass
@@ -69,12 +69,12 @@ class _DependencyReader:
     node: str = ""  # the operation that is read
     layers: dict[str, _MaskedLayer] = field(default_factory=dict)
 
-    def read_plan(self, graph: fx.Graph) -> MaskPlan:
+    def build_mask_plan(self, graph: fx.Graph) -> MaskPlan:
         values: dict[fx.Node, Value] = {}
         for node in graph.nodes:
             self.node = _node_name(node)
             heard = [values[each] for each in node.all_input_nodes]
-            values[node] = self._follow_node(node, heard, values)
+            values[node] = self._trace_node_neurons(node, heard, values)
         self.node = "a module that shares the tensor"
         for same in self.names:
             for alias in same[1:]:
@@ -99,10 +99,10 @@ class _DependencyReader:
         whole = {name: why for name, why in self.pinned.items() if why != "output"}
         return MaskPlan({name: self.widths[name] for name in free}, beside, follows, whole)
 
-    def _follow_node(self, node: fx.Node, heard: Sequence[Value], values: Mapping[fx.Node, Value]) -> Value:
+    def _trace_node_neurons(self, node: fx.Node, heard: Sequence[Value], values: Mapping[fx.Node, Value]) -> Value:
         """Return the layers whose neurons a node's output holds in order, or None after pinning them."""
         if node.op == "call_module" and len(heard) == 1:
-            return self._follow_module(str(node.target), heard[0])
+            return self._trace_module_neurons(str(node.target), heard[0])
         if node.op == "call_function" and node.target in _APART_FUNCTIONS and len(heard) == 1:
             return heard[0]
         if node.op == "call_method" and node.target in ("flatten", "relu", "contiguous") and len(heard) == 1:
@@ -128,7 +128,7 @@ class _DependencyReader:
             self._pin_neurons(value)
         return None
 
-    def _follow_module(self, path: str, heard: Value) -> Value:
+    def _trace_module_neurons(self, path: str, heard: Value) -> Value:
         module = self.modules[path]
         if isinstance(module, _APART):
             return heard
@@ -140,11 +140,11 @@ class _DependencyReader:
             return heard
         plain = isinstance(module, nn.Linear) or (isinstance(module, _CONV) and not module.transposed)
         if plain and any(f"{path}.weight" in same for same in self.names):  # else it is made of other tensors
-            return self._follow_layer(path, module, heard)
+            return self._trace_layer_neurons(path, module, heard)
         self._pin_neurons(heard)
         return None
 
-    def _follow_layer(self, path: str, module: Any, heard: Value) -> Value:
+    def _trace_layer_neurons(self, path: str, module: Any, heard: Value) -> Value:
         weight, apart = module.weight, getattr(module, "groups", 1)
         width = self._total_width(heard or ())
         if heard and apart > 1 and apart == len(weight) == width:  # depthwise

@@ -38,18 +38,18 @@ def split_stages(model: Tensors, count: int, register: TensorRegister) -> Staged
     Raises:
         ModelError: If there is no plain last linear layer or nothing before it, or if two stages share a tensor.
     """
-    found, head = register.parameters_by_layer(), register.classifier()
+    found, head = register.parameters_by_layer(), register.find_classifier()
     if head is None:
         raise ModelError("this network has no last linear layer: it cannot be cut by depth")
     register.require_plain_weight(head)
     blocks: dict[str, list[str]] = {}
     for layer in found:
         if layer != head:
-            blocks.setdefault(_block_name(_called_module(register, layer)), []).append(layer)
+            blocks.setdefault(_block_name(_nearest_called_ancestor(register, layer)), []).append(layer)
     named = register.weights_by_module()
     shapes = {layer: model[named[layer]].shape for layer in found if named.get(layer) in model}
     weights = {layer: shape for layer, shape in shapes.items() if len(shape) > 1}
-    whole = _merge_blocks(weights, list(blocks.values()))
+    whole = _merge_blocks_without_weights(weights, list(blocks.values()))
     if not whole:
         raise ModelError("this network has nothing but the layer that tells classes: it cannot be cut by depth")
     parts = np.array_split(np.arange(len(whole)), min(count, len(whole)))
@@ -64,7 +64,7 @@ def split_stages(model: Tensors, count: int, register: TensorRegister) -> Staged
     return StagedNetwork(stages, head, _tensors_of_layers(register, [head]), int(features), int(classes))
 
 
-def _called_module(register: TensorRegister, layer: str) -> str:
+def _nearest_called_ancestor(register: TensorRegister, layer: str) -> str:
     path = layer
     while path and path not in register.calls:
         path = path.rpartition(".")[0]
@@ -77,7 +77,7 @@ def _block_name(layer: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _merge_blocks(weights: Shapes, blocks: Sequence[list[str]]) -> list[list[str]]:
+def _merge_blocks_without_weights(weights: Shapes, blocks: Sequence[list[str]]) -> list[list[str]]:
     # A block without weights joins the block before it. Those at the front join the first block.
     found: list[list[str]] = []
     front: list[str] = []
@@ -108,7 +108,6 @@ def _tensors_of_layers(register: TensorRegister, some: Sequence[str]) -> tuple[s
 
 
 def _require_separate_tensors(register: TensorRegister, members: Sequence[Sequence[str]]) -> None:
-    """Raise ModelError if two stages use one tensor: each trains and sends its own."""
     stage = {_block_name(layer): number for number, some in enumerate(members) for layer in some}
     for entry in register.tensors:
         for alias in entry.aliases:

@@ -33,8 +33,8 @@ from fedquilt.models.partial.gate_trace import (
     is_trained,
     make_out_of_place,
     max_pool_settings,
-    nodes_after_trained,
-    nodes_before_weights,
+    nodes_depending_on_trained,
+    nodes_feeding_weights,
     second_of_pair,
     trace_network,
 )
@@ -85,23 +85,23 @@ class DualCopy:
         pool: Pool = "own",
     ) -> None:
         with torch.device("meta"):  # the shape of the network alone
-            model = registry.build({key: value for key, value in network.items() if key != "input"})
+            model = registry.build_network({key: value for key, value in network.items() if key != "input"})
         self._name, self._keep_statistics = str(network.get("name")), bn == "frozen_stats"
         self._traced = trace_network(model, self._name)
-        self._late = nodes_after_trained(self._traced, trained)
+        self._late = nodes_depending_on_trained(self._traced, trained)
         if not self._late:
             raise ModelError(
                 f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: none is trained"
             )
         frozen = gates == "frozen"
-        inner = nodes_before_weights(self._traced)
+        inner = nodes_feeding_weights(self._traced)
         self._gates = {
             node: found
             for node in self._late
             if frozen and node in inner and (found := gate_function(self._traced, node))
         }
         self._pools = [node for node in self._late if frozen and pool == "sk" and is_max_pool(self._traced, node)]
-        self._entries = self._inputs_of_trained_part()
+        self._entries = self._trained_part_inputs()
         tail, frozen, whole = (
             _build_pruned_module(model, graph)
             for graph in (
@@ -120,7 +120,7 @@ class DualCopy:
         self.all_names = tuple(whole.state_dict())
         """And for scores."""
 
-    def build_pair(self, model: nn.Module) -> nn.Module:
+    def build_copy_pair(self, model: nn.Module) -> nn.Module:
         """Return both copies as a module from examples to scores."""
         return CopyPair(
             NetworkPart(self._look, copy.deepcopy(model)), NetworkPart(self._tail, model), self._keep_statistics
@@ -134,7 +134,7 @@ class DualCopy:
         counts = len(self._entries), len(self._pools)
         return GateObserver(NetworkPart(self._look_scores, model), counts, sink)
 
-    def _inputs_of_trained_part(self) -> list[fx.Node]:
+    def _trained_part_inputs(self) -> list[fx.Node]:
         used = {source for node in self._late for source in node.all_input_nodes}
         return [
             node
@@ -143,6 +143,7 @@ class DualCopy:
         ]
 
     def _build_frozen_graph(self, *, scores: bool) -> fx.Graph:
+        """Return the graph from examples to boundary values, pool indices and masks, followed by scores if `scores`."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         indices: list[fx.Node] = []
         for node in self._traced.graph.nodes:
@@ -218,15 +219,15 @@ class NetworkPart(nn.Module):  # type: ignore[misc]
                 module = model.get_submodule(str(node.target))
                 if getattr(module, "inplace", False):
                     module.inplace = False  # a gate reads the input
-                self._attach(str(node.target), module)
+                self._attach_at_path(str(node.target), module)
             elif node.op == "get_attr":
                 owner, _, name = str(node.target).rpartition(".")
-                self._attach(str(node.target), getattr(model.get_submodule(owner), name))
+                self._attach_at_path(str(node.target), getattr(model.get_submodule(owner), name))
 
     def forward(self, *values: torch.Tensor) -> Any:
         return self._forward(self, *values)
 
-    def _attach(self, path: str, value: Any) -> None:
+    def _attach_at_path(self, path: str, value: Any) -> None:
         *parents, name = path.split(".")
         at: nn.Module = self
         for parent in parents:

@@ -85,7 +85,7 @@ def make_out_of_place(node: fx.Node) -> fx.Node:
     return node
 
 
-def nodes_after_trained(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
+def nodes_depending_on_trained(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
     late: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
@@ -95,7 +95,7 @@ def nodes_after_trained(traced: fx.GraphModule, trained: Sequence[str]) -> dict[
     return late
 
 
-def nodes_before_weights(traced: fx.GraphModule) -> set[fx.Node]:
+def nodes_feeding_weights(traced: fx.GraphModule) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
         if node in found or uses_tensors(traced, node, None):

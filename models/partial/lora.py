@@ -42,18 +42,18 @@ def find_adapted_layers(register: TensorRegister) -> tuple[AdapterSite, ...]:
     Raises:
         ModelError: If there is nothing to adapt, or if the weight of a layer is computed from other tensors.
     """
-    head = register.classifier()
+    head = register.find_classifier()
     attentions = {entry.module for entry in register.tensors if entry.type == ATTENTION}
     flat = register.linear_paths()
     found = []
-    for attention in register.in_call_order(attentions):
+    for attention in register.sort_by_call_order(attentions):
         block = attention.rpartition(".")[0]
         others = [each for each in flat if each.startswith(f"{block}.") and not each.startswith(f"{attention}.")]
         if not block or not others or f"{attention}.out_proj" not in flat:
             raise ModelError(f"no output projection or no linear layer beside the attention {attention!r}")
-        found.append(AdapterSite(block, (f"{attention}.out_proj", register.in_call_order(others)[-1])))
+        found.append(AdapterSite(block, (f"{attention}.out_proj", register.sort_by_call_order(others)[-1])))
     if not attentions:
-        found = [AdapterSite(each, (each,)) for each in register.in_call_order(flat) if each != head]
+        found = [AdapterSite(each, (each,)) for each in register.sort_by_call_order(flat) if each != head]
     if not found:
         raise ModelError(f"LoRA adapts linear layers, and this network has none before {head!r}: take a transformer")
     for layer in (layer for spot in found for layer in spot.layers):
@@ -73,7 +73,7 @@ def initial_shared_adapters(
     model: Tensors, places: Sequence[AdapterSite], rank: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
     """Return the first shared adapters: A from N(0, 1/r), and B = 0."""
-    return _draw_branch(model, places, rank, rng, SHARED, 0.0)
+    return _draw_adapter_branch(model, places, rank, rng, SHARED, 0.0)
 
 
 def initial_own_branch(
@@ -81,7 +81,7 @@ def initial_own_branch(
 ) -> dict[str, np.ndarray]:
     """Return a device's first branch: A_p from N(0, 1/r), B_p from N(0, OWN_STD^2), and gate logits."""
     gates = {f"{spot.block}.{GATE}": np.array(gate, np.float32) for spot in places}
-    return {**_draw_branch(model, places, rank, rng, OWN, OWN_STD), **gates}
+    return {**_draw_adapter_branch(model, places, rank, rng, OWN, OWN_STD), **gates}
 
 
 def gate_openness(held: Tensors, places: Sequence[AdapterSite]) -> list[float]:
@@ -93,17 +93,17 @@ def merge_shared(
     model: Tensors, adapters: Tensors, places: Sequence[AdapterSite], scale: float
 ) -> dict[str, np.ndarray]:
     """Merge adapters into the weights: W + s (A B)^T for every adapted layer."""
-    return _add_products(model, adapters, places, SHARED, [scale] * len(places))
+    return _merge_adapter_products(model, adapters, places, SHARED, [scale] * len(places))
 
 
 def merge_own_branch(
     model: Tensors, own: Tensors, places: Sequence[AdapterSite], scale: float
 ) -> dict[str, np.ndarray]:
     """Merge a device's branch into the weights: W + m s (A_p B_p)^T for every adapted layer."""
-    return _add_products(model, own, places, OWN, [scale * m for m in gate_openness(own, places)])
+    return _merge_adapter_products(model, own, places, OWN, [scale * m for m in gate_openness(own, places)])
 
 
-def _add_products(
+def _merge_adapter_products(
     model: Tensors, adapters: Tensors, places: Sequence[AdapterSite], leaves: tuple[str, str], scales: Sequence[float]
 ) -> dict[str, np.ndarray]:
     found = dict(model)
@@ -115,7 +115,7 @@ def _add_products(
     return found
 
 
-def _draw_branch(
+def _draw_adapter_branch(
     model: Tensors,
     places: Sequence[AdapterSite],
     rank: int,

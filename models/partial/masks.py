@@ -67,6 +67,7 @@ def plan_from_layers(layers: Mapping[str, tuple[int, int]]) -> MaskPlan:
 
 
 def describe_unmaskable_layers(plan: MaskPlan) -> str:
+    """Return a phrase with up to four layers that cannot be masked and their readers, or "" without any."""
     some = [f"{layer!r} ({reader})" for layer, reader in plan.whole.items()]
     if not some:
         return ""
@@ -113,7 +114,7 @@ def plan_to_array(plan: MaskPlan) -> np.ndarray:
 
 
 def plan_from_array(given: np.ndarray) -> MaskPlan:
-    """Decode a plan.
+    """Decode a plan from the bytes of its JSON.
 
     Raises:
         ModelError: If the bytes are not a plan.
@@ -124,7 +125,7 @@ def plan_from_array(given: np.ndarray) -> MaskPlan:
         raise ModelError(f"what was sent as a plan of masks is none: {error}") from None
 
 
-def part_mask(plan: MaskPlan, index: int, parts: int) -> np.ndarray:
+def mask_of_equal_part(plan: MaskPlan, index: int, parts: int) -> np.ndarray:
     """Return the mask (h,) of part `index` if every group is split into `parts` equal parts."""
     marks = []
     for width in plan.widths.values():
@@ -164,8 +165,8 @@ def select_covered(model: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str,
     return {name: array[marks[name]] if name in marks else array for name, array in model.items()}
 
 
-def restore_covered(sent: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the masked model from its covered entries, 0 elsewhere.
+def restore_masked_tensors(sent: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the sent entries where the mask covers, and 0 elsewhere. Tensors without a mask stay as sent.
 
     Raises:
         UpdateError: If a tensor has another size than its mask.

@@ -196,7 +196,7 @@ class RowWriter:
             raise NoRoomError(str(error)) from None
 
     def finish(self, key: str) -> CacheMetadata:
-        """Complete the file and return its description.
+        """Complete the file, store its description beside the file, and return the description.
 
         Raises:
             NoRoomError: If the file cannot be stored.
@@ -220,7 +220,7 @@ class RowWriter:
             raise NoRoomError(f"the disk has no {size} bytes to spare")
 
 
-def find_rows(folder: Path, name: str, key: str, count: int) -> CacheMetadata | None:
+def find_complete_rows(folder: Path, name: str, key: str, count: int) -> CacheMetadata | None:
     """Return the description of the rows stored under a key, or None unless they are complete."""
     try:
         kept = checksummed_json.decode_with_checksum((folder / f"{name}.json").read_bytes(), CacheMetadata)

@@ -61,11 +61,12 @@ class MaskHooks:
             if path not in inner:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
             for each in {each for _, each in register_trace.modules_sharing_weight(module, path)}:
-                each.register_forward_pre_hook(self._mask_hook(follow))
+                each.register_forward_pre_hook(self._make_input_mask_hook(follow))
         module.register_forward_pre_hook(self._sample_mask)
         return module
 
     def _begin_step(self, module: nn.Module, weights: bool) -> None:
+        """Draw the random numbers of the step's mask, and store the buffers (scores) or restore them (weights)."""
         # Buffers such as running statistics are restored after a step on the scores.
         self._draws = torch.rand(self._plan.neurons)  # on the CPU: the same draws wherever the network is
         buffers = dict(module.named_buffers())
@@ -83,7 +84,7 @@ class MaskHooks:
         self._masks = dict(zip(self._plan.widths, parts, strict=True))
         self._masks |= {name: mask.new_ones(width) for name, width in self._plan.pinned.items()}
 
-    def _mask_hook(self, follow: TensorGroups) -> Any:
+    def _make_input_mask_hook(self, follow: TensorGroups) -> Any:
         def apply_mask(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             mask, heard = self._mask_along(follow.into, follow.repeat), inputs[0]
             if heard.ndim > 2 and not isinstance(layer, nn.Linear):

@@ -53,8 +53,8 @@ def unit_count(width: int, rate: float) -> int:
     return max(1, math.ceil(round(rate * width, 9)))
 
 
-def unit_places(plan: MaskPlan, model: Tensors, kept: Mapping[str, np.ndarray]) -> Places:
-    """Return the indices of the kept units' entries in every tensor of the model."""
+def unit_indices_by_tensor(plan: MaskPlan, model: Tensors, kept: Mapping[str, np.ndarray]) -> Places:
+    """Return the kept units' row and column indices in every tensor of the model, None for a whole axis."""
     widths = {**plan.pinned, **plan.widths}
 
     def along(groups: Sequence[str], repeat: int = 1) -> np.ndarray | None:
@@ -75,8 +75,9 @@ def unit_places(plan: MaskPlan, model: Tensors, kept: Mapping[str, np.ndarray]) 
 
 
 def cut_tensors(model: Tensors, at: Places) -> dict[str, np.ndarray]:
+    """Return copies of the entries at the places `at`, for the tensors named there alone."""
     return {
-        name: np.ascontiguousarray(model[name][_axes_index(place)]).reshape(_cut_shape(model[name], place))
+        name: np.ascontiguousarray(model[name][_numpy_index_of_place(place)]).reshape(_cut_shape(model[name], place))
         for name, place in at.items()
     }
 
@@ -105,7 +106,7 @@ def add_entries(
     total, weights = dict(so_far.total), dict(so_far.weight)
     for name, place in at.items():
         share, many = np.zeros_like(model[name]), np.zeros(model[name].shape)
-        share[_axes_index(place)], many[_axes_index(place)] = sent[name], weight
+        share[_numpy_index_of_place(place)], many[_numpy_index_of_place(place)] = sent[name], weight
         total[name] = exact_sums.add_to_sum(total.get(name), share, weight)
         weights[name] = exact_sums.add_to_sum(weights.get(name), many)
     return WeightedEntrySums(total, weights)
@@ -138,7 +139,7 @@ def recognise_cut(model: Tensors, sent: Tensors, candidates: Sequence[Places]) -
     raise UpdateError("the tensors have the names and shapes of none of the sub-models that this job sends")
 
 
-def _axes_index(place: tuple[np.ndarray | None, np.ndarray | None]) -> Any:
+def _numpy_index_of_place(place: tuple[np.ndarray | None, np.ndarray | None]) -> Any:
     rows, columns = place
     if rows is None:
         return ... if columns is None else (slice(None), columns)
@@ -154,7 +155,7 @@ def _cut_shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | N
 
 
 def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
-    """Return the module, with zeros for the tensors that have another shape in `start`.
+    """Replace tensors that are smaller in `start` by zeros of that shape, in place, and return the module.
 
     Args:
         module: Whole network.
@@ -191,6 +192,7 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
 
 
 def _resize_layer(layer: Any, path: str) -> bool:
+    """Set a layer's sizes to those of its weight, and return whether it is a depthwise convolution."""
     # Returns whether the layer is a depthwise convolution.
     from torch import nn
 
@@ -235,10 +237,10 @@ class BatchNormMoments:
         self._still = {name.rpartition(".")[0] for name in still}  # modules
         self._sums: dict[str, tuple[float, np.ndarray, np.ndarray]] = {}  # by layer: n, mean, sum of squared distances
 
-    def add_hooks(self, module: Any) -> Any:
-        for path, layer in batch_norm_layers(module).items():
+    def add_recording_hooks(self, module: Any) -> Any:
+        for path, layer in batch_norms_with_statistics(module).items():
             if path not in self._still:
-                layer.register_forward_pre_hook(self._record_hook(path))
+                layer.register_forward_pre_hook(self._make_recording_hook(path))
         return module
 
     def statistics(self) -> dict[str, np.ndarray]:
@@ -249,7 +251,8 @@ class BatchNormMoments:
             told[f"{path}.running_var"] = (apart / count).astype(np.float32)
         return told
 
-    def _record_hook(self, path: str) -> Any:
+    def _make_recording_hook(self, path: str) -> Any:
+        """Return a hook that, in evaluation mode, normalises with the batch's own moments and adds them to the sums."""
         import torch
 
         def record_input(layer: Any, inputs: tuple[Any, ...]) -> None:
@@ -260,11 +263,11 @@ class BatchNormMoments:
             var, mean = torch.var_mean(x, dim=axes, correction=0)
             layer.running_mean, layer.running_var = mean, var
             count = x.numel() / x.shape[1]
-            self._add_batch(path, count, *(each.double().cpu().numpy() for each in (mean, var * count)))
+            self._merge_batch_moments(path, count, *(each.double().cpu().numpy() for each in (mean, var * count)))
 
         return record_input
 
-    def _add_batch(self, path: str, count: float, mean: np.ndarray, apart: np.ndarray) -> None:
+    def _merge_batch_moments(self, path: str, count: float, mean: np.ndarray, apart: np.ndarray) -> None:
         before = self._sums.get(path)
         if before is None:
             self._sums[path] = (count, mean, apart)
@@ -274,7 +277,7 @@ class BatchNormMoments:
         self._sums[path] = (total, before[1] + step * count / total, apart)
 
 
-def batch_norm_layers(module: Any) -> dict[str, Any]:
+def batch_norms_with_statistics(module: Any) -> dict[str, Any]:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     inner = module.named_modules()

@@ -24,10 +24,10 @@ def tap_name(ids: Sequence[str]) -> str:
 
 def path_name(ids: Sequence[str]) -> str:
     """Return a path's block ids in order, with runs of one donor as "donor.first-last"."""
-    return " > ".join(_path_runs(ids))
+    return " > ".join(_abbreviate_donor_runs(ids))
 
 
-def _path_runs(ids: Sequence[str]) -> Iterator[str]:
+def _abbreviate_donor_runs(ids: Sequence[str]) -> Iterator[str]:
     place = 0
     while place < len(ids):
         donor, _, first = ids[place].rpartition(".")

@@ -275,11 +275,11 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> StitchedNetwork:
         head=None if meta["head"] is None else {part: arrays[name] for part, name in meta["head"].items()},
         align=None if meta["align"] is None else tuple(tuple(group) for group in meta["align"]),
     )
-    require_labels(network)
+    require_label_scores(network)
     return network
 
 
-def require_labels(network: StitchedNetwork) -> None:
+def require_label_scores(network: StitchedNetwork) -> None:
     """Raise an error unless a network's outputs are label scores.
 
     Raises:
@@ -317,7 +317,7 @@ def run_taps(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x:
     return [made[tap] for tap in network.taps]
 
 
-def classify(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> np.ndarray:
+def compute_label_scores(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> np.ndarray:
     """Return the label scores (n, labels) of a finished network.
 
     Args:
@@ -329,7 +329,7 @@ def classify(network: StitchedNetwork, blocks: Mapping[str, Block], run: Run, x:
     Raises:
         ModelError: If the network's outputs are not label scores.
     """
-    require_labels(network)
+    require_label_scores(network)
     outputs = run_taps(network, blocks, run, x)
     if network.head is not None:
         z = np.concatenate([global_average_pool(each) for each in outputs], axis=1)

@@ -188,21 +188,21 @@ def update_weights(
             gain weight at the expense of others.
     """
     if not ranks:
-        return _normalise_weights(weights)
+        return _normalise_within_limits(weights)
     limit = float(np.median(list(ranks.values()))) if theta == "median" else theta
     moved = {device: weights[device] * (1 + alpha if rank >= limit else 1 - beta) for device, rank in ranks.items()}
     before, after = (sum(group[device] for device in sorted(ranks)) for group in (weights, moved))
     share = before / after if normalise == "cohort" else 1.0
-    return _normalise_weights({**weights, **{device: weight * share for device, weight in moved.items()}})
+    return _normalise_within_limits({**weights, **{device: weight * share for device, weight in moved.items()}})
 
 
 def add_devices(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
     new = [device for device in devices if device not in weights]
     mean = sum(weights.values()) / len(weights) if weights else 1.0
-    return _normalise_weights({**weights, **dict.fromkeys(new, mean)})
+    return _normalise_within_limits({**weights, **dict.fromkeys(new, mean)})
 
 
-def _normalise_weights(weights: Mapping[str, float]) -> dict[str, float]:
+def _normalise_within_limits(weights: Mapping[str, float]) -> dict[str, float]:
     # Bisection for the factor: after clipping to WEIGHTS / N the weights sum to 1.
     names = sorted(weights)
     share = np.array([weights[name] for name in names])
@@ -265,6 +265,7 @@ def shallow_blocks(ballots: Mapping[str, Ballot], blocks: Sequence[Block], margi
 
 
 def _exceeds_margin(gap: np.ndarray, margin: float) -> bool:
+    """Return whether the mean gap exceeds `margin` standard errors, or True for 0, or False for one device."""
     if margin == 0:
         return True
     if len(gap) < 2:

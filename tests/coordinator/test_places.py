@@ -272,7 +272,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
     pair.coordinator.transfers.request_blob("a", ref)
     pair.play(lambda: bool(pair.coordinator.errors))
     assert "other content" in str(pair.coordinator.errors["a", ref.sha256])
-    assert pair.coordinator.depot.ref(ref.sha256) is None
+    assert pair.coordinator.depot.find_ref(ref.sha256) is None
 
 
 def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(

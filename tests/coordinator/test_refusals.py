@@ -134,7 +134,7 @@ def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_aske
     assert alone(state, "abc", starts="a") == {}
     assert alone(after(state, JobEnded("stopped"), JobResumed()), "abc") == {}
     work = after(state, *(UpdateAccepted(0, update(device)) for device in "bc"), RoundClosed(0), committed(0))
-    assert work.actions == ("work",)
+    assert work.task_actions == ("work",)
     assert alone(work, "abc") == {}
 
 

@@ -217,7 +217,7 @@ def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again
         assert isinstance(fact, PhasePassed | RolloutCompleted)
         now = apply_rollout_event(now, fact)
     assert (now.status, now.count_outcomes()) == ("done", {"lost": 1, "": 1, "committed": 10})
-    told = view.detail_rollout(StoredRollout(now, 0.0, 0.0, "me", ""))
+    told = view.summarise_rollout_and_devices(StoredRollout(now, 0.0, 0.0, "me", ""))
     assert told["counts"] == {"committed": 10, "lost": 1, "silent": 1}
     assert (told["boards"][0]["phase"], told["boards"][1]["phase"]) == ("lost", "silent")
     assert told["boards"][0]["reason"] == "it came no further than checking and fell silent: it counts as failed"

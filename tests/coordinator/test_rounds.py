@@ -347,7 +347,7 @@ def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job() -> Non
     """check every 2 of 3 rounds: rounds 0 and 2 check first, round 3 only checks."""
     state, seen = begun(rounds=3, check_every=2), []
     for round in range(4):
-        seen.append(state.actions)
+        seen.append(state.task_actions)
         state = after(
             state, CohortSelected(round, 0, ("a",)), UpdateAccepted(round, update("a", round)), RoundClosed(round)
         )

@@ -29,7 +29,7 @@ def played(state: JobState, online: set[str], most: int = 30) -> list[tuple[int,
         if isinstance(fact, JobEnded):
             return found
         assert isinstance(fact, CohortSelected)
-        found.append((state.round, state.settling, state.actions, len(fact.devices)))
+        found.append((state.round, state.settling, state.task_actions, len(fact.devices)))
         answers = [UpdateAccepted(state.round, update(device, state.round)) for device in fact.devices]
         state = after(state, fact, *answers, RoundClosed(state.round))
         state = after(state, RoundCommitted(state.round, BLOB, False, {}, took_s=1.0, settled=state.settling))

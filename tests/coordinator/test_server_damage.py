@@ -153,7 +153,7 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
     assert [(row.id == later, row.status) for row in stage.store.readable_jobs()] == [(False, "failed"), (True, "done")]
     assert "is damaged: fact 1" in caplog.text
     assert "unreferenced blobs are kept" in caplog.text
-    assert all(stage.store.depot.ref(sha256) for sha256 in kept)
+    assert all(stage.store.depot.find_ref(sha256) for sha256 in kept)
     stage.store.close()
 
 

@@ -120,7 +120,7 @@ def test_ls_says_what_a_job_waits_for_and_what_each_alone_takes_on_the_disk(two_
         f"{id} waits for {rows[id]['waits']}" for id in (second, third)
     ]
     (state,) = stage.store.latest_state_hashes()
-    ref = stage.store.depot.ref(state)
+    ref = stage.store.depot.find_ref(state)
     assert ref is not None
     assert all(own[id] > 0 for id in (first, second, third))
     a.answer(ones())

@@ -20,9 +20,9 @@ def test_a_newcomer_reads_it_in_ten_minutes() -> None:
 
 
 def test_the_diagram_of_a_job_is_the_tables() -> None:
-    """Paste `events.format_diagram()` into the page when the table changes."""
+    """Paste `events.format_mermaid_diagram()` into the page when the table changes."""
     (found,) = documents.blocks(PAGE, "mermaid")
-    assert found.strip() == events.format_diagram()
+    assert found.strip() == events.format_mermaid_diagram()
 
 
 def test_the_layers_are_the_contracts() -> None:

@@ -26,7 +26,7 @@ def test_a_table_on_the_page_is_one_that_a_job_takes(block: str) -> None:
         pytest.importorskip("torch")
         from fedquilt.models.networks import registry
 
-        registry.build(job.model)
+        registry.build_network(job.model)
 
 
 def test_every_key_of_a_kind_of_data_is_on_the_page() -> None:

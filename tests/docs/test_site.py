@@ -66,7 +66,7 @@ def test_the_phases_of_a_job_are_a_table(site: Path) -> None:
     """Each arrow of the diagram is a row."""
     text = (site / "architecture.html").read_text()
     assert "stateDiagram" not in text
-    for line in events.format_diagram().splitlines():
+    for line in events.format_mermaid_diagram().splitlines():
         if found := re.match(r" +(\w+) --> (\w+): (.*)", line):
             assert f"<td>{found[1]}</td>\n<td>{found[3]}</td>\n<td>{found[2]}</td>" in text
 

@@ -128,7 +128,7 @@ def test_waiting_tries_until_the_endpoint_answers_and_a_refusal_ends_it(site: Si
 
 def test_an_authority_of_another_version_is_named(site: Site) -> None:
     own = enrolment.load_or_create_key(site.files).public_key()
-    pem = site.authority.sign("orin-7", "device", own, clock_s()).pem
+    pem = site.authority.sign_certificate("orin-7", "device", own, clock_s()).pem
     site.files.ca.write_text(of_another_version(site.files.ca.read_text()))
     with pytest.raises(JobError, match="holds no certificate in PEM"):
         enrolment.install_certificate(site.board, pem.encode())
@@ -140,11 +140,11 @@ def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path:
     other = CertificateAuthority.create(tmp_path / "other", "site", clock_s())
     own = enrolment.load_or_create_key(site.files).public_key()
     cases = (
-        (site.authority.sign("orin-8", "device", own, clock_s()).pem, "for 'orin-8', and agent.toml says"),
-        (site.authority.sign("orin-7", "device", key.public_key(), clock_s()).pem, "for another key"),
-        (other.sign("orin-7", "device", own, clock_s()).pem, "did not sign it"),
+        (site.authority.sign_certificate("orin-8", "device", own, clock_s()).pem, "for 'orin-8', and agent.toml says"),
+        (site.authority.sign_certificate("orin-7", "device", key.public_key(), clock_s()).pem, "for another key"),
+        (other.sign_certificate("orin-7", "device", own, clock_s()).pem, "did not sign it"),
         ("text", "damaged"),
-        (of_another_version(site.authority.sign("orin-7", "device", own, clock_s()).pem), "damaged"),
+        (of_another_version(site.authority.sign_certificate("orin-7", "device", own, clock_s()).pem), "damaged"),
     )
     for pem, said in cases:
         with pytest.raises(JobError, match=said):
@@ -155,7 +155,7 @@ def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path:
 def test_a_certificate_on_disk_that_cannot_serve_counts_as_none(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     """A device that was renamed says so, and enrols anew once it has a token."""
     site.files.cert.write_text(
-        site.authority.sign("old", "device", enrolment.load_or_create_key(site.files).public_key(), 0.0).pem
+        site.authority.sign_certificate("old", "device", enrolment.load_or_create_key(site.files).public_key(), 0.0).pem
     )
     with pytest.raises(JobError, match="no certificate and no token"):
         site.enrol()

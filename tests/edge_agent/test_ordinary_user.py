@@ -76,7 +76,7 @@ def carried_out(given: WorkRequest) -> WorkResult:
     worker = ChildWorker(60.0)
 
     def outcomes() -> Iterator[WorkResult]:
-        return (event for event in worker.poll(time.monotonic()) if isinstance(event, WorkResult))
+        return (event for event in worker.poll_events(time.monotonic()) if isinstance(event, WorkResult))
 
     try:
         worker.start(given, 0.0)

@@ -34,7 +34,7 @@ def planned(
     from fedquilt.models.networks import registry
 
     torch.manual_seed(0)
-    model = registry.build({key: value for key, value in network.items() if key != "input"})
+    model = registry.build_network({key: value for key, value in network.items() if key != "input"})
     start = {name: value.numpy().copy() for name, value in model.state_dict().items()}
     examples = Examples(np.zeros((16, 16, 16), np.uint8), np.arange(16) % 2)
     whole = math.ceil(peak_memory.MARGIN * (peak_memory.FIRST_USE_BYTES["torch"] + room_bytes))

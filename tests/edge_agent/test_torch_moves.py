@@ -56,7 +56,7 @@ from fedquilt.core import Examples, Fit  # noqa: E402
 from fedquilt.edge_agent.engines.torch.engine import TorchEngine  # noqa: E402
 from fedquilt.models.networks import registry  # noqa: E402
 network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
-start = {name: value.numpy() for name, value in registry.build(network).state_dict().items()}
+start = {name: value.numpy() for name, value in registry.build_network(network).state_dict().items()}
 shown = Examples(np.zeros((6, 4), np.float32), np.array([0, 1, 0, 1, 0, 1]))
 TorchEngine(10**9).train(network, start, shown, Fit(momentum=0.9), np.random.default_rng(0))
 assert "torch._dynamo" not in sys.modules, "torch's compiler was imported"

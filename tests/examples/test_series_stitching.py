@@ -50,6 +50,8 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None
     def run(block: stitched_network.Block, maps: np.ndarray) -> np.ndarray:
         return stitched_network.run_block(block, lambda name, value: engine.run(files[name], value), maps)
 
-    own = stitched_network.classify(stitched_network.from_artefact(found.meta, found.tensors), stock.blocks, run, x)
+    own = stitched_network.compute_label_scores(
+        stitched_network.from_artefact(found.meta, found.tensors), stock.blocks, run, x
+    )
     given = engine.run(tmp_path / "net.onnx", x)
     np.testing.assert_allclose(given, own, rtol=0, atol=1e-4 * np.abs(own).max())

@@ -324,7 +324,7 @@ class CoordinatorProcess(SimulatedProcess):
                 raise InvariantError(
                     f"{route.device} is sent round {task.round} of {task.job}, which the log does not say"
                 )
-            gone = [ref.sha256[:12] for ref in task.bundles.values() if self.store.depot.ref(ref.sha256) is None]
+            gone = [ref.sha256[:12] for ref in task.bundles.values() if self.store.depot.find_ref(ref.sha256) is None]
             if gone:
                 raise InvariantError(
                     f"the task of {route.device} in round {task.round} names blobs that are gone: {gone}"
@@ -373,7 +373,7 @@ class CoordinatorProcess(SimulatedProcess):
         """Raise InvariantError if a blob that a job's log needs is missing or not synced."""
         wanted = self._promises_of(job).blobs
         lost = lost_blobs(self._durable, f"{self.platter.root}/blobs", wanted)
-        lost += [sha256 for sha256 in wanted if self.store.depot.ref(sha256) is None]
+        lost += [sha256 for sha256 in wanted if self.store.depot.find_ref(sha256) is None]
         if lost:
             raise InvariantError(f"{job}: the log needs {lost[0][:12]}, which is not stored, or not synced")
 
@@ -519,7 +519,7 @@ class SimWorker:
         if outcome.code == "ok":
             self._events.insert(0, (now_s, DataLoaded(outcome.examples)))
 
-    def poll(self, now_s: float) -> list[Event]:
+    def poll_events(self, now_s: float) -> list[Event]:
         due = [event for at_s, event in self._events if at_s <= now_s]
         if due:
             self._events = [each for each in self._events if each[0] > now_s]

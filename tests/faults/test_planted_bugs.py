@@ -152,7 +152,7 @@ def no_blob_hash(patch: Patch) -> None:
 
 def an_acknowledgement_before_the_record(patch: Patch) -> None:
     """What follows from a fact is done before the facts of a step are written."""
-    patch.setattr(JobController, "_schedule_action", lambda self, action, now_s: self.carry_out(action, now_s))
+    patch.setattr(JobController, "_schedule_action", lambda self, action, now_s: self.carry_out_action(action, now_s))
 
 
 def a_task_that_stays_due(patch: Patch) -> None:
@@ -242,8 +242,8 @@ def an_outbox_removed_too_early(patch: Patch) -> None:
     def settle(self: AgentState, key: Any, accepted: bool, counted: Any) -> None:
         folder = self._entry_folder(key)
         with disk_errors(f"settle {folder}"):
-            if self._private_state_in(folder) is None:
-                self._remove_entry(folder)
+            if self._find_private_state_hash(folder) is None:
+                self._remove_outbox_entry(folder)
         return settled(self, key, accepted, counted)
 
     patch.setattr(AgentState, "record_ack", settle)

@@ -156,7 +156,7 @@ def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved: 
     from fedquilt.models.networks import registry
 
     network = {"name": "residual", "channels": 1, "classes": 2, "input": {"channels": 1, "size": 8}}
-    model = {name: value.numpy() for name, value in registry.build(network).state_dict().items()}
+    model = {name: value.numpy() for name, value in registry.build_network(network).state_dict().items()}
     network |= toy_networks.register_entry(network)
     table = {"batch": 16, "epochs": 1}
     moves = None if moved is None else {name: model[name] for name in moved}
@@ -197,7 +197,7 @@ def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless
     from fedquilt.models.networks import registry
 
     network = {"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 32}}
-    model = registry.build(network)
+    model = registry.build_network(network)
     network |= toy_networks.register_entry(network)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     trained, _ = peak_memory.measure_training(model, torch.zeros(2, 3, 32, 32))

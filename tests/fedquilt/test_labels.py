@@ -46,7 +46,7 @@ def test_labels_are_bounded() -> None:
 )
 def test_a_selection_is_of_boards_for_which_every_word_holds(wanted: list[str], found: bool) -> None:
     """A word holds if one of its alternatives does."""
-    labels.require_selection(wanted)
+    labels.require_valid_selection(wanted)
     assert labels.is_selected(wanted, ("site=lab", "window")) is found
 
 
@@ -54,4 +54,4 @@ def test_a_selection_is_of_boards_for_which_every_word_holds(wanted: list[str], 
 def test_a_selection_by_what_is_no_label_is_refused(word: str) -> None:
     """It would select nobody, or everybody, for ever."""
     with pytest.raises(JobError, match="selects no boards"):
-        labels.require_selection([word])
+        labels.require_valid_selection([word])

@@ -136,7 +136,7 @@ def test_launches_are_the_operations_that_torch_begins() -> None:
 
 def test_a_perceptron_is_weighed_without_torch_as_with_it() -> None:
     table = dict(MLP)
-    assert numpy_init.costs_by_layer(table) == traced.trace_layer_costs(registry.load_network(table, seed=0), (48,))
+    assert numpy_init.mlp_costs_by_layer(table) == traced.trace_layer_costs(registry.load_network(table, seed=0), (48,))
 
 
 def test_attention_costs_its_products_between_activations_in_training_twice() -> None:
@@ -154,12 +154,12 @@ def test_a_bundle_without_layers_costs_three_forward_passes_as_it_did() -> None:
 
 def test_a_narrower_part_costs_its_share_of_every_layer() -> None:
     """Half the units of the hidden layers: a half, a quarter and a half of the products."""
-    model = numpy_init.initial_weights(MLP, 0)
+    model = numpy_init.initial_mlp_weights(MLP, 0)
     part = {"1.weight": model["1.weight"][:16], "3.weight": model["3.weight"][:8, :16]}
     part["5.weight"] = model["5.weight"][:, :8]
     part |= {"1.bias": model["1.bias"][:16], "3.bias": model["3.bias"][:8], "5.bias": model["5.bias"]}
-    small = numpy_init.costs_by_layer({**MLP, "hidden": [16, 8]})
-    assert [each.flops for each in layer_costs.scale_layers(numpy_init.costs_by_layer(MLP), model, part)] == [
+    small = numpy_init.mlp_costs_by_layer({**MLP, "hidden": [16, 8]})
+    assert [each.flops for each in layer_costs.scale_layers(numpy_init.mlp_costs_by_layer(MLP), model, part)] == [
         each.flops for each in small
     ]
 

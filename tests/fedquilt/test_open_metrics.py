@@ -28,14 +28,14 @@ FAMILIES = [
 )
 def test_an_address_is_a_host_and_a_port(listen: str, place: tuple[str, int]) -> None:
     """An IPv6 address is written in brackets, which are none of it."""
-    assert open_metrics.parse_address(listen) == place
+    assert open_metrics.parse_listen_address(listen) == place
 
 
 @pytest.mark.parametrize("listen", ["9464", ":9464", "host:", "host:65536", "host:-1", "host:1e3", "host:٣"])
 def test_what_is_no_address_is_refused_with_an_example(listen: str) -> None:
     """Before anything is imported or opened."""
     with pytest.raises(JobError, match=r"write HOST:PORT, such as 127\.0\.0\.1:9464"):
-        open_metrics.parse_address(listen)
+        open_metrics.parse_listen_address(listen)
 
 
 def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards() -> None:

@@ -122,7 +122,7 @@ def test_two_packages_with_one_name_are_both_named(install: Install) -> None:
     ("group", "name", "load"),
     [
         ("fedquilt.methods", "fedavg", methods.load),
-        ("fedquilt.networks", "mlp", lambda name: registry.build({"name": name})),
+        ("fedquilt.networks", "mlp", lambda name: registry.build_network({"name": name})),
         ("fedquilt.engines", "numpy", lambda name: engines.create_engine(name, 1)),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_network_that_raises_or_is_none_is_named(install: Install) -> None:
         "nets_fl:TABLE", "is a dict, and a function"
     )):  # fmt: skip
         with pytest.raises(ModelError, match=said):
-            registry.build({"name": name, "inputs": 4})
+            registry.build_network({"name": name, "inputs": 4})
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,9 @@ def test_a_board_imports_what_is_installed_or_what_it_lists_and_never_any_module
     with plugins.restrict_plugins_within(None):
         assert plugins.find_plugin("method", "mine") is not None
         with pytest.raises(ModelError, match="this board allows none of that name"):
-            registry.build({"name": "os:system", "command": "true"})
+            registry.build_network({"name": "os:system", "command": "true"})
         with pytest.raises(ModelError, match="this board allows none"):
-            registry.build({"name": "exits", "of": {"name": "os:system"}, "looks": [], "classes": 2})
+            registry.build_network({"name": "exits", "of": {"name": "os:system"}, "looks": [], "classes": 2})
     with plugins.restrict_plugins_within([]):
         assert plugins.plugin_fingerprints() == {}
         with pytest.raises(JobError, match="not allowed here: add 'mine-fl' to `plugins`"):
@@ -213,10 +213,10 @@ def test_the_same_files_give_the_same_proof_and_others_another(install: Install)
     before = plugins.required_modules("method", "mine")
     (site / "mine_pkg/__pycache__").mkdir()
     (site / "mine_pkg/__pycache__/more.pyc").write_bytes(b"x")
-    plugins._digest_on_path.cache_clear()
+    plugins._compute_module_digest.cache_clear()
     assert plugins.required_modules("method", "mine") == before
     (site / "mine_pkg/more.py").write_text("A = 2\n")
-    plugins._digest_on_path.cache_clear()
+    plugins._compute_module_digest.cache_clear()
     assert plugins.required_modules("method", "mine") != before
     assert list(before) == ["mine_pkg"]
     assert before["mine_pkg"].startswith("mine-fl 1.0 ")

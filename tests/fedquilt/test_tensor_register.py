@@ -11,8 +11,8 @@ from fedquilt.core import ModelError
 from fedquilt.formats.tensor_register import (
     RegisterEntry,
     TensorRegister,
-    register_of,
-    register_of_mlp,
+    make_mlp_register,
+    register_from_table,
     without_register,
 )
 
@@ -25,7 +25,7 @@ from fedquilt.models.networks import register_trace, registry  # noqa: E402
 
 
 def traced(network: dict[str, Any]) -> TensorRegister:
-    return register_trace.trace_register(registry.build(network), registry.input_shape(network))
+    return register_trace.trace_register(registry.build_network(network), registry.input_shape(network))
 
 
 def kinds(register: TensorRegister) -> dict[str, str]:
@@ -81,7 +81,7 @@ def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> 
     entry = register.find_entry("2.mean_ema")
     assert entry is not None
     assert (entry.kind, entry.module, entry.normalises, entry.trained) == ("buffer", "2", True, True)
-    assert register.parameters_of({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]  # type: ignore[dict-item]
+    assert register.parameter_names({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]  # type: ignore[dict-item]
     assert register.is_running_statistic("2.var_ema")
 
 
@@ -122,7 +122,7 @@ def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
 
 def test_tracing_leaves_the_network_as_it_was() -> None:
     """Its tensors, its mode, and torch's random numbers."""
-    model = registry.build(difficult_networks.network_table("root_parameter"))
+    model = registry.build_network(difficult_networks.network_table("root_parameter"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
     wanted = torch.rand(1)
@@ -170,7 +170,7 @@ def test_the_head_is_the_linear_layer_called_last() -> None:
         "encoder.1.out_proj",
         "classifier",
     ]
-    assert register.classifier() == "classifier"
+    assert register.find_classifier() == "classifier"
 
 
 def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
@@ -186,7 +186,7 @@ def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
             return self.head(self.mix(self.embed(x.long()).mean(1)))
 
     with pytest.raises(ModelError, match=r"the last layer 'head' shares the tensor 'embed\.weight'"):
-        register_trace.trace_register(Net(), (3,)).classifier()
+        register_trace.trace_register(Net(), (3,)).find_classifier()
 
 
 def head_of(name: str) -> tuple[str | None, list[str]]:
@@ -201,7 +201,7 @@ def head_of(name: str) -> tuple[str | None, list[str]]:
         for path, each in model.named_modules()
         if isinstance(each, nn.Linear) and each.out_features == 1000 and "aux" not in path.lower()
     ]
-    return register_trace.trace_register(model, (3, size, size)).classifier(), told
+    return register_trace.trace_register(model, (3, size, size)).find_classifier(), told
 
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "squeezenet1_1", "mnasnet0_5"])
@@ -227,7 +227,7 @@ def test_a_residual_net_s_batch_norms_go_with_their_convolutions() -> None:
     assert len(layers) == 21
     assert layers["layer1.0.conv2"] == ("layer1.0.bn2.bias", "layer1.0.bn2.weight", "layer1.0.conv2.weight")
     assert all(len(names) == 3 for layer, names in layers.items() if layer != "fc")
-    assert found.classifier() == "fc"
+    assert found.find_classifier() == "fc"
 
 
 # -- in a network's table -------------------------------------------------------------------------
@@ -236,11 +236,11 @@ def test_a_residual_net_s_batch_norms_go_with_their_convolutions() -> None:
 def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself() -> None:
     """As that of an `mlp` does, which the numpy engine trains."""
     network = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
-    assert register_of(network) == traced(network) == register_of_mlp(3)
+    assert register_from_table(network) == traced(network) == make_mlp_register(3)
     with pytest.raises(ModelError, match="no register of the tensors of 'gru'"):
-        register_of({"name": "gru"})
+        register_from_table({"name": "gru"})
     with pytest.raises(ModelError, match="register is damaged"):
-        register_of({"name": "gru", "register": {"tensors": [1]}})
+        register_from_table({"name": "gru", "register": {"tensors": [1]}})
 
 
 def test_numbers_in_names_are_compared_as_numbers() -> None:
@@ -248,7 +248,7 @@ def test_numbers_in_names_are_compared_as_numbers() -> None:
     rows = [RegisterEntry(f"{n}.weight", "parameter", f"{n}", f"{n}", "Linear", False, True) for n in (10, 2, 9)]
     register = TensorRegister(tuple(rows))
     assert list(register.parameters_by_layer()) == ["2", "9", "10"]
-    assert register.classifier() == "10"
+    assert register.find_classifier() == "10"
     assert without_register({"name": "x", "register": {}}) == {"name": "x"}
 
 
@@ -263,7 +263,7 @@ def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -
     assert {(entry.module, entry.layer, entry.name_in_module, entry.type, entry.normalises) for entry in made} == {
         ("2", "2", "weight", "Linear", False)
     }
-    assert register.classifier() == "2"
+    assert register.find_classifier() == "2"
     assert register.weights_by_module()["2"].startswith("2.parametrizations.weight.original")
     with pytest.raises(ModelError, match=r"weight of '2' is made of '2\.parametrizations\.weight\.original"):
         register.require_plain_weight("2")

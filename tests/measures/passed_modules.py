@@ -36,7 +36,7 @@ SEGMENTS: Final[dict[str, tuple[Call, Call]]] = {
         ("edge_agent/task/worker.py", "start"),
     ),
     "one update passes, from the worker's end to the commit": (
-        ("edge_agent/task_runner.py", "_finish_task"),
+        ("edge_agent/task_runner.py", "_record_task_result"),
         ("coordinator/jobs/job.py", "start_next_round"),
     ),
     "one update passes, from its announcement to its acceptance": (

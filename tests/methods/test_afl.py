@@ -132,7 +132,9 @@ def test_random_features_are_in_the_result() -> None:
     x = inputs.prepare_inputs(POOLED.x, found.meta["input"])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
     network = stitched_network.from_artefact(found.meta, found.tensors)
-    scores = stitched_network.classify(network, stitched_network.load_donor_pool(bundle.meta).blocks, run, x)
+    scores = stitched_network.compute_label_scores(
+        network, stitched_network.load_donor_pool(bundle.meta).blocks, run, x
+    )
     assert network.head is not None
     drawn = np.maximum(features(POOLED.x) @ network.head["hidden"].T, 0)
     np.testing.assert_allclose(scores, drawn @ central(drawn, POOLED.y, 1e-3).T, atol=1e-4)
@@ -175,7 +177,7 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
     """Of another number of examples, of nobody, or of what no features come to; sums are looked at, and parts."""
     bundle, _ = build_donors()
     state, sound = METHOD.init(bundle, Params(), 0), METHOD.aggregation.check_sums
-    part = class_moments.to_tensors(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)
+    part = class_moments.pack_moments(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)
     assert sound is not None
     held = ExactMomentSums(parts={"a": part}, devices={"a": 1})
     n = len(POOLED)
@@ -222,13 +224,13 @@ def test_what_cannot_begin_or_be_folded_says_why() -> None:
         METHOD.result(state)
     part = class_moments.device_moments(features(POOLED.x), POOLED.y, 3)
     good = DeviceUpdate(
-        "a", 0, float(len(POOLED)), {"turn": 0.0}, {"moments": class_moments.to_tensors(part, exact=True)}
+        "a", 0, float(len(POOLED)), {"turn": 0.0}, {"moments": class_moments.pack_moments(part, exact=True)}
     )
     assert METHOD.aggregation.fold(state, None, good).devices == {"a": 1}
     with pytest.raises(UpdateError, match="answers turn 1"):
         METHOD.aggregation.fold(state, None, replace(good, metrics={"turn": 1.0}))
     with pytest.raises(UpdateError, match="moments"):
-        METHOD.aggregation.fold(state, None, replace(good, bundles={"moments": class_moments.to_tensors(part)}))
+        METHOD.aggregation.fold(state, None, replace(good, bundles={"moments": class_moments.pack_moments(part)}))
     with pytest.raises(UpdateError, match=f"of {len(POOLED)} examples, in an update that weighs 1$"):
         METHOD.aggregation.fold(state, None, replace(good, weight=1.0))
     order = METHOD.send(state, DeviceView("a", None))

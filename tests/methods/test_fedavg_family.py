@@ -260,8 +260,8 @@ def test_server_steps_are_what_they_are_on_paper(server: Any, points: tuple[floa
 def test_yogi_moves_its_second_moment_by_the_sign() -> None:
     """v = 1, D = 2: 1 + (1 - 3/4) 4 = 2; D = 1/2 from there: 2 - 1/4 / 4 = 1.9375."""
     params = {"server": "yogi", "beta2": 0.75}
-    assert fedopt._update_second_moment(params, np.ones(1), np.full(1, 4.0)) == 2.0
-    assert fedopt._update_second_moment(params, np.full(1, 2.0), np.full(1, 0.25)) == 1.9375
+    assert fedopt._compute_second_moment(params, np.ones(1), np.full(1, 4.0)) == 2.0
+    assert fedopt._compute_second_moment(params, np.full(1, 2.0), np.full(1, 0.25)) == 1.9375
 
 
 def test_no_server_optimizer_touches_batch_norms_statistics() -> None:

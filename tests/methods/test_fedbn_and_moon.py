@@ -36,7 +36,7 @@ def bn_start() -> dict[str, np.ndarray]:
     from fedquilt.models.networks import registry
 
     torch.manual_seed(0)
-    return {name: value.numpy().copy() for name, value in registry.build(BN).state_dict().items()}
+    return {name: value.numpy().copy() for name, value in registry.build_network(BN).state_dict().items()}
 
 
 def begun() -> NetworkState:
@@ -48,7 +48,7 @@ def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
 
-    model = registry.build(BN)
+    model = registry.build_network(BN)
     wanted = {
         f"{path}.{name}"
         for path, module in model.named_modules()

@@ -100,7 +100,7 @@ def evaluate(found: Any, devices: list[DeviceData]) -> float:
     x = images.prepare_images(np.concatenate([member.held.x for member in devices]), found.meta["input"])
     y = np.concatenate([member.held.y for member in devices])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
-    scores = stitched_network.classify(network, stock.blocks, run, x)
+    scores = stitched_network.compute_label_scores(network, stock.blocks, run, x)
     return float((scores.argmax(axis=1) == y).mean())
 
 

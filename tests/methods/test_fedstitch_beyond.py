@@ -36,9 +36,9 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) 
         if before.phase != "fit":
             continue
         answers = [fits[before.turn][device] for device in sorted(fits[before.turn])]
-        for i, name in enumerate(steps.junction_winners(before)):
+        for i, name in enumerate(steps.winners_needing_junction(before)):
             channels = before.stock.blocks[before.current.path[-1]].out_shape[0], before.stock.blocks[name].in_shape[0]
-            parts = [least_squares.from_tensors(answer.bundles[f"moments.{i}"], *channels) for answer in answers]
+            parts = [least_squares.read_sent_moments(answer.bundles[f"moments.{i}"], *channels) for answer in answers]
             path = (*before.current.path, name)
             solved = least_squares.solve_ridge(least_squares.merge_moments(parts), before.params.ridge)[0].astype(
                 np.float32

@@ -51,7 +51,7 @@ def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> 
     assert kinds == {"joined", "donor", "stitched"}
     for candidate in last.candidates:
         z = ends(last, candidate.paths, [member.train for member in devices])
-        central = joint_head.standardise(class_moments.device_moments(z, y, LABELS).to_sums())
+        central = joint_head.standardise_sums(class_moments.device_moments(z, y, LABELS).to_sums())
         assert joint_head.best_penalty(central).ridge == candidate.ridge
         assert candidate.criterion == pytest.approx(joint_head.best_penalty(central).criterion, rel=1e-5)
         head = joint_head.fit_discriminant(central, candidate.ridge or 0.0)

@@ -78,15 +78,15 @@ def test_the_head_stays_and_layers_become_fewer() -> None:
 def test_accuracy_that_falls_holds_the_schedule() -> None:
     """Below its best by more than the tolerance: as many layers as before; near it: one less."""
     state = replace(play(rounds=1)[0][1], best=0.8, waited=4, recent=(0.7, 0.7, 0.7, 0.7))
-    fell = genefl._adapt_size(
+    fell = genefl._shrink_gene_if_accurate(
         state,
         genefl.GeneFLSums({}, {}, {"0": {"1": 1}}, exact_sums.ExactScalar((7.0,)), exact_sums.ExactScalar((10.0,))),
     )
     assert (fell.size, fell.best, fell.waited, fell.recent) == (2, 0.8, 0, ())
     told = genefl.GeneFLSums({}, {}, {"0": {"1": 1}}, exact_sums.ExactScalar((8.0,)), exact_sums.ExactScalar((10.0,)))
-    rose = genefl._adapt_size(replace(state, recent=(0.8, 0.8, 0.8, 0.8)), told)
+    rose = genefl._shrink_gene_if_accurate(replace(state, recent=(0.8, 0.8, 0.8, 0.8)), told)
     assert (rose.size, rose.best) == (1, pytest.approx(0.8))
-    silent = genefl._adapt_size(replace(state, recent=()), genefl.GeneFLSums({}, {}, {"0": {"1": 1}}))
+    silent = genefl._shrink_gene_if_accurate(replace(state, recent=()), genefl.GeneFLSums({}, {}, {"0": {"1": 1}}))
     assert silent.size == 1, "nobody has held-out examples: time alone counts"
 
 
@@ -97,7 +97,7 @@ def test_the_least_turned_layers_are_chosen_weighed_by_their_size() -> None:
     after = {"a.w": np.array([2.0, 0]), "b.w": np.array([0, 3.0]), "c.w": np.array([0, 1.0] * 4)}
 
     def chosen(count: int, order: str, norm: str) -> list[str]:
-        return learngene.choose_layers(parts, after, before, count, order, norm)
+        return learngene.choose_learngene_layers(parts, after, before, count, order, norm)
 
     assert chosen(2, "lowest", "mul") == ["a", "b"]
     assert chosen(2, "lowest", "div_sqrt") == ["a", "c"]

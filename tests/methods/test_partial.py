@@ -35,7 +35,7 @@ def tensors_of(name: str = "residual") -> dict[str, np.ndarray]:
     from fedquilt.models.networks import registry
 
     table = BN if name == "residual" else {"name": name, "classes": 10}
-    return {key: value.numpy() for key, value in registry.build(table).state_dict().items()}
+    return {key: value.numpy() for key, value in registry.build_network(table).state_dict().items()}
 
 
 def resnet18() -> dict[str, np.ndarray]:

@@ -315,7 +315,7 @@ def test_head_and_representation_are_all_of_the_network_and_have_nothing_in_comm
     torch_one()
     from fedquilt.models.networks import registry
 
-    start = {name: value.numpy().copy() for name, value in registry.build(BN).state_dict().items()}
+    start = {name: value.numpy().copy() for name, value in registry.build_network(BN).state_dict().items()}
     state = fedrep.init(toy_bundle(BN, start), fedrep.Params(), 0)
     assert state.own.keys().isdisjoint(state.model)
     assert state.own.keys() | state.model.keys() == start.keys()

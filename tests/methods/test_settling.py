@@ -50,9 +50,9 @@ def bundle() -> Bundle:
 
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        module = registry.build(NETWORK)
+        module = registry.build_network(NETWORK)
     model = {key: value.numpy().copy() for key, value in module.state_dict().items()}
-    found = toy_bundle(NETWORK, model, dependency_trace.trace_plan(module))
+    found = toy_bundle(NETWORK, model, dependency_trace.trace_mask_plan(module))
     return replace(found, meta={**found.meta, "flops": 1e6, "example_bytes": 10**6})
 
 
@@ -129,7 +129,7 @@ def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batche
     for size in (7, 64):
         monkeypatch.setitem(torch_engine.EVALUATED_AT_ONCE, "cpu", size)
         seen = width.BatchNormMoments()
-        hooks = Hooks(prepare=seen.add_hooks)
+        hooks = Hooks(prepare=seen.add_recording_hooks)
         engine().evaluate(NETWORK, model, Examples(x, draws.integers(0, 3, 50)), hooks=hooks)
         found = seen.statistics()
         np.testing.assert_allclose(found["0.1.running_mean"], first.mean(dim=(0, 2, 3)), atol=1e-5)
@@ -145,7 +145,7 @@ def test_what_is_held_still_keeps_its_statistics() -> None:
     assert set(method.settle.send(state, view("a", LARGE)).params["still"]) == held
     seen = width.BatchNormMoments(held)
     examples = Examples(np.zeros((8, 8, 8), np.uint8), np.zeros(8, np.int64))
-    engine().evaluate(NETWORK, state.model, examples, hooks=Hooks(prepare=seen.add_hooks))
+    engine().evaluate(NETWORK, state.model, examples, hooks=Hooks(prepare=seen.add_recording_hooks))
     assert seen.statistics().keys().isdisjoint(held)
     assert seen.statistics()
 

@@ -11,7 +11,7 @@ from submodels import MIXED, NETWORK, bundle, engine, pictures, run, view
 
 from fedquilt import methods
 from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, JobError, Method, ModelError, UpdateError
-from fedquilt.formats.tensor_register import register_of_kinds
+from fedquilt.formats.tensor_register import register_from_kinds
 from fedquilt.methods import fedlps, fjord, heterofl
 from fedquilt.models.partial import masks
 from fedquilt.testing.toy_networks import MLP_MASKS, bundle_files, deliver_task, toy_bundle
@@ -57,7 +57,7 @@ def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics()
 
     plan = masks.plan_from_array(bundle().load("masks")["json"])
     ordered = fjord.OrderedDropoutHooks(plan, 1.0, (0.5, 1.0), np.random.default_rng(0))
-    module, momenta = ordered.insert_gates(registry.build(NETWORK)), []
+    module, momenta = ordered.insert_gates(registry.build_network(NETWORK)), []
     for width in (1.0, 0.5):
         ordered.width = width
         module(torch.rand(2, 1, 8, 8))
@@ -110,7 +110,7 @@ def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_w
             method.aggregation.fold(state, None, DeviceUpdate("a", 0, 1.0, {}, {"model": state.model, **bundles}))
     plan = masks.MaskPlan({"0": 2}, {}, {"0.weight": masks.TensorGroups((2, 1, 3, 3), ("0",))})
     parts = {"model": {"0.weight": np.zeros((2, 1, 3, 3), np.float32)}, "masks": {"json": masks.plan_to_array(plan)}}
-    meta = {"network": {}, "register": register_of_kinds(parts["model"], {})}
+    meta = {"network": {}, "register": register_from_kinds(parts["model"], {})}
     made = Bundle(meta, bundle_files(parts), lambda name: parts[name])
     assert method.init(made, method.params(masked=False), 0).widths.keys() == {"0.0625", "0.125", "0.25", "0.5"}
     with pytest.raises(ModelError, match="masked = false"):

@@ -85,7 +85,7 @@ def test_batch_normalisation_takes_one_example_at_a_time_by_its_running_statisti
 
     table = {"name": "residual", "channels": 1, "classes": 3, "width": 2}
     torch.manual_seed(0)
-    model = {name: value.numpy().copy() for name, value in registry.build(table).state_dict().items()}
+    model = {name: value.numpy().copy() for name, value in registry.build_network(table).state_dict().items()}
     x = np.random.default_rng(0).normal(size=(4, 1, 8, 8)).astype(np.float32)
     y = np.array([0, 1, 2, 0])
     engine = TorchEngine(AMPLE, base_bytes=0)

@@ -37,8 +37,8 @@ def everything(updates: Sequence[dict[str, np.ndarray]], f: int) -> dict[str, di
     return {
         "trimmed_mean": robust_aggregates.trimmed_mean(rows, NAMES, f),
         "median": robust_aggregates.median(rows, NAMES),
-        "krum": robust_aggregates.mean_of_rows(rows, NAMES, best[:1]),
-        "multi_krum": robust_aggregates.mean_of_rows(rows, NAMES, best[: len(rows) - f]),
+        "krum": robust_aggregates.mean_of_chosen_rows(rows, NAMES, best[:1]),
+        "multi_krum": robust_aggregates.mean_of_chosen_rows(rows, NAMES, best[: len(rows) - f]),
         "clipped": robust_aggregates.clipped_mean(rows, NAMES, centre, lengths, float(np.median(lengths))),
     }
 

@@ -36,7 +36,7 @@ def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path)
     table = {"cohort": {"start_devices": 2, "quorum": 0.5, "deadline_s": 60}}
     with federation(plan(tmp_path, rounds=1, **table), (3, 3)) as made:
         worker = made.sites["site-0"].agent.agent.duty._worker
-        plain = worker.poll
+        plain = worker.poll_events
 
         def poll(now_s: float) -> list[Any]:
             return [
@@ -44,7 +44,7 @@ def test_a_site_whose_sum_is_of_another_count_is_refused_by_name(tmp_path: Path)
                 for event in plain(now_s)
             ]
 
-        worker.poll = poll  # type: ignore[method-assign]
+        worker.poll_events = poll  # type: ignore[method-assign]
         assert made.play() == "done"
         (rejected,) = [fact for fact in made.facts if isinstance(fact, UpdateRejected)]
         assert rejected.device == "site-0"

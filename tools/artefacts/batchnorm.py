@@ -20,7 +20,7 @@ def is_folded(model: nn.Module) -> bool:
     return bool(own) and all(not each.running_mean.any() and bool((each.running_var == 1).all()) for each in own)
 
 
-def restore_statistics(model: nn.Module, x: torch.Tensor) -> None:
+def set_statistics_from_inputs(model: nn.Module, x: torch.Tensor) -> None:
     """Set the statistics of all batch-norm layers to those of the inputs `x`, in place.
 
     The output in evaluation mode stays the same.

@@ -52,14 +52,14 @@ def align_labels(
         ModelError: If a class does not exist, or is aligned with two labels.
     """
     if align == "names":
-        found = _match_by_name(labels, _read_class_names(names, classes))
+        found = _match_classes_by_name(labels, _read_class_names(names, classes))
     elif isinstance(align, str):
         if align not in KNOWN:
             known = ", ".join([*KNOWN, "names"])
             raise JobError(f"align {align!r} is unknown; there are: {known}")
         found = [list(group) for group in KNOWN[align](classes)]
     elif isinstance(align, Mapping):
-        found = _match_by_table(align, labels, names, classes)
+        found = _match_classes_by_table(align, labels, names, classes)
     else:
         found = [list(group) for group in align]
     if len(found) != len(labels):
@@ -100,7 +100,7 @@ def _read_class_names(given: str | None, classes: int) -> list[str]:
     return [name.strip() for name in names]
 
 
-def _match_by_name(labels: Sequence[str], names: Sequence[str]) -> list[list[int]]:
+def _match_classes_by_name(labels: Sequence[str], names: Sequence[str]) -> list[list[int]]:
     known = [[_normalise_words(synonym) for synonym in name.split(",")] for name in names]
 
     def is_match(label: str, synonyms: Sequence[Sequence[str]]) -> bool:
@@ -117,7 +117,7 @@ def _match_by_name(labels: Sequence[str], names: Sequence[str]) -> list[list[int
     return found
 
 
-def _match_by_table(
+def _match_classes_by_table(
     table: Mapping[str, Sequence[int | str]], labels: Sequence[str], names: str | None, classes: int
 ) -> list[list[int]]:
     missing = [repr(label) for label in labels if label not in table]

@@ -105,9 +105,9 @@ def _dry_run_network(job: JobSettings, method: Method, made: Bundle, folder: Pat
         "fleet": {"devices": count, "budgets": list(budgets)},
     }
     what = f"{job.method} cannot train the network {network.get('name')!r}"
-    with _limit_to_one_thread(engine), _as_model_error(what, "change the network") as seen:
+    with _limit_torch_to_one_thread(engine), _convert_to_model_error(what, "change the network") as seen:
         members = [DeviceData(f"dry-{number}", held, held) for number in range(count)]
-        last = _run_short_job(job, table, folder, members, _recording_errors(method, seen), engine)
+        last = _run_to_last_state(job, table, folder, members, _wrap_to_record_errors(method, seen), engine)
         _require_exportable(method, last, network, held, engine)
 
 
@@ -121,21 +121,23 @@ def _dry_run_donors(job: JobSettings, method: Method, made: Bundle, folder: Path
     held = draw_examples({"input": stock.input}, len(stock.labels), SCORED, shape)
     table = {"params": {**vars(given), **shorter}, "rounds": 8, "fleet": {"devices": 2, "budgets": ["64GB"]}}
     graphs = {name: job_bundle.verify_file(folder, ref) for name, ref in made.files.items()}
-    with _as_model_error(f"{job.method} cannot stitch these donors", "change the donors") as seen:
+    with _convert_to_model_error(f"{job.method} cannot stitch these donors", "change the donors") as seen:
         _require_donors_run(stock, held.x[:EXAMPLES], lambda name, x: engine.run(graphs[name], x))
         members = [DeviceData(f"dry-{number}", held, Examples(held.x[:1], held.y[:1])) for number in range(2)]
-        last = _run_short_job(job, table, folder, members, _recording_errors(method, seen), engine)
+        last = _run_to_last_state(job, table, folder, members, _wrap_to_record_errors(method, seen), engine)
         found = method.result(last)
-        _reload_stitched(found.meta, found.tensors, stock, graphs, held)
+        _export_and_run_stitched(found.meta, found.tensors, stock, graphs, held)
         if isinstance(last, SearchState):  # AFL searches no candidates
-            _reload_stitched(*stitched_network.to_artefact(_build_joint_network(last), stock), stock, graphs, held)
+            _export_and_run_stitched(
+                *stitched_network.to_artefact(_build_joint_network(last), stock), stock, graphs, held
+            )
 
 
 def _shorten_params(given: Any, most: Mapping[str, Any]) -> dict[str, Any]:
     return {name: min(value, getattr(given, name)) for name, value in most.items() if hasattr(given, name)}
 
 
-def _run_short_job(
+def _run_to_last_state(
     job: JobSettings, table: Mapping[str, Any], folder: Path, members: Sequence[DeviceData], method: Method, engine: Any
 ) -> Any:
     common = {"name": "dry-run", "method": job.method, "seed": job.seed, "cohort": {"attempts": 1}}
@@ -145,7 +147,7 @@ def _run_short_job(
 
 
 @contextlib.contextmanager
-def _limit_to_one_thread(engine: Any) -> Iterator[None]:
+def _limit_torch_to_one_thread(engine: Any) -> Iterator[None]:
     # on a busy machine, threads that wait for each other take ten times as long
     if engine.name != "torch":
         yield
@@ -161,7 +163,7 @@ def _limit_to_one_thread(engine: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_model_error(what: str, fix: str) -> Iterator[list[BaseException]]:
+def _convert_to_model_error(what: str, fix: str) -> Iterator[list[BaseException]]:
     seen: list[BaseException] = []
     try:
         yield seen
@@ -218,7 +220,7 @@ def draw_examples(
     return Examples(x, np.arange(count, dtype=np.int64) % outputs)
 
 
-def _recording_errors(method: Method, seen: list[BaseException]) -> Method:
+def _wrap_to_record_errors(method: Method, seen: list[BaseException]) -> Method:
     """Return the method with parts that also append to `seen` what they raise."""
 
     def add_recording(part: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,6 +276,7 @@ def _require_donors_run(stock: DonorPool, x: np.ndarray, run: Callable[[str, np.
 
 
 def _build_joint_network(state: SearchState) -> StitchedNetwork:
+    """Return the best network with several taps, or else a network that joins the taps of all heads."""
     heads = [each for each in state.candidates if each.head]
     joint = [each for each in heads if len(each.paths) > 1]
     if joint or not heads:
@@ -285,7 +288,7 @@ def _build_joint_network(state: SearchState) -> StitchedNetwork:
     return ranking.to_network(state, Candidate("joined", tuple(path for each in heads for path in each.paths), head))
 
 
-def _reload_stitched(
+def _export_and_run_stitched(
     meta: Mapping[str, Any], arrays: Tensors, stock: DonorPool, graphs: Mapping[str, Path], held: Examples
 ) -> None:
     from fedquilt.models.stitching.onnx import export

@@ -180,7 +180,7 @@ def _encode_shared_parts(row: StoredJob, method: Method, state: Any, found: Arte
 
 
 def _encode_result(found: Artefact, row: StoredJob, *, onnx: bool) -> tuple[bytes, str]:
-    """Return a result as the bytes of a file, and a description. `onnx`: weights as ONNX, not safetensors."""
+    """Return a result as the bytes of an ONNX file with `onnx`, else of safetensors, and a description."""
     if found.kind == "stitched":
         from fedquilt.models.stitching.onnx import export  # needs onnx, which a coordinator does not
 
@@ -218,6 +218,7 @@ def _reading_settings(row: StoredJob) -> Mapping[str, Any]:
 
 
 def _describe_unfinished(store: Store, row: StoredJob) -> str:
+    """Return the end of a sentence with status and rounds, or "" if the run is done."""
     if (status := store.current_status(row)) == "done":
         return ""
     rounds = sum(isinstance(fact, RoundCommitted) and not fact.settled for _, _, fact in store.read_events(row.id))

@@ -48,7 +48,7 @@ def make_schedule(
     model: Tensors,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return the metadata "schedule" of a bundle for a [schedule] table.
+    """Search the modules to train by fine-tuning, and return them as the metadata "schedule" of a bundle.
 
     Raises:
         JobError: If a key is wrong.
@@ -59,7 +59,7 @@ def make_schedule(
     wanted = toml.convert_table(table, CalibrationData, "[schedule]")
     train, held = examples.load_share(wanted)
     engine = TorchEngine(BUDGET_BYTES)
-    parts = wanted.blocks or list_blocks(registry.build(network))
+    parts = wanted.blocks or list_blocks(registry.build_network(network))
     tried = search_schedule(engine, network, model, train, held, parts, wanted, say)
     best = max(tried, key=lambda one: one.accuracy)
     say(f"schedule: {', '.join(best.trained)} trained")
@@ -76,7 +76,7 @@ def search_schedule(
     wanted: CalibrationData,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[CandidateResult]:
-    """Fine-tune with more and more trained blocks, and return the candidates in order.
+    """Fine-tune with one more block each time, from the last on. Return all candidates in order.
 
     The search ends after the first candidate that is not better than the previous one.
 

@@ -74,15 +74,15 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     given = job.get("input") or (own if isinstance(own, Mapping) and own.get("standardise") else None)
     wanted = inputs.parse_input_table(given) if given else None
     if isinstance(wanted, inputs.ValueInput) and wanted.standardise:
-        wanted = _measure_features(job)
-    for line in measured_settings.agent_lines(job.get("data") or {}):
+        wanted = _measure_feature_scales(job)
+    for line in measured_settings.format_agent_settings(job.get("data") or {}):
         say(f"for [data] of each device's agent.toml: {line}")
     if job.get("data"):
         meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
     trial = _make_trial(job) if job.get("int8") else None
     if job.get("model"):
         far("the network")
-        facts, parts = _parts_of_model(job["model"], wanted)
+        facts, parts = _prepare_model(job["model"], wanted)
         meta |= facts
         files |= parts
         say(f"model {facts['network']['name']}: {units.format_bytes(len(files['model']))}")
@@ -107,7 +107,7 @@ def _make_progress_reporter(job: Mapping[str, Any]) -> Callable[[str], None]:
     return progress.count_parts(total)
 
 
-def _measure_features(job: Mapping[str, Any]) -> inputs.ValueInput:
+def _measure_feature_scales(job: Mapping[str, Any]) -> inputs.ValueInput:
     if not job.get("data"):
         raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
     found = examples.load_split(DataSpec.parse(job["data"]))
@@ -153,7 +153,7 @@ def _is_here(spec: DataSpec) -> bool:
     return bool(spec.synthetic) or all(Path(each.path).exists() for each in spec.sources or (spec,))
 
 
-def _parts_of_model(
+def _prepare_model(
     table: Mapping[str, Any], wanted: ImageInput | inputs.ValueInput | None
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the metadata and files of a bundle that follow from the [model] table."""
@@ -161,7 +161,7 @@ def _parts_of_model(
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
     if numpy_init.can_initialise(network, table.get("weights")) and "weights_classes" not in table:
-        return _parts_of_numpy_model(network, int(table.get("seed", 0)))
+        return _prepare_model_with_numpy(network, int(table.get("seed", 0)))
     registry.required_plugins(network)  # refuses an unknown name, also where torch is missing
     import torch
 
@@ -180,7 +180,7 @@ def _parts_of_model(
     parts = {"model": tensors.encode_tensors(state)}
     facts: dict[str, Any] = {"network": network, "flops": flops}
     try:
-        parts["masks"] = tensors.encode_tensors({"json": masks.plan_to_array(dependency_trace.trace_plan(model))})
+        parts["masks"] = tensors.encode_tensors({"json": masks.plan_to_array(dependency_trace.trace_mask_plan(model))})
     except ModelError as error:  # methods that need masks refuse the network with this reason
         facts["untraced"] = str(error)
     trained, _ = peak_memory.measure_training(
@@ -193,7 +193,7 @@ def _parts_of_model(
     facts["layers"] = layer_costs.trace_layer_costs(model, registry.input_shape(network))
     facts |= {"pretrained": table.get("weights") is not None}
     if registry.plugin_networks(network):
-        facts |= {"plugins": registry.required_plugins(network), "outputs": _count_outputs(model, network)}
+        facts |= {"plugins": registry.required_plugins(network), "outputs": _count_validated_outputs(model, network)}
     return facts, parts
 
 
@@ -217,24 +217,24 @@ def _require_trainable(model: nn.Module, name: str) -> None:
     )
 
 
-def _parts_of_numpy_model(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return what `_parts_of_model` does, without torch, for a network that numpy can make."""
+def _prepare_model_with_numpy(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return what `_prepare_model` does, without torch, for a network that numpy can initialise."""
     model, plan = (
-        numpy_init.initial_weights(network, seed),
+        numpy_init.initial_mlp_weights(network, seed),
         masks.plan_to_array(masks.plan_from_layers(numpy_init.layer_sizes(network))),
     )
     facts = {
         "network": network,
         "flops": numpy_init.forward_flops(network),
-        "example_bytes": peak_memory.bytes_per_example(numpy_init.training_memory(network)),
+        "example_bytes": peak_memory.bytes_per_example(numpy_init.mlp_training_memory(network)),
         "register": numpy_init.mlp_register(network),
-        "layers": numpy_init.costs_by_layer(network),
+        "layers": numpy_init.mlp_costs_by_layer(network),
         "pretrained": False,
     }
     return facts, {"model": tensors.encode_tensors(model), "masks": tensors.encode_tensors({"json": plan})}
 
 
-def _count_outputs(model: Any, network: Mapping[str, Any]) -> int:
+def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
     import torch
 
     shape, name = registry.input_shape(network), network["name"]
@@ -266,6 +266,7 @@ def _prepare_donors(
     say: Callable[[str], None],
     far: Callable[[str], None],
 ) -> dict[str, Any]:
+    """Add the files of all donors' blocks to `files`, and return the bundle's metadata about the donors."""
     labels = [str(label) for label in job.get("labels") or ()]
     if wanted is None or not labels:
         raise JobError(
@@ -301,6 +302,7 @@ def _prepare_donor(
     files: dict[str, bytes],
     say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Add the files of a donor's blocks to `files`, and return the metadata of the donor and of its blocks."""
     from fedquilt.models.stitching.onnx import blocks  # torch and onnx
 
     if isinstance(wanted, ImageInput):

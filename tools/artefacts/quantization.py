@@ -68,7 +68,7 @@ class _RangeReader(quantization.CalibrationDataReader):  # type: ignore[misc]
 
 
 def quantize_block(block: Block, paths: Mapping[str, Path], fed: Iterator[np.ndarray]) -> bytes | None:
-    """Return the 8-bit graph of a block with its weights, or None if the block must stay float32.
+    """Return the 8-bit graph of a block, or None if it is a first or divided block or would gain nothing.
 
     The inputs `fed` determine the ranges of the activations.
     """
@@ -92,7 +92,7 @@ def quantize_block(block: Block, paths: Mapping[str, Path], fed: Iterator[np.nda
     if not any(tensor.data_type == TensorProto.INT8 for tensor in made.graph.initializer):
         return None
     weight_bytes = sum(numpy_helper.to_array(tensor).nbytes for tensor in made.graph.initializer)
-    activation_bytes = _activation_bytes(made, block.in_shape)
+    activation_bytes = _measure_activation_bytes(made, block.in_shape)
     if weight_bytes + activation_bytes > block.resident_bytes + block.activation_bytes:
         return None
     del made.metadata_props[:]
@@ -102,7 +102,7 @@ def quantize_block(block: Block, paths: Mapping[str, Path], fed: Iterator[np.nda
     return bytes(made.SerializeToString(deterministic=True))
 
 
-def _activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> int:
+def _measure_activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> int:
     # float32 sizes: shapes of quantized operators cannot be inferred
     values = [name for node in model.graph.node for name in node.output if name]
     seen = onnx.ModelProto()
@@ -186,10 +186,10 @@ class QuantizationTrial:
             DataError: If the images do not fit the donors.
             StoreError: If the folder cannot be written.
         """
-        with _make_temporary_folder(out) as folder:
+        with _open_temporary_folder(out) as folder:
             bench = _ScoringDevice(folder, self.examples, self.images)
             plain = job_bundle.write_bundle(folder, meta, files)
-            tried = _quantize_all(bench, plain, self.params)
+            tried = _quantize_suitable_blocks(bench, plain, self.params)
             close = {name: one for name, one in tried.items() if one.delta < INT8_DELTA}
             table = {
                 **meta["blocks"],
@@ -197,7 +197,9 @@ class QuantizationTrial:
             }
             graphs = {make_int8_name(name): one.graph for name, one in close.items()}
             quick = job_bundle.write_bundle(folder, {**meta, "blocks": table}, {**files, **graphs})
-            off, moved = find_rejected(list(_score_choices(bench, plain, quick, self.params)), close, self.params.k)
+            off, moved = find_rejected(
+                list(_score_original_and_quantized(bench, plain, quick, self.params)), close, self.params.k
+            )
         taken = {name: one for name, one in close.items() if name not in off | moved}
         for donor, facts in meta["donors"].items():
             own = facts["blocks"][1:]
@@ -220,8 +222,8 @@ def make_trial(job: Mapping[str, Any]) -> QuantizationTrial:
     """
     if not job.get("donors"):
         raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
-    params, table = _read_params(job), _parse_table(job["int8"])
-    return QuantizationTrial(params, *_load_images(table))
+    params, table = _parse_scoring_params(job), _parse_table(job["int8"])
+    return QuantizationTrial(params, *_load_shuffled_images(table))
 
 
 def make_int8_name(block: str) -> str:
@@ -229,7 +231,7 @@ def make_int8_name(block: str) -> str:
 
 
 @contextlib.contextmanager
-def _make_temporary_folder(out: Path) -> Iterator[Path]:
+def _open_temporary_folder(out: Path) -> Iterator[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix="int8-", dir=out)
@@ -242,7 +244,7 @@ def _make_temporary_folder(out: Path) -> Iterator[Path]:
 # -- what is asked --------------------------------------------------------------------------------
 
 
-def _read_params(job: Mapping[str, Any]) -> SearchParams:
+def _parse_scoring_params(job: Mapping[str, Any]) -> SearchParams:
     params = toml.convert_table(job.get("params") or {}, SearchParams, "[params]")
     if params.mode == "paper":
         params = replace(params, **PAPER)
@@ -258,7 +260,8 @@ def _parse_table(table: Mapping[str, Any]) -> DataSpec:
     return DataSpec.parse(table, "[int8]")
 
 
-def _load_images(wanted: DataSpec) -> tuple[Examples, int]:
+def _load_shuffled_images(wanted: DataSpec) -> tuple[Examples, int]:
+    """Return three times as many shuffled images as the second value, at least 3 * MIN_IMAGES."""
     # as many for the ranges as to compare and for junctions
     found = load_split(msgspec.structs.replace(wanted, limit=3 * IMAGES_MOST))
     images = len(found) // 3
@@ -301,7 +304,8 @@ class _ScoringDevice:
         return BlockRunner(site, stock.blocks.values(), 1.0)
 
 
-def _quantize_all(bench: _ScoringDevice, plain: Bundle, params: SearchParams) -> dict[str, QuantizedBlock]:
+def _quantize_suitable_blocks(bench: _ScoringDevice, plain: Bundle, params: SearchParams) -> dict[str, QuantizedBlock]:
+    """Return the 8-bit blocks by name, with the largest change of a score and the times of both variants."""
     stock, paths, n = stitched_network.load_donor_pool(plain.meta), bench.blob_paths(plain), bench.images
     run = bench.make_block_runner(paths, stock)
     graphs: dict[str, bytes] = {}
@@ -340,6 +344,7 @@ def _quantize_all(bench: _ScoringDevice, plain: Bundle, params: SearchParams) ->
 
 
 def _time_block(run: BlockRunner, block: Block, maps: ActivationSource, n: int) -> tuple[ActivationStack, float]:
+    """Return a block's outputs on the first `n` examples and the seconds they took, after one untimed call."""
     # the first call loads the graphs
     run.run_block(block, SourceSlice(maps, 0, 1))
     start = time.perf_counter()
@@ -350,6 +355,7 @@ def _time_block(run: BlockRunner, block: Block, maps: ActivationSource, n: int) 
 def _run_first_blocks(
     run: BlockRunner, stock: DonorPool, shown: ActivationSource
 ) -> list[tuple[Block, ActivationSource]]:
+    """Return the first blocks of each donor with their outputs."""
     found: list[tuple[Block, ActivationSource]] = []
     for donor in stock.donors.values():
         maps = shown
@@ -362,6 +368,7 @@ def _run_first_blocks(
 def _yield_calibration_inputs(
     own: ActivationSource, begun: Iterable[tuple[Block, ActivationSource]], block: Block, params: SearchParams
 ) -> Iterator[np.ndarray]:
+    """Yield a block's inputs from its own donor, and from junctions to its input after other first blocks."""
     # from the block's own donor, and from junctions fitted to that donor
     yield from (part for _, part in block_runner.iterate_pieces(own))
     for before, maps in begun:
@@ -375,7 +382,9 @@ def _yield_calibration_inputs(
             block_runner.sample_vectors(own, places)
         )
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
-        yield from (part for _, part in block_runner.iterate_pieces(block_runner.apply_junction(maps, junction, block)))
+        yield from (
+            part for _, part in block_runner.iterate_pieces(block_runner.apply_junction_lazily(maps, junction, block))
+        )
 
 
 # -- choices --------------------------------------------------------------------------------------
@@ -387,9 +396,10 @@ class QuantizationChoice(NamedTuple):
     quick: np.ndarray
 
 
-def _score_choices(
+def _score_original_and_quantized(
     bench: _ScoringDevice, plain: Bundle, quick: Bundle, params: SearchParams
 ) -> Iterator[QuantizationChoice]:
+    """Yield the scores of offered blocks after short paths of each donor, in float32 and with 8-bit blocks."""
     before, after = (METHOD.init(made, params, 0) for made in (plain, quick))
     everywhere = replace(before.params, score_at="output", early=0, completion=False)
     member = bench.make_device()

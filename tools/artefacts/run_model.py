@@ -63,7 +63,8 @@ def compute_accuracy(rows: Sequence[Prediction]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def main(model: Path, source: Path, format: str) -> int:
+def print_predictions(model: Path, source: Path, format: str) -> int:
+    """Print each example's predicted label, and the share of correct labels if any is known. Return 0."""
     rows = run_model(model, source)
     share, known = compute_accuracy(rows), sum(row.truth is not None for row in rows)
     if format == "json":

@@ -41,12 +41,12 @@ Augmentation = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
 
 def shift_images(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """Return the images, each shifted by up to 3 pixels in either direction."""
-    return _warp_images(x, scale=(1.0, 1.0), shift=3 / 14, draw=draw)
+    return _scale_and_shift_randomly(x, scale=(1.0, 1.0), shift=3 / 14, draw=draw)
 
 
 def enlarge_images(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """Return the images, each enlarged by 1 to 1.4 and shifted by up to one pixel."""
-    return _warp_images(x, scale=(1.0, 1.4), shift=1 / 14, draw=draw)
+    return _scale_and_shift_randomly(x, scale=(1.0, 1.4), shift=1 / 14, draw=draw)
 
 
 def reduce_resolution(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
@@ -80,7 +80,7 @@ def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> d
     tables = []
     for donor in job.donors:
         name = donor["name"]
-        with _use_deterministic_torch():
+        with _deterministic_single_thread():
             model = _train_donor(donor["network"], x, y, AUGMENTATIONS[name], derive_seed("donor", name), say)
         with torch.no_grad():
             accuracies[name] = float((model(x_test).argmax(1) == y_test).float().mean())
@@ -94,7 +94,7 @@ def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> d
 
 
 @contextmanager
-def _use_deterministic_torch() -> Iterator[None]:
+def _deterministic_single_thread() -> Iterator[None]:
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -135,7 +135,9 @@ def _train_donor(
     return model.eval()
 
 
-def _warp_images(x: torch.Tensor, scale: tuple[float, float], shift: float, draw: torch.Generator) -> torch.Tensor:
+def _scale_and_shift_randomly(
+    x: torch.Tensor, scale: tuple[float, float], shift: float, draw: torch.Generator
+) -> torch.Tensor:
     n = len(x)
     factor = scale[0] + (scale[1] - scale[0]) * torch.rand(n, generator=draw)
     move = shift * (2 * torch.rand(n, 2, generator=draw) - 1)
@@ -147,6 +149,7 @@ def _warp_images(x: torch.Tensor, scale: tuple[float, float], shift: float, draw
 
 
 def _load_mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images (n, 1, 28, 28) in [0, 1] and classes, or raise DataError for another size."""
     found = load_split(DataSpec(path=str(folder), split=split))
     if found.x.shape[1:] != (28, 28):
         raise DataError(f"{folder} holds images of shape {found.x.shape[1:]}, MNIST's are 28 x 28")

@@ -60,7 +60,7 @@ def print_status(root: Path, format: str) -> int:
 
 
 def pin_point(text: str, root: Path, *, dry_run: bool = False) -> int:
-    """Pin the clocks to a point until an interrupt. Return 0.
+    """Pin the clocks to a point until an interrupt, or with `dry_run` only print the settings. Return 0.
 
     Raises:
         JobError: If `text` is not a point.

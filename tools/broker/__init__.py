@@ -72,7 +72,7 @@ class EmbeddedBroker:
         ready = threading.Event()
         failures: list[BaseException] = []
         self._thread = threading.Thread(
-            target=self._run_thread, args=(PatchedBroker, ready, failures), name="broker", daemon=True
+            target=self._run_event_loop, args=(PatchedBroker, ready, failures), name="broker", daemon=True
         )
         self._thread.start()
         if not ready.wait(START_S):  # an interrupt in the middle of an import leaves a lock of Python's held
@@ -103,7 +103,7 @@ class EmbeddedBroker:
 
     # -- in the thread ----------------------------------------------------------------------------
 
-    def _run_thread(
+    def _run_event_loop(
         self, make: Callable[[dict[str, Any]], Any], ready: threading.Event, failures: list[BaseException]
     ) -> None:
         try:

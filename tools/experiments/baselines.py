@@ -90,7 +90,7 @@ class BaselineSetup:
             own = class_moments.device_moments(
                 self._run_in_batches(self.train, features), self.train.y, len(self.stock.labels)
             )
-            given = joint_head.standardise(own.to_sums())
+            given = joint_head.standardise_sums(own.to_sums())
             head = joint_head.fit_discriminant(given, joint_head.best_penalty(given).ridge)
             found.append(
                 BaselineResult(
@@ -104,7 +104,8 @@ class BaselineSetup:
         network = stitched_network.from_artefact(artefact.meta, artefact.tensors)
         return self._score_accuracy(
             self._run_in_batches(
-                self.test, lambda x: stitched_network.classify(network, self.stock.blocks, self._run_block, x)
+                self.test,
+                lambda x: stitched_network.compute_label_scores(network, self.stock.blocks, self._run_block, x),
             )
         )
 

@@ -212,7 +212,7 @@ def _run_sequentially(missing: Sequence[ComparisonCase], player: Player, show: S
             line = f"run {count + 1} of {len(missing)}: {case.name}: round {done} of {rounds[count]}"
             show(line, sum(rounds[:count]) + done, sum(rounds))
 
-        yield case, _try_case(player, case, show_round)
+        yield case, _run_case_or_describe_error(player, case, show_round)
 
 
 def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Show) -> Made:
@@ -223,12 +223,14 @@ def _run_in_parallel(missing: Sequence[ComparisonCase], player: Player, show: Sh
         show(f"{done} of {len(missing)} runs are done, {elapsed} so far", done, len(missing))
 
     with progress.call_periodically(show_progress):
-        for index, run in parallel_runs.run_in_processes(_try_case, [(player, case) for case in missing]):
+        for index, run in parallel_runs.run_in_processes(
+            _run_case_or_describe_error, [(player, case) for case in missing]
+        ):
             done += 1
             yield missing[index], run
 
 
-def _try_case(player: Player, case: ComparisonCase, tell: Tell | None = None) -> SeedRun | str:
+def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell | None = None) -> SeedRun | str:
     try:
         return player(case, tell or (lambda done: None))
     except FedquiltError as error:
@@ -238,7 +240,7 @@ def _try_case(player: Player, case: ComparisonCase, tell: Tell | None = None) ->
 # -- the command ----------------------------------------------------------------------------------
 
 
-def main(
+def compare_and_print(
     job: JobSettings,
     folder: Path,
     out: Path,

@@ -86,7 +86,7 @@ def predict_work(
         make: Factory of a board by its name in [fleet], or None for boards that follow their profiles.
     """
     method, fleet = methods.load(job.method), job.fleet
-    state = create_initial_state(job, agents.FleetPlan(job, folder, Path()).validate(), method)
+    state = create_initial_state(job, agents.FleetPlan(job, folder, Path()).validate_and_load_bundle(), method)
     engine = choose_job_engine(job, method)
     asks: dict[str, DeviceWorkload] = {}
     known: dict[str, tuple[TaskDuration, ...]] = {}
@@ -112,6 +112,7 @@ def _fix_epochs(board: DeviceForecast, epochs: int) -> DeviceForecast:
 
 
 def _plan_for_deadline(own: Mapping[str, DeviceForecast], limit_s: float) -> EnergyPlan:
+    """Return the plan in which each device takes its cheapest choice in time, or else its fastest."""
     # each board takes its cheapest choice that meets the deadline, or else its fastest
     picked: dict[str, EpochChoice] = {}
     for device, board in own.items():
@@ -125,10 +126,11 @@ def _plan_for_deadline(own: Mapping[str, DeviceForecast], limit_s: float) -> Ene
 # -- for people and programs ----------------------------------------------------------------------
 
 
-def main(job: JobSettings, folder: Path, out: Path | None, format: str) -> int:
+def print_fronts(job: JobSettings, folder: Path, out: Path | None, format: str) -> int:
+    """Print the energy plans of a job, and draw them into `out` if given. Return 0."""
     found = compute_fronts(job, folder)
     if out is not None:
-        disk.write_output(out, plots.render_file(make_plot(found)))
+        disk.write_output(out, plots.render_file(plot_fronts(found)))
     if format == "json":
         progress.LINE.print_to_stdout(msgspec.json.encode(fronts_to_dict(found)).decode())
     else:
@@ -176,6 +178,7 @@ def format_fronts(found: EnergyFront, job: JobSettings) -> list[str]:
 
 
 def _describe_missed_bound(plan: EnergyPlan, cohort: CohortSettings) -> str:
+    """Return a line on the first bound in [cohort] that the plan exceeds, or "" if there is none."""
     for name, bound, reached in (
         ("joules_per_round", cohort.joules_per_round, plan.joules),
         ("deadline_s", cohort.deadline_s, plan.seconds),
@@ -194,7 +197,7 @@ def _format_epochs(found: EnergyFront, plan: EnergyPlan) -> str:
     return ", ".join(f"{kind} {low}" + (f"-{high}" if high > low else "") for kind, (low, high) in spans.items())
 
 
-def make_plot(found: EnergyFront) -> plots.Plot:
+def plot_fronts(found: EnergyFront) -> plots.Plot:
     fronts = {"front": found.moved, "the same epochs on every board": found.even if found.epochs else ()}
     drawn = [plots.PlotLine(name, *_split_coordinates(plans)) for name, plans in fronts.items() if plans]
     drawn += [

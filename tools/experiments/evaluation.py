@@ -138,6 +138,7 @@ class Evaluator:
         return self._engine
 
     def _score_stitched(self, state: Any, rounds: int, sha256: str) -> EvaluationScore | None:
+        """Return the test accuracy of the final stitched network, or None before the search is done."""
         from fedquilt.tools.experiments.baselines import BaselineSetup
 
         if not self.method.done(state):
@@ -175,7 +176,7 @@ def evaluate_run(
     sleep: Callable[[float], None] = time.sleep,
     make: Callable[[JobSettings, Path], Evaluator] = Evaluator,
 ) -> RunScores:
-    """Score the stored states of a run that have no score yet, and return all scores.
+    """Score the latest stored state of a run unless it has a score, store the score, and return all scores.
 
     With `follow`, new states are scored until the run has ended.
 
@@ -188,7 +189,7 @@ def evaluate_run(
     with make(row.job, row.bundle) as evaluator:
         while True:
             ended = store.stored_status(row.id) in ENDED  # before its states are looked at
-            score = _score_latest(states, evaluator, {score.state for score in found.scores}, ended)
+            score = _score_latest_if_new(states, evaluator, {score.state for score in found.scores}, ended)
             if score is not None:
                 say(score)
                 found = msgspec.structs.replace(found, scores=(*found.scores, score))
@@ -210,6 +211,7 @@ class _StateReader:
         return self._rounds.settling
 
     def read_latest(self) -> tuple[int, BlobRef] | None:
+        """Read new events, and return the rounds behind the latest model state and its blob, or None."""
         # an evaluation-only round leaves the state unchanged
         for seq, _, fact in self.store.read_events(self._run, self._seen):
             self._seen, self._rounds = seq, apply_event(self._rounds, fact, 0.0)
@@ -220,7 +222,9 @@ class _StateReader:
         return self._latest
 
 
-def _score_latest(states: _StateReader, evaluator: Evaluator, known: set[str], ended: bool) -> EvaluationScore | None:
+def _score_latest_if_new(
+    states: _StateReader, evaluator: Evaluator, known: set[str], ended: bool
+) -> EvaluationScore | None:
     # None also if the state was deleted because the next one was committed
     latest = states.read_latest()
     if latest is None or latest[1].sha256 in known or (states.evaluation_pending and not ended):

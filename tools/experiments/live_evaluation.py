@@ -63,6 +63,7 @@ class LiveEvaluator:
         return EvaluationResult(self._score_test_set(simulation, hands), held, {} if own is None else own.devices)
 
     def _score_test_set(self, simulation: Simulation, hands: WorkBackend) -> EvaluationScore | None:
+        """Return the score of the present state on the test set, or None without a test set."""
         if self._test is None:
             return None
         done, state = simulation.completed_rounds, simulation.state_digest

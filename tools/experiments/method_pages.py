@@ -124,7 +124,7 @@ def write_pages(folder: Path, covering: Covering) -> list[Path]:
     return sorted(pages)
 
 
-def main(name: str | None, out: Path | None, format: str, covering: Covering) -> None:
+def write_or_print_pages(name: str | None, out: Path | None, format: str, covering: Covering) -> None:
     if out is not None:
         print(f"{out}: {len(write_pages(out, covering))} pages")
     elif format == "json":
@@ -160,6 +160,7 @@ def _list_parameters(params: type) -> Iterable[MethodParameter]:
 
 
 def _read_field_comments(params: Any) -> dict[str, str]:
+    """Return the trailing comment of each field of a parameter class, by name."""
     found: dict[str, str] = {}
     current = None
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(params)).readline):

@@ -38,7 +38,7 @@ def run_in_processes(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, context, _initialise_worker, (os.getpid(),)) as pool:
         try:
-            waiting = {pool.submit(_run_call, play, given): index for index, given in enumerate(todo)}
+            waiting = {pool.submit(_run_call_until_terminated, play, given): index for index, given in enumerate(todo)}
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
         except BrokenProcessPool:
@@ -66,7 +66,7 @@ def _raise_on_sigterm(number: int, frame: object) -> None:
     raise _TerminationExit(128 + number)  # by way of all that cleans up
 
 
-def _run_call(play: Callable[..., T], given: tuple[Any, ...]) -> T:
+def _run_call_until_terminated(play: Callable[..., T], given: tuple[Any, ...]) -> T:
     # a terminated process must not start the next call
     try:
         return play(*given)

@@ -130,6 +130,7 @@ def compute_content_digest(path: Path) -> str:
 
 
 def _walk_files(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, following links, with each folder visited once."""
     # follows links to folders, and visits each folder once
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):

@@ -299,6 +299,7 @@ def write_files(result: dict[str, Any], runs: Sequence[SeedRun], out: Path) -> l
 
 
 def _archive_larger_table(runs: Sequence[SeedRun], out: Path) -> list[str]:
+    """Move an earlier table with more runs or rounds to its own folder. Return a message, or [] without one."""
     try:
         earlier = msgspec.json.decode((out / "compare.json").read_bytes(), type=_ComparisonHeader).runs
     except (FileNotFoundError, msgspec.DecodeError):  # none, or what no version of this command has written whole

@@ -71,7 +71,7 @@ def run_job(
     Raises:
         FedquiltError: If the job does not fit its bundle, data or fleet, or the run has failed.
     """
-    made = FleetPlan(job, folder, home).validate()
+    made = FleetPlan(job, folder, home).validate_and_load_bundle()
     job_validation.create_initial_state(job, made)
     members, test = load_devices(job, folder)
     ran: list[Simulation] = []
@@ -82,7 +82,9 @@ def run_job(
                 ran.append(simulation)
                 begun(simulation.run)
             if is_evaluation_due(simulation, job.check.every):
-                _store_evaluation(home, simulation, lambda: judge.evaluate(simulation, hands, shares=job.check.beside))
+                _evaluate_and_store_once(
+                    home, simulation, lambda: judge.evaluate(simulation, hands, shares=job.check.beside)
+                )
             watch(simulation)
 
         simulate(
@@ -150,7 +152,7 @@ def run_and_print(
     return run, "done"
 
 
-def _store_evaluation(home: Path, simulation: Simulation, look: Callable[[], EvaluationResult]) -> None:
+def _evaluate_and_store_once(home: Path, simulation: Simulation, look: Callable[[], EvaluationResult]) -> None:
     with Store(home, durable=False) as store:
         row = store.find_job(simulation.run)
     found = scores.read_scores(home, row)

@@ -54,6 +54,7 @@ def refusal_reason(headers: Mapping[str, str], names: Collection[str] = (), *, a
 
 
 def _is_permitted_host(host: str, names: Collection[str]) -> bool:
+    """Return whether a Host header is localhost, one of `names`, or any IP address."""
     # addresses are permitted, because no name server can redirect them
     name = host.lower()
     if not name.endswith("]"):
@@ -90,6 +91,7 @@ class AccessPolicy:
         return f"{self._cookie}={self._derive_secret('session')}; Path=/; HttpOnly; SameSite=Strict"
 
     def has_session(self, headers: Mapping[str, str]) -> bool:
+        """Return whether the headers have a cookie with the valid session secret."""
         try:
             found = SimpleCookie(headers.get("cookie", "")).get(self._cookie)
         except CookieError:

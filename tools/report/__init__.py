@@ -16,7 +16,7 @@ from fedquilt.tools.report import candidate_costs, matrix, page, sections
 from fedquilt.tools.report.run_data import RunData, load_run_data
 
 
-def main(store: Store, run: str, out: Path | None) -> Path:
+def write_run_page(store: Store, run: str, out: Path | None) -> Path:
     """Write the page of a run and return its path. Print the candidates of a stitching job.
 
     Raises:
@@ -25,7 +25,7 @@ def main(store: Store, run: str, out: Path | None) -> Path:
     found = load_run_data(store, run)
     file = out or Path(f"{found.row.id}.html")
     disk.write_output(file, render_run_page(found))
-    for line in candidate_costs.format_table(found.candidates, found.row.job):
+    for line in candidate_costs.format_candidate_table(found.candidates, found.row.job):
         print(line)
     return file
 
@@ -42,8 +42,8 @@ def render_run_page(found: RunData) -> str:
         time=sections.make_time_section(found),
         devices=sections.make_device_section(found),
         bytes=sections.make_bytes_section(found),
-        front=candidate_costs.make_section(found.candidates, row.job),
-        matrix=matrix.make_matrix(found.parts) if found.parts else None,
+        front=candidate_costs.make_candidate_section(found.candidates, row.job),
+        matrix=matrix.make_device_matrix(found.parts) if found.parts else None,
         reasons=sections.make_reason_table(found),
         partition=page.make_safe_markup(found.partition) if found.partition else None,
         log=sections.format_log(found),

@@ -39,7 +39,7 @@ def list_boards(job: JobSettings) -> list[str]:
     return [name for name in dict.fromkeys(known) if name in profiles.board_names()]
 
 
-def make_section(found: Candidates, job: JobSettings) -> PageSection | None:
+def make_candidate_section(found: Candidates, job: JobSettings) -> PageSection | None:
     if not found:
         return None
     note = (
@@ -49,10 +49,12 @@ def make_section(found: Candidates, job: JobSettings) -> PageSection | None:
         'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
         '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes.'
     )
-    return PageSection((), render_plots(_make_plot(found)), [note], HtmlTable(*make_table(found, job)))
+    return PageSection(
+        (), render_plots(_plot_accuracy_by_cost(found)), [note], HtmlTable(*make_candidate_table(found, job))
+    )
 
 
-def make_table(found: Candidates, job: JobSettings) -> tuple[list[str], list[list[str]]]:
+def make_candidate_table(found: Candidates, job: JobSettings) -> tuple[list[str], list[list[str]]]:
     named = list_boards(job)
     head = ["candidate", "kind", "accuracy", "front", "MFLOP", "weights, MB", *(f"ms, {board}" for board in named)]
     rows = []
@@ -72,11 +74,11 @@ def make_table(found: Candidates, job: JobSettings) -> tuple[list[str], list[lis
     return head, rows
 
 
-def format_table(found: Candidates, job: JobSettings) -> list[str]:
+def format_candidate_table(found: Candidates, job: JobSettings) -> list[str]:
     """Return the candidate table as text with numbered rows and full names, or [] without candidates."""
     if not found:
         return []
-    head, rows = make_table(found, job)
+    head, rows = make_candidate_table(found, job)
     numbered = [["", *head[1:]], *([str(number), *row[1:]] for number, row in enumerate(rows, 1))]
     whole = [f"{number}: {_format_full_name(each)}" for number, each in enumerate(_sort_candidates(found), 1)]
     return [*table.format_table(numbered, "><><" + ">" * (len(head) - 4)), "", *whole]
@@ -86,7 +88,7 @@ def _sort_candidates(found: Candidates) -> Candidates:
     return sorted(found, key=lambda each: (-each["accuracy"], each["flops"]))
 
 
-def _make_plot(found: Candidates) -> plots.Plot:
+def _plot_accuracy_by_cost(found: Candidates) -> plots.Plot:
     best = sorted((each for each in found if each["front"]), key=lambda each: each["flops"])
     kinds = sorted({str(each["kind"]) for each in found})
 

@@ -47,7 +47,7 @@ def find_main_metric(job: JobSettings) -> metrics.Metric:
     return metrics.MAIN[metrics.task_from_network(job.model)]
 
 
-def make_rows(summary: RunSummary) -> list[Row]:
+def make_round_rows(summary: RunSummary) -> list[Row]:
     """Return one row per round of a run, without the scores of `fedquilt model evaluate`.
 
     The costs of surveys and evaluation-only rounds count with the preceding round, so that columns add up to the
@@ -93,7 +93,7 @@ def make_scored_rows(summary: RunSummary, job: JobSettings, found: RunScores) ->
     held = {each.rounds: each for each in found.held}
     test = {each.rounds: each for each in found.scores}
     rows = []
-    for row in make_rows(summary):
+    for row in make_round_rows(summary):
         if (own := held.get(row["round"])) is not None:
             row |= {f"held_{METRIC}": own.weighted, "worst_decile": own.worst_decile, "deviation": own.deviation}
             row |= {METRIC: own.weighted, "loss": own.loss}

@@ -38,7 +38,7 @@ def format_reason(part: DeviceOutcome) -> str:
     return part.text if part.code == "declined" else MEANINGS.get(part.code, part.code)
 
 
-def make_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]]) -> DeviceMatrix:
+def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]]) -> DeviceMatrix:
     numbers = sorted(parts)[-MOST_ROUNDS:]
     known = sorted({name for number in numbers for name in parts[number]})
     names = known[:MOST_DEVICES]

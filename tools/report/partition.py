@@ -59,7 +59,8 @@ def count_examples(job: JobSettings, devices: int | None = None) -> ClassCounts:
     return ClassCounts(tuple(table["device"] for table in tables), classes[:kinds], train, held)
 
 
-def main(job: JobSettings, devices: int | None, out: Path | None, format: str) -> int:
+def print_counts(job: JobSettings, devices: int | None, out: Path | None, format: str) -> int:
+    """Print the example counts of a job's devices, and draw them into `out` if given. Return 0."""
     counts = count_examples(job, devices)
     if out is not None:
         disk.write_output(out, plots.add_background(draw_counts(counts, job.name)))

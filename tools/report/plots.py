@@ -90,7 +90,7 @@ def plot_lines(
     across = [value for line in found for value in line.x]
     up = [value for line in found for values in (line.y, line.low, line.high) for value in values]
     if not across:
-        return plot_nothing(title)
+        return make_empty_plot(title)
 
     def draw(axis: Any, tip: Tip) -> None:
         for number, line in enumerate(found):
@@ -138,7 +138,7 @@ def plot_bars(
     """
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not found or not any(math.isfinite(total) and total > 0 for total in sums):
-        return plot_nothing(title)
+        return make_empty_plot(title)
     told = [_format_total(bar, total) for bar, total in zip(found, sums, strict=True)]
 
     def draw(axis: Any, tip: Tip) -> None:
@@ -172,7 +172,7 @@ def plot_dots(found: Sequence[DotRow], title: str, x: str, *, most: float = math
     """
     values = [value for row in found for value in row.values]
     if not values:
-        return plot_nothing(title)
+        return make_empty_plot(title)
     means = [sum(row.values) / len(row.values) if row.values else None for row in found]
 
     def draw(axis: Any, tip: Tip) -> None:
@@ -198,7 +198,7 @@ def plot_dots(found: Sequence[DotRow], title: str, x: str, *, most: float = math
     )
 
 
-def plot_nothing(title: str) -> Plot:
+def make_empty_plot(title: str) -> Plot:
     def draw(axis: Any, tip: Tip) -> None:
         axis.set_axis_off()
         axis.text(0.5, 0.5, "not known of this run", transform=axis.transAxes, ha="center", alpha=0.7)
@@ -216,7 +216,7 @@ def render_svg(*found: Plot) -> str:
         for plot, offset in zip(found, accumulate(heights, initial=0.0), strict=False):
             _draw_plot(figure, plot, offset, sum(heights), tip)
 
-    return _render(WIDTH, sum(heights), "; ".join(plot.summary for plot in found), draw)
+    return _render_svg_element(WIDTH, sum(heights), "; ".join(plot.summary for plot in found), draw)
 
 
 def render_picture(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
@@ -235,7 +235,7 @@ def render_picture(width: float, height: float, summary: str, draw: Callable[[An
         axis.set_axis_off()
         draw(axis, tip)
 
-    return _render(width, height, summary, fill)
+    return _render_svg_element(width, height, summary, fill)
 
 
 def render_file(*found: Plot) -> str:
@@ -257,7 +257,7 @@ def make_figure(width: float, height: float) -> Any:
     return Figure((width / 72, height / 72), facecolor="none")
 
 
-def _render(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
+def _render_svg_element(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
     file, tips = io.BytesIO(), dict[str, str]()
 
     def tip(artist: Any, text: str) -> None:

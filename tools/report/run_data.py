@@ -59,6 +59,7 @@ def load_run_data(store: Store, run: str) -> RunData:
 
 
 def _draw_partition(row: StoredJob, devices: Set[str]) -> str:
+    """Return an SVG of the job's examples by device, or "" if the job's data does not give these devices."""
     # only for simulated devices: the coordinator never sees the data of real devices
     if not row.job.data or not devices:
         return ""

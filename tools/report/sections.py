@@ -69,7 +69,7 @@ def make_accuracy_section(found: RunData) -> PageSection:
         ("by time", "coordinator's clock", {r: point.clock_s for r, point in at.items()}),
         ("by the boards' time", "slowest board of each round", _drop_unknown({r: p.boards_s for r, p in at.items()})),
     ):
-        scale, name = _seconds_unit(max(taken.values(), default=0.0))
+        scale, name = _choose_time_unit(max(taken.values(), default=0.0))
         if any(taken.values()):
             axes.append((f"{label}, {name}", title, {r: value / scale for r, value in taken.items()}))
     moved = {r: float(p.down_bytes + p.up_bytes) for r, p in at.items()}
@@ -119,6 +119,7 @@ def _make_accuracy_lines(found: RunData, places: Mapping[int, float]) -> list[pl
 
 
 def _summarise_held_out(found: RunData) -> tuple[list[str], HtmlTable | None]:
+    """Return a note and a table of the first two and last four evaluations, or [] and None without any."""
     checks = found.evaluated_points
     if not checks:
         return [], None
@@ -236,6 +237,7 @@ def _split_energy(of: CostLedger) -> tuple[float | None, float | None, float | N
 
 
 def _split_memory_mb(of: CostLedger) -> tuple[float | None, float | None]:
+    """Return the runtime's memory and the task's share of the peak in MB, or None for both if unknown."""
     if of.peak_bytes is None:
         return (None, None)
     base = min(of.base_bytes or 0, of.peak_bytes)
@@ -279,7 +281,7 @@ class LogText(NamedTuple):
 def format_log(found: RunData) -> LogText:
     brief, whole, after = [], [], RunSummary.from_job(found.row.job)
     for at, fact in found.facts:
-        before, after = after, after.after(fact, at)
+        before, after = after, after.with_event(fact, at)
         first, *more = event_messages.format_event(before, fact, after)
         lines = [f"{at - found.facts[0][0]:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
         whole += lines
@@ -304,6 +306,7 @@ def format_job(job: Any) -> str:
 
 
 def _list_changed_fields(table: Any) -> dict[str, Any]:
+    """Return the fields of a struct that differ from their defaults, at all depths, without None."""
     found = {}
     for field in msgspec.structs.fields(table):
         value = getattr(table, field.name)
@@ -355,11 +358,11 @@ def _format_value(metric: str, value: float) -> str:
 
 
 def format_duration(value: float) -> str:
-    scale, name = _seconds_unit(value)
+    scale, name = _choose_time_unit(value)
     return f"{value / scale:.3g} {name}" if value / scale < 100 else f"{value / scale:.0f} {name}"
 
 
-def _seconds_unit(largest: float) -> tuple[float, str]:
+def _choose_time_unit(largest: float) -> tuple[float, str]:
     if 0 < largest < 1:
         scale, prefix = units.select_prefix(largest)
         return scale, f"{prefix}s"

@@ -73,7 +73,7 @@ class FleetPlan:
         """
         if not self.job.data:
             raise JobError("a simulated fleet needs the job's [data] table: what is shared out among its devices")
-        spec, allowed = self.job.fleet, self._list_required_plugins()
+        spec, allowed = self.job.fleet, self._list_allowed_plugins()
         agents = []
         for index in range(self.size):
             board = spec.boards[index % len(spec.boards)]
@@ -93,7 +93,7 @@ class FleetPlan:
             )
         return agents
 
-    def _list_required_plugins(self) -> list[str]:
+    def _list_allowed_plugins(self) -> list[str]:
         found = plugins.allowlist_entries("method", self.job.method, methods.builtin_names())
         for table in (self.job.model, *(donor.get("network", {}) for donor in self.job.donors)):
             for name in registry.plugin_networks(table):
@@ -113,7 +113,7 @@ class FleetPlan:
         found = [DeviceData(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return found, examples.load_split(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
-    def validate(self, make: Callable[[str], Device] = make_board) -> Bundle:
+    def validate_and_load_bundle(self, make: Callable[[str], Device] = make_board) -> Bundle:
         """Check the job, its fleet, data and boards before a run, and return the job's bundle.
 
         Raises:
@@ -127,7 +127,7 @@ class FleetPlan:
         examples.require_nonempty_shares(
             compatibility.open_compatible_data(made.meta, spec), spec
         )  # else every board would find out for itself
-        self.job.fleet.require_cohort(self.job.cohort, self.size)
+        self.job.fleet.require_enough_devices(self.job.cohort, self.size)
         with toml.prefix_errors("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.parse_size(budget)
@@ -141,9 +141,10 @@ class FleetPlan:
         The first round waits for all selected devices of the fleet.
 
         Raises:
-            JobError, ModelError, DataError: If `validate` raises, or the method cannot train the network.
+            JobError, ModelError, DataError: If `validate_and_load_bundle` raises, or the method cannot train the
+            network.
         """
-        made = self.validate(make)
+        made = self.validate_and_load_bundle(make)
         there = self.job.fleet.count_selected_devices(self.job.cohort, self.size)
         cohort = msgspec.structs.replace(self.job.cohort, start_devices=there)
         job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
@@ -250,7 +251,7 @@ def run_fleet_virtually(
 
         def watch() -> None:
             console.refresh()
-            waiting.check_progress(server, broker.now_s)
+            waiting.require_progress(server, broker.now_s)
 
         with _suppress_agent_logs(wordy), contextlib.closing(console):
             run_on_virtual_time(broker, lambda: sides, lambda: server.finished, watch=watch)
@@ -276,7 +277,7 @@ class _StallDetector:
     def __init__(self, run: str) -> None:
         self._run, self._busy_s = run, 0.0
 
-    def check_progress(self, server: Server, now_s: float) -> None:
+    def require_progress(self, server: Server, now_s: float) -> None:
         # devices on virtual time never join later, so a run without activity for WAITS_S cannot continue
         job = server.find_job(self._run)
         if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):

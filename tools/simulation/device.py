@@ -73,6 +73,7 @@ class FleetDevice:
         self.tell_s = 0.0  # when its sensors are told next
 
     def _restore_outbox(self) -> dict[events.Key, events.OutboxUpdate]:
+        """Return the update of an interrupted run that is still unanswered, due at once, or {} without one."""
         # an interrupted run left an update with private state unanswered, so the update is offered again
         if self._following not in self._fleet.private:
             return {}
@@ -93,6 +94,7 @@ class FleetDevice:
         self._fleet.queue_message(self.name, claim)
 
     def submit_update(self, update: Update, now_s: float) -> None:
+        """Queue an update as a message, at the end of its simulated upload if the link has a pace."""
         # published only when the simulated upload of the blobs has ended
         if update in [given for _, given in self._going]:
             return
@@ -111,7 +113,7 @@ class FleetDevice:
         for ref in refs:
             self._coming.append((self._compute_transfer_end_s(self._coming, ref.size, self._fleet.now_s), ref.sha256))
 
-    def deliver_transfers(self, now_s: float) -> None:
+    def deliver_due_transfers(self, now_s: float) -> None:
         while self._coming and self._coming[0][0] <= now_s:
             sha256 = self._coming.popleft()[1]
             self.have.add(sha256)
@@ -170,6 +172,7 @@ class FleetDevice:
             self._fleet.depot.discard_unnamed(*self._places.popitem())
 
     def commit_result(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
+        """Name the update's blobs and keep the update until its answer. Return whether a private state was stored."""
         made = f"{self._fleet.out}/{self._prefix}"
         for ref in update.bundles.values():
             place = self._places.pop(ref, None)

@@ -157,27 +157,27 @@ class SimulatedFleet(NoReleaseExecutor):
         return None if given is None or given.worker.order is None else given.worker.order.task
 
     def deliver_outcome(self, device: str, outcome: WorkResult) -> None:
-        """Give a device the result of its work request. Results for devices that are offline are dropped.
-
-        It is lost with a device that has left meanwhile.
-        """
+        """Give a device the result of its work request. Results for devices that are offline are dropped."""
         given = self._waiting.pop(device, None)
         if given is None:
             return
         given.worker.set_outcome(given.store_outputs(outcome), self.now_s)
         given.duty.step(self.now_s)
-        self._update_waiting(given)
+        self._track_work_request(given)
 
     def make_extra_request(self, device: str, task: Task) -> WorkRequest:
         """Return a work request outside of the rounds, such as an evaluation. Its outputs are not stored."""
-        return self._get_device(device).build_work_request(task, self.specs[device].means.budget_bytes, 0, spare=True)
+        return self._get_or_create_device(device).build_work_request(
+            task, self.specs[device].means.budget_bytes, 0, spare=True
+        )
 
     def profile(self, device: str) -> Profile:
-        return messages.profile_message(device, self._get_device(device).board, self.specs[device].means)
+        return messages.profile_message(device, self._get_or_create_device(device).board, self.specs[device].means)
 
     # -- the executor --
 
     def receive_inputs(self, now_s: float) -> Iterator[Heard]:
+        """Yield the messages up to `now_s`, running the due devices as soon as no message is left."""
         # devices process their due events here, between the messages
         self.now_s = now_s
         self._files.clear()
@@ -190,10 +190,10 @@ class SimulatedFleet(NoReleaseExecutor):
             due_s, name = heapq.heappop(self._due)
             device = self._devices.get(name)
             if device is not None and device.due_s == due_s:
-                device.deliver_transfers(now_s)
+                device.deliver_due_transfers(now_s)
                 device.duty.step(now_s)
                 device.publish_telemetry(now_s)
-                self._update_waiting(device)
+                self._track_work_request(device)
 
     def send_pending(self, now_s: float) -> float:
         if self._heard:
@@ -204,7 +204,7 @@ class SimulatedFleet(NoReleaseExecutor):
     def send_task(self, device: str, task: Task, now_s: float) -> None:
         if device in self._away:
             return  # it is sent again when the device appears
-        received, given = self._wire(task), self._get_device(device)
+        received, given = self._wire(task), self._get_or_create_device(device)
         missing = frozenset(ref for ref in received.bundles.values() if ref.sha256 not in given.have)
         self._feed_event(given, events.TaskReceived(received, missing), now_s)
 
@@ -234,7 +234,7 @@ class SimulatedFleet(NoReleaseExecutor):
     def send_ack(self, device: str, ack: wire.Ack) -> None:
         if device in self._away:
             return  # it offers an update that leaves private state again when it is back
-        given = self._get_device(device)
+        given = self._get_or_create_device(device)
         given.apply_ack(ack)
         self._feed_event(given, events.UpdateAcked((ack.job, ack.round), ack.accepted, attempt=ack.attempt), self.now_s)
 
@@ -277,19 +277,19 @@ class SimulatedFleet(NoReleaseExecutor):
         """Return the mutable set of sha256 digests that a device has received."""
         return self._held.setdefault(device, set())
 
-    def _get_device(self, name: str) -> FleetDevice:
+    def _get_or_create_device(self, name: str) -> FleetDevice:
         if name not in self._devices:
             self._devices[name] = FleetDevice(self, self.specs[name])
             self._devices[name].publish_telemetry(self.now_s)
-            self._update_waiting(self._devices[name])
+            self._track_work_request(self._devices[name])
         return self._devices[name]
 
     def _feed_event(self, device: FleetDevice, event: events.Event, now_s: float) -> None:
         device.duty.handle_event(event, now_s)
-        device.deliver_transfers(now_s)
-        self._update_waiting(device)
+        device.deliver_due_transfers(now_s)
+        self._track_work_request(device)
 
-    def _update_waiting(self, device: FleetDevice) -> None:
+    def _track_work_request(self, device: FleetDevice) -> None:
         if device.worker.order is not None:
             if device.name not in self._waiting:
                 self._waiting[device.name] = device

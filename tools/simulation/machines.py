@@ -172,6 +172,7 @@ def _read_processor_model() -> str:
 
 
 def _read_gpu_models() -> tuple[str, ...]:
+    """Return the names of NVIDIA GPUs from /proc, or () if CUDA_VISIBLE_DEVICES hides all."""
     # read from /proc, because loading a GPU library is slow
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return ()

@@ -38,6 +38,7 @@ class ScratchFolder:
 
 
 def _make_locked_folder() -> tuple[Path, int | None]:
+    """Return a new folder and its lock, or None as the lock if the file system has no locks."""
     # without a lock (None) no other process removes the folder
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX))

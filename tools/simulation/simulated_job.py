@@ -234,6 +234,7 @@ class Simulation:
         self._began_s += seconds
 
     def deliver_outcome(self, device: str, outcome: WorkResult) -> None:
+        """Pass a result to its device, after folding a small update early and recording what adversaries observe."""
         task, job = self.fleet.find_running_task(device), self._server.find_job(self.run)
         if job is not None and task is not None and task.job == job.id and outcome.bundles:
             small = all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values())
@@ -246,6 +247,7 @@ class Simulation:
         self.fleet.deliver_outcome(device, outcome)
 
     def find_state_file(self, orders: Sequence[WorkRequest]) -> str:
+        """Return the file of the method state with which workers may sum these updates, or "" if they may not."""
         job = self._server.find_job(self.run)
         if job is None or any((each.task.job, each.task.round) != (job.id, job.rounds.round) for each in orders):
             return ""
@@ -276,6 +278,7 @@ class Simulation:
         return lying is not None and lying.attack == "inner_product"
 
     def _select_requests(self, orders: list[WorkRequest]) -> list[WorkRequest]:
+        """Return the requests to run now. Observing adversaries come after honest devices, whose mean they receive."""
         # observing adversaries work last, with the mean of the honest updates
         if not self._adversaries_observe:
             return orders

@@ -127,9 +127,11 @@ class TaskProcess:
 
     def run_request(self, order: protocol.WorkRequest) -> protocol.WorkResult:
         assert self._child is not None
-        return self._run_line(self._child, msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n")
+        return self._send_and_await_result(
+            self._child, msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n"
+        )
 
-    def _run_line(self, child: ChildProcess, line: bytes) -> protocol.WorkResult:
+    def _send_and_await_result(self, child: ChildProcess, line: bytes) -> protocol.WorkResult:
         child.send_line(line)
         end_s = time.monotonic() + self._most_s
         while True:

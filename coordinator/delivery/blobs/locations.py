@@ -80,7 +80,7 @@ class BlobLocationSettings:
 
     def __post_init__(self) -> None:
         if self.listen is not None:
-            host, _ = open_metrics.parse_address(self.listen)
+            host, _ = open_metrics.parse_listen_address(self.listen)
             if self.url is None and _is_wildcard_address(host):
                 raise JobError(
                     f"--blobs-http {self.listen} listens at every address of this machine, and boards need one: name "
@@ -97,7 +97,7 @@ class BlobLocationSettings:
         """
         scheme = "https" if sealed else "http"
         if self.url is None:
-            host, _ = open_metrics.parse_address(self.listen or "")
+            host, _ = open_metrics.parse_listen_address(self.listen or "")
             return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         if not self.url.startswith(f"{scheme}://"):
             why = "the coordinator has a certificate" if sealed else "the coordinator has no certificate (--cert)"
@@ -134,7 +134,7 @@ class BlobLocationProvider(TransferBackend):
         self._server: BlobServer | None = None
         self._base = ""
         if where.listen is not None:
-            host, port = open_metrics.parse_address(where.listen)
+            host, port = open_metrics.parse_listen_address(where.listen)
             self._server = BlobServer(
                 host, port, depot, allowed, self.add_result, identity, ConnectionLimiter(where.limits)
             )
@@ -152,6 +152,7 @@ class BlobLocationProvider(TransferBackend):
         return self._base
 
     def download_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
+        """Return the backend's locations, then the own server's, or none if the device has no HTTP."""
         if device not in self._able:
             return ()
         return (
@@ -160,6 +161,7 @@ class BlobLocationProvider(TransferBackend):
         )
 
     def upload_locations(self, device: str, intake: BlobWriter) -> tuple[BlobLocation, ...]:
+        """Return the backend's locations, then the own server's, or none if the device has no HTTP."""
         if device not in self._able:
             return ()
         stored = self._backend.upload_locations(device, intake.ref) if self._backend else ()
@@ -167,6 +169,7 @@ class BlobLocationProvider(TransferBackend):
         return (*stored, *self._own_locations(device, intake.ref, intake))
 
     def uploaded_locations(self, device: str, ref: BlobRef, source: int) -> tuple[BlobLocation, ...]:
+        """Return where the backend stores an upload, or nothing if location `source` is the own server."""
         if self._backend is None or source >= self._first_own.get((device, ref.sha256), 0):
             return ()
         return self._backend.uploaded_locations(device, ref)
@@ -179,6 +182,7 @@ class BlobLocationProvider(TransferBackend):
         return found if self._backend is None else [each for each in found if not self._backend.handle_result(each)]
 
     def close_locations(self, key: Key) -> None:
+        """Delete a device's upload at the backend, and revoke its upload token."""
         self._first_own.pop(key, None)
         if self._backend is not None:
             self._backend.delete_upload(key)
@@ -190,6 +194,7 @@ class BlobLocationProvider(TransferBackend):
             self._server.close()
 
     def _own_locations(self, device: str, ref: BlobRef, intake: BlobWriter | None) -> tuple[BlobLocation, ...]:
+        """Return the own server's location with a token, or nothing without a server."""
         if self._server is None:
             return ()
         token = self._server.issue_token(device, ref, intake)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fedquilt.blobs.storage.store import BlobStore
-from fedquilt.blobs.transfer.backend import TransferResult, fail_transfer
+from fedquilt.blobs.transfer.backend import TransferResult, close_failed_transfer
 from fedquilt.blobs.transfer.download import BlobWriter, ContentError, WriterClosedError
 from fedquilt.blobs.transfer.http_client import STALL_S, read_pieces, send_file
 from fedquilt.core import BlobRef, JobError, StoreError
@@ -93,7 +93,8 @@ class BlobServer:
     def issue_token(self, device: str, ref: BlobRef, intake: BlobWriter | None = None) -> str:
         """Return a token with which a device may fetch a blob, or upload the blob into `intake`.
 
-        An earlier upload token for the blob is revoked.
+        A known fetch token is returned again with a full allowance, and an earlier upload token is revoked. Above
+        GRANTS_MOST tokens the oldest is revoked.
         """
         key = (device, ref.sha256, intake is not None)
         with self._lock:
@@ -168,7 +169,7 @@ class BlobServer:
             turn = grant.intake.replace_writer()  # bytes of an earlier connection are refused from now on
             due = grant.intake.next_range()
             if due is None and not grant.intake.finished:
-                self._end_upload(grant, grant.intake, turn)
+                self._finish_upload(grant, grant.intake, turn)
             return request.send_response(204, {"Upload-Offset": str(grant.ref.size if due is None else due[0])})
         return self._receive_blob(request, grant, grant.intake)
 
@@ -205,12 +206,13 @@ class BlobServer:
             intake.write(piece, turn)
             self._charge_bytes(grant, len(piece))
 
-        self._end_upload(grant, intake, turn, lambda: read_pieces(request.open_body(), end - start, write_piece))
+        self._finish_upload(grant, intake, turn, lambda: read_pieces(request.open_body(), end - start, write_piece))
         request.send_response(204)
 
-    def _end_upload(
+    def _finish_upload(
         self, grant: AccessGrant, intake: BlobWriter, turn: int, receive: Callable[[], None] = lambda: None
     ) -> None:
+        """Call `receive`, finish the upload and report its end or failure. Refuse the request after a failure."""
         key = (grant.device, grant.ref.sha256)
         try:
             receive()
@@ -218,14 +220,14 @@ class BlobServer:
         except WriterClosedError as error:
             raise RequestRefusedError(409, str(error)) from None
         except (ContentError, StoreError) as error:
-            self._tell(fail_transfer(key, intake, error))
+            self._tell(close_failed_transfer(key, intake, error))
             raise RequestRefusedError(
                 409 if isinstance(error, ContentError) else 500, "the blob was not taken"
             ) from None
         self._tell(TransferResult(key, intake, None))
 
     def _charge_bytes(self, grant: AccessGrant, size: int) -> None:
-        # size 0: a new request, which is refused once no bytes are left
+        """Subtract sent bytes from the grant or, for size 0, refuse the request if no bytes are left."""
         with self._lock:
             grant.left_bytes -= size
             if grant.left_bytes <= 0 and not size:

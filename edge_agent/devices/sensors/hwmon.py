@@ -39,6 +39,7 @@ class Hwmon:
         self.covers: Covers = "board" if whole else "rail"
 
     def read(self, now_s: float) -> Power:
+        """Return the power of each readable rail, and the total if a sensor measures the whole machine."""
         micro = {rail: sysfs.read_int(file) for rail, file in self._powers.items()}
         rails = {rail: value / 1e6 for rail, value in micro.items() if value is not None}
         for rail, (file, rate) in self._energies.items():

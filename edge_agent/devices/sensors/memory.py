@@ -52,6 +52,7 @@ def _meminfo_bytes(meminfo: Path, name: str) -> int | None:
 
 
 def _control_groups(root: Path) -> list[Path]:
+    """Return the process's control groups that may have a memory limit, the innermost first."""
     for line in (sysfs.read_text(root / "proc/self/cgroup") or "").splitlines():
         number, _, path = line.partition("::")
         own = PurePosixPath(path)

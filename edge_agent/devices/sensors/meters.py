@@ -62,6 +62,7 @@ class WidestRangeMeter:
         return Power(told.total_w, told.source, rails_w, told.energy_j)
 
     def _read_meter(self, place: int, meter: Meter, now_s: float) -> Power:
+        """Return the plausible values of a meter, or an empty reading after an error, which is logged once."""
         try:
             begun_s = self._clock()
             power = meter.read(now_s)

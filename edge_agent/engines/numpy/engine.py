@@ -172,16 +172,16 @@ class NumpyOptimizer:
             change = array if scale == 1.0 else array * np.float32(scale)
             if self._fit.weight_decay:
                 change = change + np.float32(self._fit.weight_decay) * value
-            value -= self._rates[name] * (self._adam if self._second else self._sgd)(name, change)
+            value -= self._rates[name] * (self._adam_direction if self._second else self._sgd_direction)(name, change)
 
-    def _sgd(self, name: str, change: np.ndarray) -> np.ndarray:
+    def _sgd_direction(self, name: str, change: np.ndarray) -> np.ndarray:
         if not self._fit.momentum:
             return change
         momentum = np.float32(self._fit.momentum)
         self._first[name] = momentum * self._first[name] + change
         return change + momentum * self._first[name] if self._fit.nesterov else self._first[name]
 
-    def _adam(self, name: str, change: np.ndarray) -> np.ndarray:
+    def _adam_direction(self, name: str, change: np.ndarray) -> np.ndarray:
         first, second = BETAS
         self._first[name] += np.float32(1 - first) * (change - self._first[name])
         self._second[name] += np.float32(1 - second) * (np.square(change) - self._second[name])

@@ -181,6 +181,7 @@ class OnnxEngine:
         return size
 
     def _batch_size(self, plan: MemoryPlan, around_bytes: int, example_bytes: int) -> int:
+        """Return how many examples to run at once, 1 to LARGEST_BATCH, or 1 if their memory is unknown."""
         if self._micro_batch is not None:
             return self._micro_batch
         if plan.example_bytes is None:
@@ -262,6 +263,7 @@ class OnnxEngine:
         self._kept.clear()
 
     def _load_graph(self, graph: Path) -> LoadedGraph:
+        """Return the session of a graph, created after closing the least recently used sessions if necessary."""
         if graph in self._kept:
             self._kept.move_to_end(graph)
             return self._kept[graph]
@@ -275,6 +277,7 @@ class OnnxEngine:
         return loaded
 
     def _plan_memory(self, graph: Path, checked: CheckedGraph) -> MemoryPlan:
+        """Decide the mode and memory of a session. Raise MemoryBudgetError if one example does not fit."""
         weights, each = checked.weight_bytes, checked.activation_bytes
         if "weight_bytes" not in checked.metadata:  # not of fedquilt's making
             weights = max(weights, graph.stat().st_size)
@@ -309,6 +312,7 @@ class OnnxEngine:
         return self._places.create_session(partial(onnx_session.create_session, graph, options))
 
     def _run_batch(self, graph: Path, x: np.ndarray, y: np.ndarray) -> None:
+        """Run a batch and write the output into `y`. If TensorRT fails, disable TensorRT and run again."""
         # The output is written into `y`, because `run` would hold two copies.
         loaded = self._load_graph(graph)
         session = loaded.session
@@ -335,6 +339,7 @@ class OnnxEngine:
 
 
 def _output_shape(loaded: LoadedGraph, x: np.ndarray) -> tuple[int, ...]:
+    """Return the output shape of one example, measured on the first if the graph does not declare it."""
     session = loaded.session
     said = session.get_outputs()[0].shape[1:]
     if said and all(isinstance(size, int) for size in said):
@@ -355,6 +360,7 @@ def _input_type(session: Any) -> np.dtype[Any]:
 
 
 def _cast_examples(session: Any, x: np.ndarray) -> np.ndarray:
+    """Return the examples in the type of the graph's input. Raise DataError if an integer type loses values."""
     wanted = _input_type(session)
     with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found below
         made = np.ascontiguousarray(x, wanted)

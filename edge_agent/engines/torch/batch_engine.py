@@ -60,8 +60,9 @@ class BatchedTorchEngine(BatchTrainer, TorchEngine):
         return _DeviceBatch(self._plain[calls[0].table], calls, self._device).train()
 
     def _batchable_network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
+        """Return the network if devices can be trained in one pass, or None. Results are cached."""
         if table not in self._plain:
-            model = registry.build(network).to(self._device)
+            model = registry.build_network(network).to(self._device)
             plain = all(type(module) in PLAIN for module in model.modules())
             hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
             own = 0 < len(list(model.parameters())) == len(model.state_dict())  # and no parameter is used in two places
@@ -204,6 +205,7 @@ class _DeviceBatch:
         self._moves.zero_grad()
 
     def _compute_scores(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scores, (devices, n, outputs). The first call also checks the targets."""
         scores = forward(self._model, dict(zip(self._names, self._values, strict=True)), x)
         if not self._begun:
             if scores.ndim != 3:
@@ -219,6 +221,7 @@ class _DeviceBatch:
         return torch.from_numpy(ready).to(self._place).unflatten(0, (len(rows), -1))
 
     def _device_anchors(self, index: int) -> dict[str, dict[str, torch.Tensor]]:
+        """Return a device's anchors and "start" by tensor, or {} without `Hooks.correct`."""
         call = self._calls[index]
         if not call.hooks.correct:
             return {}

@@ -222,7 +222,8 @@ class TorchEngine:
         hooks: Hooks,
         half: torch.dtype | None = None,
     ) -> tuple[nn.Module, peak_memory.TrainingProperties]:
-        model = registry.build(network)
+        """Build and probe the network, then load the tensors. Raise an error if tensors or examples do not fit."""
+        model = registry.build_network(network)
         model = hooks.prepare(model) if hooks.prepare else model
         model = model.to(
             self._device, memory_format=self._memory_format(model, half)
@@ -248,6 +249,7 @@ class TorchEngine:
     def _probe_network(
         self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks
     ) -> tuple[peak_memory.TrainingProperties, int]:
+        """Measure a training pass on two examples. Raise DataError or ModelError if it fails or gives no scores."""
         # Batch normalisation takes no fewer than two examples.
         x, _ = self._load_batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         try:

@@ -121,6 +121,7 @@ class _RecomputePass:
         self._seen: dict[int, StorageWeakRef] = {}
 
     def pack_tensor(self, value: torch.Tensor) -> Any:
+        """Return a placeholder for a saved tensor, or the tensor itself if it stays in memory."""
         storage = value.untyped_storage()
         if storage.data_ptr() in self._lasting:
             return value.detach()
@@ -133,6 +134,7 @@ class _RecomputePass:
         return kept
 
     def unpack_tensor(self, kept: Any) -> torch.Tensor:
+        """Return the tensor of a placeholder, recomputed if missing. Raise ModelError if the pass differs."""
         if isinstance(kept, torch.Tensor):
             return kept
         if kept.value is None:
@@ -142,6 +144,7 @@ class _RecomputePass:
         return kept.value
 
     def _recompute(self, index: int) -> None:
+        """Repeat the forward pass for the tensor at `index`, all later and, within `piece_bytes`, earlier ones."""
         wanted = [each for ref in self._kept if (each := ref()) is not None and each.value is None]
         piece, size = {}, 0
         for each in reversed(wanted):

@@ -172,7 +172,7 @@ class Stepper:
     def _training_and_task_loss(
         self, x: torch.Tensor, y: torch.Tensor, divisor: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # The first loss has the penalty and gives the gradient. The second loss is reported.
+        """Return the loss with penalty, for the gradient, and the loss to report."""
         with self._autocast:
             scores = self._model(x)
             loss = total_loss(self._task, scores, y) / divisor

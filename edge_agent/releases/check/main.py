@@ -101,7 +101,7 @@ def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = ex
         if held is None:
             notes.append("accuracy was not measured: this device has no [data]")
         else:
-            _require_classes(model, held, order)
+            _require_matching_data(model, held, order)
             told |= _measure_accuracy(model, held, notes)
         one = _choose_example(model, held, order.input_shape, notes)
         say(ProgressReport(TIMED))
@@ -116,7 +116,7 @@ def run_check(order: CheckRequest, say: Say = lambda event: None, load: Any = ex
             told |= _measure_accuracy_before(engine, order, Path(order.before), load, notes)
         engine.close()
         if order.trtexec is not None:
-            notes += _build_tensorrt(order, model, one)
+            notes += _build_tensorrt_engine(order, model, one)
         return WorkResult(
             metrics=told,
             note=shorten_error("; ".join(notes)),
@@ -140,7 +140,7 @@ def _load_model(engine: Any, path: Path) -> LoadedModel:
     return LoadedModel(engine, path, exported_model.read_metadata(engine.read_metadata(path)), engine.input_shape(path))
 
 
-def _require_classes(model: LoadedModel, held: Examples, order: CheckRequest) -> None:
+def _require_matching_data(model: LoadedModel, held: Examples, order: CheckRequest) -> None:
     spec = msgspec.convert(order.data, DataSpec)
     own, theirs = spec.labels, model.about.labels
     if own and theirs is not None and tuple(own) != theirs:
@@ -158,6 +158,7 @@ def _format_labels(labels: tuple[str, ...]) -> str:
 
 
 def _measure_accuracy(model: LoadedModel, held: Examples, notes: list[str]) -> dict[str, float]:
+    """Return the accuracy and the number of examples, or {} with a note for regression."""
     task = model.about.task or "classes"
     if task == "regression":
         notes.append("accuracy was not measured: it predicts numbers, of which none is right or wrong")
@@ -176,6 +177,7 @@ def _measure_accuracy(model: LoadedModel, held: Examples, notes: list[str]) -> d
 def _measure_accuracy_before(
     engine: Any, order: CheckRequest, path: Path, load: Any, notes: list[str]
 ) -> dict[str, float]:
+    """Return the accuracy of the model in use, or {} with a note if the measurement fails."""
     try:
         model = _load_model(engine, path)
         held = _load_held_out(order, model.about, load)
@@ -190,6 +192,7 @@ def _measure_accuracy_before(
 def _choose_example(
     model: LoadedModel, held: Examples | None, shape: tuple[int, ...] | None, notes: list[str]
 ) -> np.ndarray:
+    """Return a held-out example, or a random one of a given or guessed shape on which the graph runs."""
     if held is not None:
         return model.about.prepare_inputs(held.x[:1])
     failed = ""
@@ -269,7 +272,8 @@ def _require_independent_answers(model: LoadedModel, one: np.ndarray, held: Exam
 # -- TensorRT -------------------------------------------------------------------------------------
 
 
-def _build_tensorrt(order: CheckRequest, model: LoadedModel, one: np.ndarray) -> list[str]:
+def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndarray) -> list[str]:
+    """Build a TensorRT engine in the output folder. Return a list with a note if the build fails."""
     # Returns notes on a build without an engine.
     assert order.trtexec is not None
     part = Path(order.out) / f"{TENSORRT}.part"

@@ -80,7 +80,7 @@ class PackFile:
             return self._open_file.read(place + offset, left if size is None else min(size, left))
 
     def load(self, sha256: str) -> bytes | None:
-        """Return a whole blob, or None if missing or damaged."""
+        """Return a whole blob, or None if missing or damaged. A damaged blob is removed."""
         with self._lock:
             if sha256 not in self._at:
                 return None
@@ -110,6 +110,7 @@ class PackFile:
                 self._unsettled, self._named = False, True
 
     def register_blob(self, sha256: str, place: int, size: int) -> None:
+        """Make a written blob available, or free its place if the blob is stored already."""
         with self._lock:
             if sha256 in self._at:
                 self.free_place(place, size)
@@ -137,7 +138,7 @@ class PackFile:
         return self._opened
 
     def _read_existing_blobs(self) -> None:
-        for slot in read_entries(self._open_file):
+        for slot in iterate_entries(self._open_file):
             if slot.sha256 not in self._at and _is_undamaged(self._open_file, slot):
                 self._at[slot.sha256] = (slot.place, slot.size)
             else:
@@ -145,10 +146,11 @@ class PackFile:
             self._end = slot.end_offset
 
 
-def read_entries(file: OpenFile) -> Iterator[PackEntry]:
+def iterate_entries(file: OpenFile) -> Iterator[PackEntry]:
+    """Yield the entries of a pack file in order, without damaged ranges."""
     at, whole = 0, file.size()
     while at < whole:
-        slot = _entry_at(file, at, whole) or _find_entry(file, at + 1, whole)
+        slot = _read_entry_at(file, at, whole) or _find_next_entry(file, at + 1, whole)
         if slot is None:
             return  # the next blob overwrites what is left
         yield slot
@@ -160,7 +162,7 @@ def _entry_header(sha256: str, size: int) -> bytes:
     return head + zlib.crc32(head).to_bytes(4, "little")
 
 
-def _entry_at(file: OpenFile, at: int, whole: int) -> PackEntry | None:
+def _read_entry_at(file: OpenFile, at: int, whole: int) -> PackEntry | None:
     head = file.read(at, _HEAD.size)
     if len(head) < _HEAD.size:
         return None
@@ -169,7 +171,7 @@ def _entry_at(file: OpenFile, at: int, whole: int) -> PackEntry | None:
     return found if mark == _MARK and checksum == zlib.crc32(head[:-4]) and found.end_offset <= whole else None
 
 
-def _find_entry(file: OpenFile, at: int, whole: int) -> PackEntry | None:
+def _find_next_entry(file: OpenFile, at: int, whole: int) -> PackEntry | None:
     # A blob may contain bytes that look like a header, so only an entry with an undamaged blob counts.
     while at < whole:
         piece = file.read(at, _AT_ONCE)
@@ -177,7 +179,7 @@ def _find_entry(file: OpenFile, at: int, whole: int) -> PackEntry | None:
         if begin < 0:
             at += max(len(piece) - len(_MARK) + 1, 1)
             continue
-        slot = _entry_at(file, at + begin, whole)
+        slot = _read_entry_at(file, at + begin, whole)
         if slot is not None and _is_undamaged(file, slot):
             return slot
         at += begin + 1
@@ -194,7 +196,7 @@ def read_foreign_blob(path: str, disk: Disk, sha256: str) -> bytes | None:
         return None
     file = disk.open(path)
     try:
-        found = (file.read(slot.place, slot.size) for slot in read_entries(file) if slot.sha256 == sha256)
+        found = (file.read(slot.place, slot.size) for slot in iterate_entries(file) if slot.sha256 == sha256)
         return next((each for each in found if hashlib.sha256(each).hexdigest() == sha256), None)
     finally:
         file.close()

@@ -21,6 +21,7 @@ class SharedBlobStore:
         self._holders[ref.sha256] += 1
 
     def remove_holder(self, sha256: str) -> None:
+        """Remove one holder of a blob, and the blob with its last holder."""
         self._holders[sha256] -= 1
         if not self._holders[sha256]:
             del self._holders[sha256]
@@ -44,9 +45,9 @@ class SharedBlobView(BlobStore):
             return self._shared.depot.verified_path(sha256, compared=compared)
         return super().verified_path(sha256, compared=compared)
 
-    def ref(self, sha256: str) -> BlobRef | None:
+    def find_ref(self, sha256: str) -> BlobRef | None:
         found = self._here.get(sha256)
-        return super().ref(sha256) if found is None and self._made else found
+        return super().find_ref(sha256) if found is None and self._made else found
 
     def is_intact(self, ref: BlobRef) -> bool:
         return self._shared.depot.is_intact(ref) if ref.sha256 in self._here else self._made and super().is_intact(ref)

@@ -103,7 +103,7 @@ class BlobStore:
             self._pack = self._pack or PackFile(self._prefix + PACK, self.disk, checks=self._durable)
             if self._kind != "own":
                 self._kind = "own"
-                for found in self._depot_entries():
+                for found in self._iterate_stored_files():
                     if found.name.endswith(".own"):
                         self._freeing.unlink(f"{self._prefix}{found.name}")
 
@@ -174,7 +174,8 @@ class BlobStore:
                 self._store_payload(payload, sha256)
         return None if payload is None else path
 
-    def ref(self, sha256: str) -> BlobRef | None:
+    def find_ref(self, sha256: str) -> BlobRef | None:
+        """Return the reference of a blob whose file exists, unverified, or None."""
         self._pin(sha256)
         if self._pack is not None and (size := self._pack.blob_size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
@@ -333,9 +334,9 @@ class BlobStore:
         return ref
 
     def adopt_file(self, path: str, ref: BlobRef) -> None:
-        """Move a file of this process with the digest of `ref` into the store, without hashing or syncing the file.
+        """Move a file of this process into the store, without hashing or syncing the file.
 
-        For simulated fleets: nothing waits for the disk.
+        For simulated fleets. The digest of the file must be that of `ref`.
         """
         with self._doing(f"store {path}"):
             if self.has_blob(ref):
@@ -367,10 +368,10 @@ class BlobStore:
                 with self._pin_lock:
                     if not self._is_pinned(sha256):
                         self._pack.remove_blob(sha256)  # type: ignore[union-attr]
-            for found in self._depot_entries():
+            for found in self._iterate_stored_files():
                 sha256, _, kind = found.name.partition(".")
                 stale = kind != "own" and self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
-                superfluous = kind == "part" and self.ref(sha256) is not None
+                superfluous = kind == "part" and self.find_ref(sha256) is not None
                 with self._pin_lock:
                     if (stale or superfluous) if kind else sha256 not in only and not self._is_pinned(sha256):
                         self._verified.forget(found.name)
@@ -382,7 +383,9 @@ class BlobStore:
         Parts and temporary files are included.
         """
         with self._doing("list blobs"):
-            return sorted((each.mtime_ns, each.name.partition(".")[0], each.size) for each in self._depot_entries())
+            return sorted(
+                (each.mtime_ns, each.name.partition(".")[0], each.size) for each in self._iterate_stored_files()
+            )
 
     def record_use(self, sha256: str) -> None:
         with self._doing(f"touch blob {sha256[:12]}"):
@@ -437,14 +440,15 @@ class BlobStore:
     def _part_path(self, sha256: str) -> str:
         return f"{self._file_path(sha256)}.part"
 
-    def _depot_entries(self) -> Iterator[PathInfo]:
-        """Yield the folder's files that are blobs, or parts, damaged or temporary files of the depot."""
+    def _iterate_stored_files(self) -> Iterator[PathInfo]:
+        """Yield the folder's files that are blobs, or parts, damaged or temporary files of the store."""
         for entry in self.disk.entries(self.folder):
             sha256, _, kind = entry.name.partition(".")
             if kind in ("tmp", "own") or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
                 yield entry
 
     def _verified_file(self, sha256: str, *, opens: bool = False) -> PathInfo | None:
+        """Return the properties of a blob's file, or None if missing or damaged. A damaged file is renamed."""
         path = self._file_path(sha256)
         found = self.disk.stat(path)
         if found is None or found.is_dir:

@@ -134,7 +134,7 @@ class TransferBackend:
             try:
                 self.http.fetch_blob(sources, intake)
             except (LinkError, StoreError) as error:
-                return fail_transfer(key, intake, error)
+                return close_failed_transfer(key, intake, error)
             return TransferResult(key, intake, None)
 
         self.start_job(job, TransferResult(key, intake, _BUG))
@@ -159,7 +159,7 @@ class TransferBackend:
         self.start_job(job, TransferResult(key, intake, _BUG, disk=True))
 
     def abandon_download(self, key: Key, intake: BlobWriter, reason: str) -> None:
-        self.start_job(lambda: fail_transfer(key, intake, LinkError(reason)), TransferResult(key, intake, _BUG))
+        self.start_job(lambda: close_failed_transfer(key, intake, LinkError(reason)), TransferResult(key, intake, _BUG))
 
     @property
     def http(self) -> HttpClient:
@@ -198,7 +198,7 @@ class TransferBackend:
             threading.Thread(target=self._left.popleft(), name="blob", daemon=True).start()
 
 
-def fail_transfer(key: Key, intake: BlobWriter, error: FedquiltError) -> TransferResult:
+def close_failed_transfer(key: Key, intake: BlobWriter, error: FedquiltError) -> TransferResult:
     try:
         intake.close_and_check()
     except StoreError as full:
@@ -276,6 +276,7 @@ class DirectTransfers:
         self._places[key] = place.sources
 
     def handle_upload_progress(self, key: Key, placed: UploadProgress, now_s: float) -> None:
+        """Process a report on an upload. A finished upload is then fetched, a failed one comes over the link."""
         coming = self._coming.get(key)
         if coming is None or coming.until_s == math.inf:
             return

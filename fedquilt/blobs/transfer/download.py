@@ -265,6 +265,7 @@ class Download:
         self._times.clear()
 
     def handle_reconnect(self, chunk: int, now_s: float) -> None:
+        """Forget outstanding requests after a reconnection, and the manifest if chunks must be smaller."""
         self._clear_requests()
         self.backoff = 0
         self._window = _START_WINDOW
@@ -285,12 +286,12 @@ class Download:
         self._heard_s = now_s
         self._record_progress(now_s)
 
-    def park(self, now_s: float) -> None:
-        """Suspend the download, with all timeouts, until `unpark`."""
+    def suspend(self, now_s: float) -> None:
+        """Suspend the download, with all timeouts, until `resume`."""
         self._clear_requests()
         self._parked_s = now_s
 
-    def unpark(self, now_s: float) -> None:
+    def resume(self, now_s: float) -> None:
         if self._parked_s is not None:
             self._heard_s += now_s - self._parked_s
             self._progress_s += now_s - self._parked_s

@@ -236,13 +236,14 @@ class HttpClient:
         attempt: Callable[[BlobLocation], None],
         gained: Callable[[BlobLocation], int],
     ) -> int:
+        """Call `attempt` for each location, with retries, until one succeeds, and return its index."""
         failures: list[BlobLocationError] = []
         for index, source in enumerate(sources):
             if self.retry_at_s(source) > time.monotonic():
                 failures.append(BlobLocationError(f"{source.origin} was not reached a short while ago", later=True))
                 continue
             try:
-                self._retry(source, attempt, gained)
+                self._attempt_with_retries(source, attempt, gained)
             except BlobLocationError as error:
                 failures.append(error)
                 if error.later:
@@ -253,7 +254,7 @@ class HttpClient:
                 return index
         raise BlobLocationError("; ".join(map(str, failures)), later=any(each.later for each in failures))
 
-    def _retry(
+    def _attempt_with_retries(
         self,
         source: BlobLocation,
         attempt: Callable[[BlobLocation], None],

@@ -106,7 +106,7 @@ class Transfers:
 
     def cancel(self, device: str, sha256: str) -> None:
         """Stop fetching a blob. Chunks on disk are kept for the next attempt."""
-        self._remove((device, sha256))
+        self._forget_transfer((device, sha256))
 
     def yield_turn(self, device: str, now_s: float) -> None:
         """End a device's turn in the upload queue if other devices wait. Received chunks are kept."""
@@ -206,7 +206,7 @@ class Transfers:
     def _handle_location_offer(self, key: Key, place: LocationOffer) -> None:
         if place.way == "get" and key in self._wanted:
             self._streaming.add_locations(key, place)
-        elif place.way == "put" and self._allowed(*key) and (ref := self._depot.ref(key[1])) is not None:
+        elif place.way == "put" and self._allowed(*key) and (ref := self._depot.find_ref(key[1])) is not None:
             self._streaming.queue_upload(key, ref, place)
 
     def _handle_direct_results(self, now_s: float) -> None:
@@ -231,15 +231,16 @@ class Transfers:
                 self._end_transfer(key, None)
 
     def _end_transfer(self, key: Key, error: str | None) -> None:
+        """End a transfer, and record the end for every device that waits for a blob which is here now."""
         # A blob that arrived from one device has arrived for all devices that were to send it.
         ref = self._wanted[key]
         if self._depot.has_blob(ref):
             error = None
         for other in list(self._askers[key[1]]) if error is None else [key]:
             self._done.append((*other, error))
-            self._remove(other)
+            self._forget_transfer(other)
 
-    def _remove(self, key: Key) -> None:
+    def _forget_transfer(self, key: Key) -> None:
         self._streaming.cancel_download(key)
         places: tuple[dict[Key, Any], ...] = (self._wanted, self._waiting, self._pulls, self._open)
         for place in places:
@@ -261,7 +262,7 @@ class Transfers:
         self._handle_direct_results(now_s)
         due_s = [self._streaming.step(now_s)]
         for device, sha256 in self._carriers.take_ready_blobs() if self._link.connected else ():
-            if self._allowed(device, sha256) and (ref := self._depot.ref(sha256)) is not None:
+            if self._allowed(device, sha256) and (ref := self._depot.find_ref(sha256)) is not None:
                 self._streaming.offer_locations(device, ref)
         if not self._wanted and not self._sender:
             return due_s[0]
@@ -304,10 +305,11 @@ class Transfers:
                 under_way.add(key[1])
                 del self._waiting[key]
                 pull = self._pulls.get(key) or Download(self._wanted[key], chunk, now_s, self._patience_s)
-                pull.unpark(now_s)
+                pull.resume(now_s)
                 self._pulls[key] = self._open[key] = pull
 
     def _send_requests(self, now_s: float) -> bool:
+        """Send due requests. Return whether a download has ended or was suspended, so that others can start."""
         # Returns whether a transfer has ended or was parked.
         outstanding_bytes, left = self._outstanding_bytes, False
         for key, pull in list(self._open.items()):
@@ -346,7 +348,7 @@ class Transfers:
     def _park_blobs(self, keys: Sequence[Key], now_s: float) -> None:
         for key in keys:
             if (pull := self._open.pop(key, None)) is not None:
-                pull.park(now_s)
+                pull.suspend(now_s)
             self._waiting.pop(key, None)
         if self.queue.contains(*keys[0]):
             self.queue.move_to_end(keys[0][0], now_s)

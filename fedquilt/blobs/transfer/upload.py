@@ -71,6 +71,7 @@ class UploadQueue:
         self._left.clear()
 
     def add_blob(self, device: str, sha256: str, size: int) -> bool:
+        """Add a blob that a device is to upload. Return whether the device's turn has begun already."""
         self._wanted.setdefault(device, {})[sha256] = size
         if device in self._sends:
             more = max(sum(self._wanted[device].values()) - self._sends[device], 0)
@@ -246,10 +247,11 @@ class ChunkSender:
         return None
 
     def _find_or_build_manifest(self, device: str, sha256: str, asked: int) -> wire.BlobManifest | None:
+        """Return the manifest, or None while it is built. Raise StoreError for a missing or forbidden blob."""
         # Returns None while the manifest is built.
         if not self._allowed(device, sha256):
             raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
-        ref = self._depot.ref(sha256)
+        ref = self._depot.find_ref(sha256)
         if ref is None:
             raise StoreError(f"blob {sha256[:12]} is not here any more")
         chunk = chunks.negotiate_chunk_size(chunks.chunk_size_for(self._link.max_payload), asked)
@@ -310,14 +312,14 @@ class ChunkSender:
                     payload = self._depot.read_range(sha256, *chunks.chunk_extent(manifest, index))
                     self._latest = (sha256, item.chunk, index), payload
                 payload = self._latest[1]
-                self._verify_resent_chunk(item, manifest, payload)
+                self._charge_and_verify_resent_chunk(item, manifest, payload)
                 topic = self._topics.chunk_topic(device, self._direction, sha256, index)
                 self._link.publish(topic, payload, reliable=False)
                 self.sent_bytes[device] += len(payload)
         except FedquiltError as error:
             self._publish_missing(device, sha256, str(error))
 
-    def _verify_resent_chunk(self, item: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes) -> None:
+    def _charge_and_verify_resent_chunk(self, item: OutgoingChunk, manifest: wire.BlobManifest, payload: bytes) -> None:
         # Only chunks requested again are hashed: hashing each chunk for each device takes half a millisecond.
         if item not in self._sent:
             if len(self._sent) >= _SENT_MOST:

@@ -19,7 +19,14 @@ from fedquilt.data.readers.base import ExampleReader, convert_read_errors
 from fedquilt.data.readers.table import category_words
 from fedquilt.data.spec import SKLEARN, DataSpec
 
-__all__ = ["ExampleReader", "category_words", "detect_format", "image_depth", "open_reader", "require_supported_images"]
+__all__ = [
+    "ExampleReader",
+    "category_words",
+    "detect_format",
+    "measure_image_depth",
+    "open_reader",
+    "require_supported_images",
+]
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}  # by suffix
 OPENERS: dict[str, Callable[[Path, DataSpec], ExampleReader]] = {
@@ -66,7 +73,7 @@ def _open_stored(spec: DataSpec) -> ExampleReader:
         return OPENERS[kind](path, spec)
 
 
-def image_depth(spec: DataSpec) -> int:
+def measure_image_depth(spec: DataSpec) -> int:
     """Return the bits of a grey level in a folder's training images, or 0 for 8-bit images.
 
     Other data have the depth 0.
@@ -87,6 +94,7 @@ def require_supported_images(spec: DataSpec) -> None:
 
 
 def _list_image_files(spec: DataSpec) -> list[Path]:
+    """Return the images of a folder by class, or [] for other data and without Pillow."""
     # Without Pillow the list is empty: the reader reports the missing package.
     path = Path(spec.path)
     with convert_read_errors(path):

@@ -104,7 +104,7 @@ def _open_wav(source: Path | bytes) -> Iterator[_WavFormat]:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
     with stream:
         try:
-            sound = _read_head(stream)
+            sound = _read_wav_head(stream)
         except OSError as error:
             raise DataError(f"cannot read {file}: {error.strerror}") from None
         except (ValueError, struct.error) as error:
@@ -113,7 +113,7 @@ def _open_wav(source: Path | bytes) -> Iterator[_WavFormat]:
         yield sound
 
 
-def _read_head(stream: BinaryIO) -> _WavFormat:
+def _read_wav_head(stream: BinaryIO) -> _WavFormat:
     riff, _, kind = struct.unpack("<4sI4s", stream.read(12))
     if (riff, kind) != (b"RIFF", b"WAVE"):
         raise ValueError("it does not begin as one")

@@ -99,6 +99,7 @@ def number_labels(y: np.ndarray, path: Path | str, names: Sequence[str]) -> np.n
 
 
 def convert_labels(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
+    """Return labels as int64 classes (n,), or as uint8 labels or float32 targets (n, outputs), or raise DataError."""
     said = f"{path}: labels of type {y.dtype}, shape {y.shape}"
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "ui" or (len(y) and y.min() < 0):

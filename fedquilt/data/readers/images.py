@@ -82,7 +82,7 @@ def _open_stream(path: Path) -> Bytes:
 
 def open_folder(path: Path, spec: DataSpec) -> ExampleReader:
     found, labels = files.find_files_by_class(path, spec, readers_pixels.SUFFIXES, "images")
-    return _reader_of_images(labels, lambda row: readers_pixels.read_image(found[row], spec.size, spec.depth), path)
+    return _make_image_reader(labels, lambda row: readers_pixels.read_image(found[row], spec.size, spec.depth), path)
 
 
 def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
@@ -107,13 +107,15 @@ def open_torchvision(path: Path, spec: DataSpec) -> ExampleReader:
         raise DataError(f"torchvision's {spec.dataset} does not list its labels: give it as a folder of images")
 
     def read_pixels(row: int) -> np.ndarray:
-        pixels = readers_pixels.pixels_of(held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True)
+        pixels = readers_pixels.pixels_from_image(
+            held[row][0], f"{spec.dataset}, image {row}", spec.depth, keep_grey=True
+        )
         return images.resize_images(pixels[None], spec.size)[0] if spec.size else pixels
 
-    return _reader_of_images(convert_labels(np.asarray(labels), path), read_pixels, path)
+    return _make_image_reader(convert_labels(np.asarray(labels), path), read_pixels, path)
 
 
-def _reader_of_images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> ExampleReader:
+def _make_image_reader(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> ExampleReader:
     """Return a reader that decodes images one by one. The first image gives the shape of all."""
     if not len(y):
         raise DataError(f"{path} holds no images of this split")

@@ -24,7 +24,7 @@ from fedquilt.data.spec import DataSpec
 def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
     with convert_read_errors(path), zipfile.ZipFile(path) as archive:
         names = _list_arrays(archive)
-        x, y = (_array_name(path, spec, letter, names) for letter in "xy")
+        x, y = (_choose_array_name(path, spec, letter, names) for letter in "xy")
         labels = read_labels(path, spec)
         with archive.open(f"{x}.npy") as stream:
             shape, dtype = _read_npy_header(stream, path, x)
@@ -44,7 +44,7 @@ def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
 def read_labels(path: Path, spec: DataSpec) -> np.ndarray:
     """Return the labels as they are stored: numbers, or words."""
     with convert_read_errors(path), zipfile.ZipFile(path) as archive:
-        y = _array_name(path, spec, "y", _list_arrays(archive))
+        y = _choose_array_name(path, spec, "y", _list_arrays(archive))
         with archive.open(f"{y}.npy") as stream:
             shape, dtype = _read_npy_header(stream, path, y, "uifbU")
             return read_rows(stream, shape, dtype, np.arange(shape[0]))
@@ -74,7 +74,7 @@ def _read_owners(
         return read_rows(stream, shape, dtype, np.arange(count)).astype(str)
 
 
-def _array_name(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
+def _choose_array_name(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
     given = spec.x if letter == "x" else spec.y
     if not isinstance(given, str):
         raise DataError(f"{path}: [data] {letter} is the name of one array of an .npz, not a list")

@@ -56,7 +56,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
         with _open_image(Image, source) as image:
             if isinstance(source, bytes) and image.width * image.height > PIXELS_MOST:
                 raise Image.DecompressionBombError
-            pixels = pixels_of(image, name, depth)
+            pixels = pixels_from_image(image, name, depth)
     except DataError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -71,7 +71,7 @@ def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarra
     return images.resize_images(pixels[None], size)[0] if size else pixels
 
 
-def pixels_of(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
+def pixels_from_image(image: Any, name: str, depth: int = 0, *, keep_grey: bool = False) -> np.ndarray:
     """Return the pixels of an open Pillow image, turned upright and laid on white, as `read_image` does.
 
     Args:

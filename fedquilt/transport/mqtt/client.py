@@ -106,6 +106,7 @@ class MqttClient(paho.Client):
     # -- packets --
 
     def queue_message(self, topic: str, payload: bytes, qos: int, retain: bool) -> int:
+        """Append a PUBLISH packet to the output, and return its packet id."""
         mid = self._mid_generate()
         self._append_output(packets.publish_packet(self._level, mid, topic, payload, qos, retain))
         if not qos:

@@ -141,7 +141,7 @@ def not_mqtt_error(broker: Broker, said: str) -> ConnectionFailedError:
 
 
 def connection_lost_error(broker: Broker, client_id: str, code: int, reason: str, again: bool) -> ConnectionFailedError:
-    """Return the error for a lost connection. `again`: like earlier ones, soon after its start."""
+    """Return the error for a lost connection. With `again`, earlier ones were lost soon after their start too."""
     if code == KEEP_ALIVE:
         return ConnectionFailedError(f"no sign of life from {broker}: check the network")
     said = f" ({reason})" if code > UNSPECIFIED else ""

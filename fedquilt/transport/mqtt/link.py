@@ -168,6 +168,7 @@ class MqttLink:
         return self.connected
 
     def close(self) -> None:
+        """Send the backlog for at most LINGER_S, then disconnect for good."""
         until = time.monotonic() + LINGER_S
         while self.connected and self.backlog and (left := until - time.monotonic()) > 0:
             self._poll_once(left, ())
@@ -179,13 +180,14 @@ class MqttLink:
         self.connected = False
 
     def _poll_once(self, timeout_s: float, fds: Sequence[int]) -> bool:
+        """Do the work that is due, waiting for at most the timeout. Return whether one of `fds` is readable."""
         if not self._closed:
             self._start_attempt_if_due()
         self._send_queued()
         poller = select.poll()
         for fd in fds:
             poller.register(fd, select.POLLIN)
-        waiting = self._socket_events()
+        waiting = self._current_socket_wait()
         if waiting is not None:
             poller.register(*waiting)
             if waiting.events & select.POLLIN and has_buffered_input(waiting.socket):
@@ -195,7 +197,7 @@ class MqttLink:
             self._advance_connection(bool(ready.pop(waiting.socket.fileno(), 0)))
         return bool(ready)
 
-    def _socket_events(self) -> SocketWait | None:
+    def _current_socket_wait(self) -> SocketWait | None:
         if self._client is None or self._socket is None:
             return self._waiting
         reading = select.POLLIN if self._inbox_bytes < INBOX_BYTES else 0
@@ -302,7 +304,7 @@ class MqttLink:
     def _on_publish(self, mid: int, code: int) -> None:
         message = self._queue.remove_sent(mid)
         if message is not None and code == errors.TOO_LARGE:
-            self._drop_oversized(message)
+            self._drop_oversized_and_lower_limit(message)
         elif message is not None and code >= errors.UNSPECIFIED:
             self._count_dropped(
                 1, errors.describe_refused_message(self.broker, message.topic, code, describe_reason(code))
@@ -327,6 +329,7 @@ class MqttLink:
             self._said = text
 
     def _handle_closed_socket(self) -> None:
+        """Retry with MQTT 3.1.1 if the broker refuses MQTT 5, else end the connection with the cause."""
         code = self._farewell.value if self._farewell is not None else errors.UNSPECIFIED
         if self.connected and self._client is not None and self._client.unread:
             return self._end_connection(errors.unread_error(self.broker))
@@ -350,6 +353,7 @@ class MqttLink:
         self.level = self.level if self.session else 9 - self.level
 
     def _end_connection(self, error: FedquiltError) -> None:
+        """Close the socket, requeue messages in flight, log a new error and set the time of the next attempt."""
         self._close_socket()
         delay_s = self._retry.record_failure(self.connected, time.monotonic())
         self._due_s = time.monotonic() + delay_s
@@ -367,9 +371,9 @@ class MqttLink:
             return
         if culprit.size > SMALLEST_CEILING:  # the next attempt need not wait
             self._retry.failures, self._due_s = 0, time.monotonic()
-        self._drop_oversized(culprit)
+        self._drop_oversized_and_lower_limit(culprit)
 
-    def _drop_oversized(self, refused: QueuedMessage) -> None:
+    def _drop_oversized_and_lower_limit(self, refused: QueuedMessage) -> None:
         if refused.size > SMALLEST_CEILING:
             self._ceiling = max(refused.size // 2, SMALLEST_CEILING)
             self.max_payload = min(self.max_payload, self._ceiling)

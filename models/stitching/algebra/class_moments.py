@@ -100,7 +100,7 @@ def device_moments(z: np.ndarray, y: np.ndarray, labels: int) -> DeviceMoments:
     return DeviceMoments(counts, means, np.asarray(np.linalg.qr(z, mode="r")))
 
 
-def to_tensors(given: DeviceMoments, exact: bool = False) -> dict[str, np.ndarray]:
+def pack_moments(given: DeviceMoments, exact: bool = False) -> dict[str, np.ndarray]:
     """Pack moments for sending: the mean, the offsets of class means from it, and the factor.
 
     Centred values are sent as float32, which is accurate for large means, or as float64 if `exact`.
@@ -118,14 +118,14 @@ def to_tensors(given: DeviceMoments, exact: bool = False) -> dict[str, np.ndarra
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -> DeviceMoments:
+def read_sent_moments(given: Tensors, labels: int, width: int, exact: bool = False) -> DeviceMoments:
     """Validate and unpack the moments that a device sent.
 
     Args:
         given: Tensors of the device.
         labels: Number of labels of the job.
         width: Number of features d.
-        exact: Whether the values are float64, as in `to_tensors`.
+        exact: Whether the values are float64, as in `pack_moments`.
 
     Raises:
         UpdateError: If tensors are missing or have wrong shapes, or if no examples can have such moments.
@@ -145,12 +145,12 @@ def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -
     for name in ("mean", *shapes):
         if np.abs(given[name]).max(initial=0.0) > LARGEST:
             raise UpdateError(f"moments: {name} beyond {LARGEST:g}, which no pooled maps reach")
-    found = unpack_tensors(given)
-    _require_consistent(found)
+    found = unpack_without_validation(given)
+    _require_positive_semidefinite(found)
     return found
 
 
-def unpack_tensors(given: Tensors) -> DeviceMoments:
+def unpack_without_validation(given: Tensors) -> DeviceMoments:
     counts, mean = given["counts"], given["mean"]
     means = np.zeros((len(counts), len(mean)))
     means[counts > 0] = mean + given["means"]
@@ -158,7 +158,7 @@ def unpack_tensors(given: Tensors) -> DeviceMoments:
     return DeviceMoments(counts.astype(np.int64), means, factor)
 
 
-def _require_consistent(given: DeviceMoments) -> None:
+def _require_positive_semidefinite(given: DeviceMoments) -> None:
     # Second moments within classes must be positive semi-definite. Only small matrices are decomposed.
     apart = np.sqrt(given.counts)[:, None] * (given.means - given.mean)
     apart = apart[given.counts > 0]
@@ -235,7 +235,7 @@ class ExactMomentSums:
         Args:
             before: Sums of earlier devices to merge with, or None.
         """
-        parts = [unpack_tensors(part) for part in self.parts.values()]
+        parts = [unpack_without_validation(part) for part in self.parts.values()]
         small = _add_counts(dict(self.sums), parts)
         counts, totals = small["counts"].rounded_value(), small["totals"].rounded_value()
         n, features, width = counts.sum(), totals.sum(axis=0), totals.shape[1]
@@ -258,7 +258,7 @@ class ExactMomentSums:
     def sum_parts(self) -> ExactMomentSums:
         sums, parts = dict(self.sums), list(self.parts.values())
         for first in range(0, len(parts), TOGETHER):
-            some = [unpack_tensors(part) for part in parts[first : first + TOGETHER]]
+            some = [unpack_without_validation(part) for part in parts[first : first + TOGETHER]]
             factors, sums = [_rows_about_zero(part) for part in some], _add_counts(sums, some)
             for start in range(0, factors[0].shape[1], PANEL):
                 sums[f"second.{start}"] = _add_panel(sums.get(f"second.{start}"), factors, start)
@@ -276,7 +276,7 @@ def validate_update_moments(update: DeviceUpdate, labels: int, width: int, exact
     Raises:
         UpdateError: If the moments have the wrong form, or another number of examples than the update's weight.
     """
-    part = from_tensors(update.bundles.get("moments", {}), labels, width, exact)
+    part = read_sent_moments(update.bundles.get("moments", {}), labels, width, exact)
     least_squares.require_weight(part.n, update.weight)
 
 
@@ -297,7 +297,7 @@ def validate_site_moments(total: ExactMomentSums, labels: int, width: int, weigh
         raise UpdateError("moments: of no devices, or of one twice")
     if total.parts.keys() != (set() if total.sums else total.devices.keys()):
         raise UpdateError("moments: of other devices than are named beside them")
-    parts = [from_tensors(part, labels, width, exact) for part in total.parts.values()]
+    parts = [read_sent_moments(part, labels, width, exact) for part in total.parts.values()]
     n = sum(part.n for part in parts)
     if total.sums:
         n = _validate_sums(total.sums, labels, width, weight)

@@ -84,7 +84,7 @@ class LinearHead:
     bias: np.ndarray  # (labels,)
 
 
-def standardise(sums: ClassMoments) -> StandardisedSums:
+def standardise_sums(sums: ClassMoments) -> StandardisedSums:
     n, mean = sums.n, sums.mean
     deviation = np.sqrt(np.maximum(np.diagonal(sums.scatter), 0.0) / n)
     varies = deviation > np.maximum(CONSTANT * np.abs(mean), np.finfo(np.float64).tiny)
@@ -247,7 +247,7 @@ class _OpenTap:
 def select_taps(
     given: StandardisedSums, layout: TapLayout, start: int, among: Sequence[int], ridge: float, widest: int = WIDEST
 ) -> SelectedTaps:
-    """Select taps greedily until no tap lowers the criterion by the share GAIN.
+    """Select taps greedily, from `start`, until no tap lowers the criterion by the share GAIN.
 
     The gain of a tap follows from the block of the matrix that it shares with the selected taps (a Schur complement).
     The block is updated whenever a tap is selected, so that each pair of taps is visited once.
@@ -262,11 +262,13 @@ def select_taps(
     """
     nothing, labels = np.empty(0, np.int64), given.cross.shape[1]
     so_far = _SolvedTaps(nothing, np.empty((0, labels)), 0.0, 0.0)
-    first, *others = (_open_tap(given, layout, tap, ridge) for tap in dict.fromkeys([start, *among]))
-    taken, criteria, best = [first.tap], [_joint_criterion(given, so_far, first, ridge)], first
+    first, *others = (_build_candidate_tap(given, layout, tap, ridge) for tap in dict.fromkeys([start, *among]))
+    taken, criteria, best = [first.tap], [_criterion_with_tap(given, so_far, first, ridge)], first
     while True:
-        so_far, others = _add_tap(given, so_far, best, others, layout.total_width(taken), widest)
-        known = [(_joint_criterion(given, so_far, each, ridge), each.tap, place) for place, each in enumerate(others)]
+        so_far, others = _select_tap_and_update(given, so_far, best, others, layout.total_width(taken), widest)
+        known = [
+            (_criterion_with_tap(given, so_far, each, ridge), each.tap, place) for place, each in enumerate(others)
+        ]
         if not known or not min(known)[0] < criteria[-1] * (1 - GAIN):
             return SelectedTaps(ridge, tuple(taken), tuple(criteria))
         criterion, tap, place = min(known)
@@ -275,14 +277,14 @@ def select_taps(
         criteria.append(criterion)
 
 
-def _open_tap(given: StandardisedSums, layout: TapLayout, tap: int, ridge: float) -> _OpenTap:
+def _build_candidate_tap(given: StandardisedSums, layout: TapLayout, tap: int, ridge: float) -> _OpenTap:
     columns = layout.feature_columns([tap])
     block = given.correlation[np.ix_(columns, columns)]
     block[np.diag_indices(len(block))] += ridge
     return _OpenTap(tap, columns, np.empty((0, len(columns))), block, np.zeros_like(block), given.cross[columns])
 
 
-def _joint_criterion(given: StandardisedSums, so_far: _SolvedTaps, tap: _OpenTap, ridge: float) -> float:
+def _criterion_with_tap(given: StandardisedSums, so_far: _SolvedTaps, tap: _OpenTap, ridge: float) -> float:
     inverse = np.linalg.inv(tap.left)
     step = inverse @ tap.cross
     weights = so_far.weights - tap.solved @ step
@@ -292,9 +294,10 @@ def _joint_criterion(given: StandardisedSums, so_far: _SolvedTaps, tap: _OpenTap
     return _criterion_from_sums(given, len(so_far.columns) + len(step), explained, squares, trace, ridge)
 
 
-def _add_tap(
+def _select_tap_and_update(
     given: StandardisedSums, so_far: _SolvedTaps, tap: _OpenTap, others: Sequence[_OpenTap], width: int, widest: int
 ) -> tuple[_SolvedTaps, list[_OpenTap]]:
+    """Return the set with the selected tap, and the other taps that still fit, regressed on this set."""
     # Returns the set with the tap, and the open taps that are not too wide.
     inverse = np.linalg.inv(tap.left)
     step = inverse @ tap.cross

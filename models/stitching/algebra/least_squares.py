@@ -55,8 +55,8 @@ def merge_moments(parts: Sequence[RegressionMoments]) -> RegressionMoments:
         total = n + part.n
         dx, dy = part.mean_x - mean_x, part.mean_y - mean_y
         share = n * part.n / total
-        _add_outer(xx, part.xx, share, dx, dx)
-        _add_outer(xy, part.xy, share, dx, dy)
+        _add_part_and_outer(xx, part.xx, share, dx, dx)
+        _add_part_and_outer(xy, part.xy, share, dx, dy)
         yy += part.yy + share * float(dy @ dy)
         mean_x, mean_y, n = mean_x + dx * (part.n / total), mean_y + dy * (part.n / total), total
     return RegressionMoments(n, mean_x, mean_y, xx, xy, yy)
@@ -171,7 +171,7 @@ class MergedMoments:
     groups: tuple[RegressionMoments, ...]  # empty if too large to be held separately
 
 
-def add_device(so_far: MergedMoments | None, new: RegressionMoments, most: int) -> MergedMoments:
+def add_device_moments(so_far: MergedMoments | None, new: RegressionMoments, most: int) -> MergedMoments:
     """Add a device's moments as a new group, or to the smallest group if there are `most` groups.
 
     The total is bit-identical to merging all devices in this order. With `most` below 2 there are no groups.
@@ -220,7 +220,7 @@ def leave_one_out_residuals(parts: Sequence[RegressionMoments], ridge: float = R
 # -- on the wire ----------------------------------------------------------------------------------
 
 
-def to_tensors(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
+def pack_moments(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
     """Pack moments for sending: half of the symmetric matrix, in float32 unless `exact`.
 
     The rounding of centred moments to float32 is smaller than the effect of a ridge. Without a ridge small eigenvalues
@@ -237,7 +237,7 @@ def to_tensors(sums: RegressionMoments, exact: bool) -> dict[str, np.ndarray]:
     }
 
 
-def from_tensors(given: Tensors, p: int, q: int) -> RegressionMoments:
+def read_sent_moments(given: Tensors, p: int, q: int) -> RegressionMoments:
     """Validate and unpack the moments that a device sent.
 
     Raises:
@@ -246,7 +246,7 @@ def from_tensors(given: Tensors, p: int, q: int) -> RegressionMoments:
     shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
     if missing := sorted(shapes.keys() - given.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing")
-    kind = np.dtype(np.float64 if given["xx"].dtype == np.float64 else np.float32)  # as `to_tensors`
+    kind = np.dtype(np.float64 if given["xx"].dtype == np.float64 else np.float32)  # as `pack_moments`
     double = np.dtype(np.float64)
     require_tensors(
         given, {name: TensorSpec(shape, kind if name in ("xx", "xy") else double) for name, shape in shapes.items()}
@@ -307,7 +307,7 @@ def _packed_rows(rows: int, width: int) -> Iterator[tuple[int, slice]]:
         start += width - row
 
 
-def _add_outer(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: np.ndarray) -> None:
+def _add_part_and_outer(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: np.ndarray) -> None:
     # total += part + share * dx dy', by blocks of rows.
     for first in range(0, len(total), BLOCK):
         rows = slice(first, first + BLOCK)

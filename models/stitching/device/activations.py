@@ -100,6 +100,7 @@ class MemoryStack:
         return self.read_examples(examples.start, examples.stop)[:, some]
 
     def read_features(self, first: int, last: int, examples: int) -> np.ndarray:
+        """Return flattened features [first, last) of the first `examples` examples."""
         found, start = [], 0
         for part in self._parts:
             if start < examples:
@@ -132,7 +133,7 @@ class FileStack:
 
     @classmethod
     def open(cls, path: Path, shape: tuple[int, ...]) -> FileStack | None:
-        """Open a saved file, or return None if the file is missing, damaged or of another shape."""
+        """Open a saved file, or return None if missing or of another size, or if damaged, which deletes it."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -270,6 +271,7 @@ class ActivationCache:
                 left.unlink(missing_ok=True)
 
     def make_stack(self, shape: tuple[int, ...]) -> ActivationStack:
+        """Return a new stack in memory, or in a file if all stacks in memory would exceed the limit."""
         if sum(stack.nbytes for stack in self._made) + 4 * prod(shape) > self._memory_bytes:
             return FileStack(shape, self._folder)
         stack = MemoryStack(shape)
@@ -296,6 +298,7 @@ class ActivationCache:
         return FileStack.open(self._folder / name, shape) or FileStack.open(self._folder / (name + SPARE), shape)
 
     def _evict_entries_for(self, size: int) -> bool:
+        """Delete the oldest spare files until `size` bytes fit, or return False if `size` exceeds the limit."""
         entries = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{SPARE}"))
         over = sum(path.stat().st_size - SUM_BYTES for _, path in entries) + size - self._kept_bytes
         if size > self._kept_bytes:

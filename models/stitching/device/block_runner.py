@@ -88,13 +88,13 @@ class BlockRunner:
         shift = 0
         for stage in inner:
             between: ActivationStack | None = None
-            for y in self._run_stage(stage, source, first - shift, last - shift, flops):
+            for y in self._iterate_stage_outputs(stage, source, first - shift, last - shift, flops):
                 between = between or self.shelf.make_stack((last - first, *y.shape[1:]))
                 between.append(y)
                 del y
             assert between is not None, "no examples"
             source, shift = between, first
-        for y in self._run_stage(final, source, first - shift, last - shift, flops):
+        for y in self._iterate_stage_outputs(final, source, first - shift, last - shift, flops):
             made.append(y)
             del y  # before the next batch runs, to free its memory
         return made
@@ -102,27 +102,30 @@ class BlockRunner:
     def run_path(
         self, path: Sequence[Block], between: Between, source: ActivationSource, known: PathOutputs
     ) -> ActivationStack:
-        """Return the output of a path's last block, computed from the longest cached prefix."""
+        """Return the output of a path's last block, run from the longest cached prefix, and cache the new outputs."""
         begin, maps = len(path), known.find(path)
         while maps is None and begin > 0:
             begin -= 1
             maps = known.find(path[:begin]) if begin else None
         for i in range(begin, len(path)):
-            maps = self.run_block(path[i], apply_junction(source if maps is None else maps, between[i], path[i]))
+            maps = self.run_block(path[i], apply_junction_lazily(source if maps is None else maps, between[i], path[i]))
             known.store(path[: i + 1], maps)
         assert maps is not None, "an empty path has no output"
         return maps
 
-    def _run_stage(
+    def _iterate_stage_outputs(
         self, stage: Sequence[str], source: ActivationSource, first: int, last: int, flops: float
     ) -> Iterator[np.ndarray]:
+        """Yield a stage's outputs on examples [first, last) in batches, or at once if the stage has several graphs."""
         if len(stage) == 1:
-            yield from self._run_graph(stage[0], source, first, last, flops)
+            yield from self._iterate_graph_outputs(stage[0], source, first, last, flops)
             return
-        tiles = [np.concatenate(list(self._run_graph(graph, source, first, last, flops))) for graph in stage]
+        tiles = [
+            np.concatenate(list(self._iterate_graph_outputs(graph, source, first, last, flops))) for graph in stage
+        ]
         yield np.concatenate(tiles, axis=1)
 
-    def _run_graph(
+    def _iterate_graph_outputs(
         self, graph: str, source: ActivationSource, first: int, last: int, flops: float
     ) -> Iterator[np.ndarray]:
         path, engine = self._site.path(graph), self._site.engine
@@ -173,8 +176,8 @@ def cache_key(path: Sequence[Block], rows: np.ndarray, what: str) -> str:
     return f"{what}.{digest.hexdigest()[:16]}"
 
 
-def apply_junction(maps: ActivationSource, junction: Tensors | None, block: Block) -> ActivationSource:
-    """Return maps that are resized and projected for `block` on reading."""
+def apply_junction_lazily(maps: ActivationSource, junction: Tensors | None, block: Block) -> ActivationSource:
+    """Return maps that are resized and projected for `block` on reading, or the same maps without a junction."""
     if junction is None:
         return maps
     source, beside = maps, prod(maps.shape[1:]) + block.in_shape[0] * prod(maps.shape[2:])

@@ -65,7 +65,7 @@ def compute_junction_moments(ask: FitRequest, site: ClientContext) -> ClientResu
                     y = run.run_block(block, y)
         while sums:
             name, each = sums.popitem()
-            found[name] = least_squares.to_tensors(each, exact=ask.ridge == 0)
+            found[name] = least_squares.pack_moments(each, exact=ask.ridge == 0)
             del each
     return _client_result(ask, [found[name] for name in ask.winners], len(chosen), local)
 

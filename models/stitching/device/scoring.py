@@ -80,13 +80,13 @@ def score_pool(ask: ScoreRequest, site: ClientContext) -> ClientResult:
         DataError: If there are too few examples.
     """
     scorer = _BlockScorer(ask, site)
-    found, level = scorer.input_scores(), np.zeros(len(ask.pool), np.int64)
+    found, level = scorer.score_candidate_inputs(), np.zeros(len(ask.pool), np.int64)
     screen = np.array([each.value for each in found])
     tried = vote.greedy_picks(screen, level, ask.pool, len(ask.pool), ask.spread)
     values = screen.copy()
     if ask.score_at != "input":
         tried = tried if ask.score_at == "output" else tried[: ask.screen]
-        for j, (early, full) in zip(tried, scorer.output_scores(tried), strict=True):
+        for j, (early, full) in zip(tried, scorer.score_early_and_full(tried), strict=True):
             if ask.score_at == "output":
                 screen[j] = values[j] = early.value
             if full is not None:
@@ -125,17 +125,18 @@ class _BlockScorer:
         self._flow = BlockRunner(site, ask.blocks.values(), self._estimate_flops(), matrices_bytes=self._fit_bytes)
         self._shown = block_runner.PreparedExamples(site.train.x[self._rows], ask.input)
         self._maps: ActivationStack | None = None
-        self._cache_donors()
+        self._cache_donor_references()
 
     # -- scores --
 
-    def input_scores(self) -> list[cka.CkaScore]:
+    def score_candidate_inputs(self) -> list[cka.CkaScore]:
         known = _gram_name(self._path[-1])
         native = stitched_network.is_native_path(self._path) and known in self.local
-        here = self.local[known] if native else self._compute_gram(self._path_output(), self.count)
-        return [self._compare_grams(block, here, _gram_name(block, -1)) for block in self._pool]
+        here = self.local[known] if native else self._compute_gram(self._compute_path_output_once(), self.count)
+        return [self._compare_with_cached_gram(block, here, _gram_name(block, -1)) for block in self._pool]
 
-    def output_scores(self, candidates: Iterable[int]) -> Iterator[tuple[cka.CkaScore, cka.CkaScore | None]]:
+    def score_early_and_full(self, candidates: Iterable[int]) -> Iterator[tuple[cka.CkaScore, cka.CkaScore | None]]:
+        """Yield the scores of each candidate on the first and on all images, the latter None if stopped early."""
         blocks = [self._pool[j] for j in candidates]
         junctions = self._fit_junctions(blocks)
         best: list[float] = []
@@ -145,37 +146,39 @@ class _BlockScorer:
             if block.id in junctions:
                 weights, bias = junctions.pop(block.id)
                 junction = {"weights": weights.read_examples(0, len(bias)), "bias": bias}
-            early, full = self._output_score(block, junction, floor)
+            early, full = self._score_early_and_full(block, junction, floor)
             if full is not None:
                 best.append(full.value)
             yield early, full
 
-    def _output_score(
+    def _score_early_and_full(
         self, block: Block, junction: Tensors | None, floor: float
     ) -> tuple[cka.CkaScore, cka.CkaScore | None]:
+        """Return a candidate's scores on the first and on all images, the latter None if the first is below `floor`."""
         if junction is None and stitched_network.is_native_path(self._path):
             exact = self.local[_label_score_name(block, self._ask.criterion)][0] if self._by_labels else 1.0
             own = cka.CkaScore(exact * self._ask.native_factor, True)  # CKA of equal matrices is 1
             return own, own
-        source = block_runner.apply_junction(self._path_output(), junction, block)
+        source = block_runner.apply_junction_lazily(self._compute_path_output_once(), junction, block)
         outputs = self._flow.shelf.make_stack((self.count, *block.out_shape))
         first = self._ask.early if self._ask.early < self.count and not self._by_labels else 0
         if first:
             self._flow.run_block(block.scoring_variant, source, 0, first, outputs)
-            early = self._score_output(block, outputs, first)
+            early = self._score_first_outputs(block, outputs, first)
             if early.value < floor:
                 return early, None
         self._flow.run_block(block.scoring_variant, source, first, self.count, outputs)
-        full = self._score_output(block, outputs, self.count)
+        full = self._score_first_outputs(block, outputs, self.count)
         return (early if first else full), full
 
-    def _score_output(self, block: Block, outputs: ActivationStack, examples: int) -> cka.CkaScore:
+    def _score_first_outputs(self, block: Block, outputs: ActivationStack, examples: int) -> cka.CkaScore:
+        """Return the score of the outputs against the donor's or, after its remaining blocks, the labels."""
         if not self._by_labels:
-            return self._compare_grams(block, self._compute_gram(outputs, examples), _gram_name(block))
+            return self._compare_with_cached_gram(block, self._compute_gram(outputs, examples), _gram_name(block))
         maps: ActivationSource = outputs
         for following in self._remaining_blocks(block):
             maps = self._flow.run_block(following, maps, 0, examples)
-        found = self._score_labels(maps, examples)
+        found = self._score_against_labels(maps, examples)
         own = stitched_network.is_continuation(self._path[-1], block)
         return found._replace(value=found.value * self._ask.native_factor) if own else found
 
@@ -184,14 +187,15 @@ class _BlockScorer:
         later = [each for each in own if self._ask.completes and each.index > block.index]
         return sorted(later, key=lambda each: each.index)
 
-    def _score_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
+    def _score_against_labels(self, maps: ActivationSource, examples: int) -> cka.CkaScore:
         parts = (
             cka.feature_rows(part, "gap") for _, part in block_runner.iterate_pieces(SourceSlice(maps, 0, examples))
         )
         judge = cka.label_alignment if self._ask.criterion == "labels" else cka.explained_variance
         return judge(np.concatenate(list(parts)), self._site.train.y[self._rows[:examples]])
 
-    def _compare_grams(self, block: Block, here: np.ndarray, reference: str) -> cka.CkaScore:
+    def _compare_with_cached_gram(self, block: Block, here: np.ndarray, reference: str) -> cka.CkaScore:
+        """Return the CKA with a cached Gram matrix, times `native_factor` if the block continues its own donor."""
         there = self.local[reference][: len(here), : len(here)]
         found = cka.cka(here, there, self._ask.estimator)
         own = stitched_network.is_continuation(self._path[-1], block)
@@ -202,7 +206,8 @@ class _BlockScorer:
 
     # -- cached results --
 
-    def _cache_donors(self) -> None:
+    def _cache_donor_references(self) -> None:
+        """Run the donors' uncached blocks, and cache Gram matrices, label scores and fit targets."""
         for chain, _ in donor_chains(self._ask.blocks, self._pool):
             if not self._fits:
                 chain = chain[:-1]  # input scores do not use the deepest candidate's output
@@ -215,7 +220,7 @@ class _BlockScorer:
                     self.local[_gram_name(block)] = self._compute_gram(maps, self.count)
                 if self._by_labels:
                     merit = _label_score_name(block, self._ask.criterion)
-                    self.local[merit] = np.array([self._score_labels(maps, self.count).value])
+                    self.local[merit] = np.array([self._score_against_labels(maps, self.count).value])
                 if feeds:
                     positions = self._draw_positions(block.out_shape)
                     self._flow.reserve_memory(8 * len(positions) * block.out_shape[0])
@@ -240,28 +245,31 @@ class _BlockScorer:
     def _fit_images(self, maps: ActivationSource) -> ActivationSource:
         return SourceSlice(maps, self.count, 2 * self.count)
 
-    def _path_output(self) -> ActivationStack:
+    def _compute_path_output_once(self) -> ActivationStack:
         if self._maps is None:
             kept = block_runner.OutputCache(self._flow, self._rows, len(self._path))
             self._maps = self._flow.run_path(self._path, self._between, self._shown, kept)
         return self._maps
 
     def _fit_junctions(self, blocks: Sequence[Block]) -> dict[str, tuple[ActivationStack, np.ndarray]]:
+        """Return weights and bias of a junction to each candidate, except the path's own next block."""
         found: dict[str, tuple[ActivationStack, np.ndarray]] = {}
         strange = [block for block in blocks if not stitched_network.is_continuation(self._path[-1], block)]
         for size in sorted({block.in_shape[1:] for block in strange}):
             self._flow.reserve_memory(self._fit_bytes)
             x = block_runner.sample_vectors(
-                block_runner.resize_maps(self._fit_images(self._path_output()), *size), self._draw_positions((0, *size))
+                block_runner.resize_maps(self._fit_images(self._compute_path_output_once()), *size),
+                self._draw_positions((0, *size)),
             )
             fit = least_squares.RidgeFit(x, self._ask.ridge, self._ask.bias)
             for block in strange:
                 if block.in_shape[1:] == size:
-                    found[block.id] = self._fit_junction(fit, block)
+                    found[block.id] = self._solve_junction(fit, block)
             del x, fit  # frees their memory before the next fit
         return found
 
-    def _fit_junction(self, fit: least_squares.RidgeFit, block: Block) -> tuple[ActivationStack, np.ndarray]:
+    def _solve_junction(self, fit: least_squares.RidgeFit, block: Block) -> tuple[ActivationStack, np.ndarray]:
+        """Solve a junction for a few channels at a time, and return its weights in the cache and its bias."""
         # Solved for a few of the block's channels at a time, to bound memory.
         target = self._find_target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
         assert target is not None

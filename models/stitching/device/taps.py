@@ -69,7 +69,7 @@ def gather_moments(ask: GatherRequest, site: ClientContext) -> ClientResult:
     first = 0
     for rows in junction_moments.example_batches(site, chosen):
         last = first + len(rows)
-        for tap, part in _iterate_pooled_ends(
+        for tap, part in _run_and_pool_paths(
             run, ask, ask.paths, block_runner.PreparedExamples(site.train.x[rows], ask.input), site
         ):
             column = sum(ask.widths[:tap])
@@ -80,7 +80,7 @@ def gather_moments(ask: GatherRequest, site: ClientContext) -> ClientResult:
             z[first:last, column : column + ask.widths[tap]] = part
         first = last
     run.reserve_memory(factor_bytes)
-    found = class_moments.to_tensors(class_moments.device_moments(z, site.train.y[chosen], ask.labels), ask.exact)
+    found = class_moments.pack_moments(class_moments.device_moments(z, site.train.y[chosen], ask.labels), ask.exact)
     metrics = {"turn": float(ask.turn), "short": float(len(chosen) < len(wanted))}
     return ClientResult({"moments": found}, float(len(chosen)), metrics, local)
 
@@ -105,7 +105,7 @@ def count_correct(ask: CountRequest, site: ClientContext) -> ClientResult:
     for first in range(0, len(rows), junction_moments.WAVE):
         wave = rows[first : first + junction_moments.WAVE]
         x, y = site.held.x[wave], site.held.y[wave]
-        ends = dict(_iterate_pooled_ends(run, ask, ask.paths, block_runner.PreparedExamples(x, ask.input), site))
+        ends = dict(_run_and_pool_paths(run, ask, ask.paths, block_runner.PreparedExamples(x, ask.input), site))
         for i, (taps, groups) in enumerate(zip(ask.candidates, ask.align, strict=True)):
             z = np.concatenate([ends[tap] for tap in taps], axis=1)
             if groups is None:
@@ -126,7 +126,7 @@ def _paths_flops(ask: GatherRequest | CountRequest) -> float:
     return sum(ask.blocks[ids[-1]].flops for ids in stitched_network.path_prefixes(ask.paths))
 
 
-def _pool_maps(run: BlockRunner, maps: ActivationSource) -> np.ndarray:
+def _average_pool_maps(run: BlockRunner, maps: ActivationSource) -> np.ndarray:
     found = np.empty(maps.shape[:2], np.float64)
     run.reserve_memory(found.nbytes + 2 * block_runner.PIECE_BYTES)  # one piece is freed once the next has been read
     for first, part in block_runner.iterate_pieces(maps):
@@ -134,9 +134,10 @@ def _pool_maps(run: BlockRunner, maps: ActivationSource) -> np.ndarray:
     return found
 
 
-def _iterate_pooled_ends(
+def _run_and_pool_paths(
     run: BlockRunner, ask: StitchingRequest, paths: Sequence[Path], shown: ActivationSource, site: ClientContext
 ) -> Iterator[tuple[int, np.ndarray]]:
+    """Run the paths on shared prefixes, and yield each path's index and the pooled output of its last block."""
     # Shorter branches run first, so that the longest one runs without other maps in memory.
     numbers = {path: i for i, path in enumerate(paths)}
     order = stitched_network.path_prefixes(paths)
@@ -150,9 +151,9 @@ def _iterate_pooled_ends(
         block = ask.blocks[ids[-1]]
         own = len(ids) == 1 or stitched_network.is_continuation(ask.blocks[ids[-2]], block)
         junction = None if own else site.load(stitched_network.junction_name(ids))
-        made = run.run_block(block, block_runner.apply_junction(maps, junction, block))
+        made = run.run_block(block, block_runner.apply_junction_lazily(maps, junction, block))
         del maps
         if ids in numbers:
-            yield numbers[ids], _pool_maps(run, made)
+            yield numbers[ids], _average_pool_maps(run, made)
         waiting += [(after, made) for after in sorted(following.get(ids, ()), key=lambda each: -size[each])]
         del made

@@ -90,7 +90,7 @@ def split_donor(
         ModelError: If the network cannot be traced or cut there.
     """
     model = model.eval()
-    traced = _trace_operations(model, donor, shape)
+    traced = _trace_with_shapes(model, donor, shape)
     *nodes, output = traced.graph.nodes
     result = output.args[0]
     if len(where.value_shape(result)) != 2:
@@ -120,7 +120,7 @@ def export_block(block: DonorBlock) -> tuple[tuple[BlockGraph, ...], ...]:
         ModelError: If ONNX or the devices (`fedquilt.onnx.graph_check`) do not support an operation.
     """
     made = tuple(
-        tuple(_build_graph(model) for model in stage)
+        tuple(_build_block_graph(model) for model in stage)
         for stage in tiled_linear.split_into_stages(_onnx_model(block), TILE_BYTES)
     )
     for graph in (graph for stage in made for graph in stage):
@@ -133,11 +133,11 @@ def export_block(block: DonorBlock) -> tuple[tuple[BlockGraph, ...], ...]:
 
 def _onnx_model(block: DonorBlock) -> onnx.ModelProto:
     model = onnx_file.trace_to_onnx(block.module, block.in_shape, f"block {block.id}", MEND)
-    _drop_aliases(model.graph)
+    _remove_identity_aliases(model.graph)
     return model
 
 
-def _drop_aliases(graph: onnx.GraphProto) -> None:
+def _remove_identity_aliases(graph: onnx.GraphProto) -> None:
     # torch writes Identity nodes for equal tensors.
     tensors = {tensor.name for tensor in graph.initializer}
     aliases = [node for node in graph.node if node.op_type == "Identity" and node.input[0] in tensors]
@@ -148,7 +148,7 @@ def _drop_aliases(graph: onnx.GraphProto) -> None:
         node.input[:] = [names.get(name, name) for name in node.input]
 
 
-def _build_graph(model: onnx.ModelProto) -> BlockGraph:
+def _build_block_graph(model: onnx.ModelProto) -> BlockGraph:
     activation_bytes = memory.peak_activation_bytes(model)
     weight_bytes = sum(_tensor_bytes(tensor) for tensor in model.graph.initializer)
     model.ir_version = IR_VERSION
@@ -157,14 +157,14 @@ def _build_graph(model: onnx.ModelProto) -> BlockGraph:
     if activation_bytes is not None:  # else engines run one example at a time
         facts["activation_bytes"] = str(activation_bytes)
     onnx.helper.set_model_props(model, facts)
-    data = _externalise_weights(model) if weight_bytes >= INLINE_BYTES else None
+    data = _extract_external_data(model) if weight_bytes >= INLINE_BYTES else None
     return BlockGraph(model.SerializeToString(deterministic=True), data, weight_bytes, activation_bytes or 0)
 
 
 # -- tracing --------------------------------------------------------------------------------------
 
 
-def _trace_operations(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
+def _trace_with_shapes(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
     traced = symbolic_trace.trace_network(model, f"donor {donor!r}", "take another donor").eval()
     try:
         with torch.no_grad():
@@ -225,7 +225,7 @@ def _build_block(
 # -- weights --------------------------------------------------------------------------------------
 
 
-def _externalise_weights(model: onnx.ModelProto) -> bytes:
+def _extract_external_data(model: onnx.ModelProto) -> bytes:
     data = io.BytesIO()
     moved = []
     for tensor in model.graph.initializer:

@@ -51,7 +51,7 @@ def list_operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]
     place = {node: i for i, node in enumerate(nodes)}
     until = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
     trunk = find_trunk(model)
-    found, alive, channels = [], set[fx.Node](), _channel_axes(traced)
+    found, alive, channels = [], set[fx.Node](), _infer_channel_axes(traced)
     for i, node in enumerate(nodes):
         alive = {other for other in alive if until[other] > i}
         if node.op != "get_attr":  # a constant is copied to every block that uses it
@@ -101,7 +101,7 @@ def cuts_by_rule(model: nn.Module, found: Sequence[Operation], donor: str, archi
     Raises:
         ModelError: If the network has no such places.
     """
-    head = _find_head(found, donor)
+    head = _find_cut_before_head(found, donor)
     parts = next((names for family, names in _PARTS.items() if architecture.startswith(family)), ())
     ends = cuts_after_modules(found, donor, parts) if parts else _cuts_before_convolutions(model, found)
     before_head = {op.name for op in found[:head]}
@@ -109,9 +109,9 @@ def cuts_by_rule(model: nn.Module, found: Sequence[Operation], donor: str, archi
 
 
 def find_trunk(model: nn.Module) -> str:
-    """Return the name of the innermost Sequential with 90 % of the convolutions or attention.
+    """Return the name of the innermost Sequential with 90 % of the attention modules, or else convolutions.
 
-    In a transformer, it is the one with nine tenths of the attention, however deep.
+    The name is "" for the whole model.
     """
     name, module = "", model
     counted = ATTENTION if _count_modules(model, ATTENTION) else CONVOLUTIONS
@@ -161,7 +161,7 @@ def _cuts_before_convolutions(model: nn.Module, found: Sequence[Operation]) -> l
     return ends
 
 
-def _find_head(found: Sequence[Operation], donor: str) -> int:
+def _find_cut_before_head(found: Sequence[Operation], donor: str) -> int:
     # The last operation before the terminating block.
     last = max((i for i, op in enumerate(found) if op.weighs), default=0)
     first = last  # all layers of the part with the last weights belong to the classifier
@@ -185,17 +185,17 @@ def _count_modules(module: nn.Module, kinds: tuple[type, ...]) -> int:
     return sum(isinstance(inner, kinds) for inner in module.modules())
 
 
-def _channel_axes(traced: fx.GraphModule) -> dict[fx.Node, int]:
+def _infer_channel_axes(traced: fx.GraphModule) -> dict[fx.Node, int]:
     found: dict[fx.Node, int] = {}
     for node in traced.graph.nodes:
         module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
-        axis = _channel_axis(node, module, found)
+        axis = _infer_channel_axis(node, module, found)
         if axis is not None:
             found[node] = axis
     return found
 
 
-def _channel_axis(node: fx.Node, module: nn.Module | None, found: Mapping[fx.Node, int]) -> int | None:
+def _infer_channel_axis(node: fx.Node, module: nn.Module | None, found: Mapping[fx.Node, int]) -> int | None:
     shape = value_shape(node)
     before = next((each for each in node.all_input_nodes if each in found), None)
     axis = None if before is None else found[before]

@@ -54,7 +54,7 @@ def export_stitched(
     made, order = _GraphBuilder(), path_prefixes(network.taps)
     values: dict[tuple[str, ...], str] = {(): "x"}
     for place, ids in enumerate(order):
-        stages = [[model.graph for model in stage] for stage in _load_block(ids[-1], blocks, files)]
+        stages = [[model.graph for model in stage] for stage in _load_block_graphs(ids[-1], blocks, files)]
         value, junction = values[ids[:-1]], network.junctions.get(junction_name(ids))
         if junction is not None:
             before, after = blocks[ids[-2]].out_shape, blocks[ids[-1]].in_shape
@@ -129,7 +129,7 @@ class _GraphBuilder:
                 copy.CopyFrom(tensor)
                 copy.name = named
                 self.initializers.append(copy)
-        self.nodes.extend(_rename_values(node, names, prefix) for node in graph.node)
+        self.nodes.extend(_copy_with_renamed_values(node, names, prefix) for node in graph.node)
         return names.get(graph.output[0].name, f"{prefix}{graph.output[0].name}")
 
     def add_junction(
@@ -140,6 +140,7 @@ class _GraphBuilder:
         stage: list[onnx.GraphProto],
         name: str,
     ) -> tuple[str, list[onnx.GraphProto]]:
+        """Add a junction, folded into the stage if cheaper. Return its value and the stage after it."""
         before, after = shapes
         if enlarges_maps(before, after):
             return self._add_resize(
@@ -202,14 +203,14 @@ class _GraphBuilder:
         return self.add_node("Concat", [part or never for part in parts], "align/scores", axis=1)
 
 
-def _rename_values(node: onnx.NodeProto, names: Mapping[str, str], prefix: str) -> onnx.NodeProto:
+def _copy_with_renamed_values(node: onnx.NodeProto, names: Mapping[str, str], prefix: str) -> onnx.NodeProto:
     made = onnx.NodeProto()
     made.CopyFrom(node)
     made.name = f"{prefix}{node.name}"
     for values in (made.input, made.output):
         values[:] = [names.get(value, f"{prefix}{value}") if value else "" for value in values]
     for inner in (attribute.g for attribute in made.attribute if attribute.HasField("g")):
-        nodes = [_rename_values(each, names, prefix) for each in inner.node]
+        nodes = [_copy_with_renamed_values(each, names, prefix) for each in inner.node]
         del inner.node[:]
         inner.node.extend(nodes)
         for own in (*inner.input, *inner.output, *inner.initializer, *inner.value_info):
@@ -221,7 +222,7 @@ def _to_float32(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def _load_block(
+def _load_block_graphs(
     block: str, blocks: Mapping[str, Block], files: Mapping[str, Path]
 ) -> tuple[tuple[onnx.ModelProto, ...], ...]:
     if block not in blocks or not files.keys() >= {name for stage in blocks[block].stages for name in stage}:
@@ -241,7 +242,7 @@ def load_graph(block: str, path: Path) -> onnx.ModelProto:
         model = onnx.load(path, load_external_data=False)
         for tensor in model.graph.initializer:
             if tensor.data_location == TensorProto.EXTERNAL:
-                _load_external(tensor, path.parent)
+                _inline_external_data(tensor, path.parent)
     except Exception as error:  # protobuf and the file system raise their own kinds
         raise ModelError(f"block {block!r} cannot be read from {path}: {error}; prepare the bundle anew") from None
     opsets = [opset.version for opset in model.opset_import]
@@ -250,7 +251,7 @@ def load_graph(block: str, path: Path) -> onnx.ModelProto:
     return model
 
 
-def _load_external(tensor: onnx.TensorProto, folder: Path) -> None:
+def _inline_external_data(tensor: onnx.TensorProto, folder: Path) -> None:
     # onnx itself refuses hard-linked files.
     where = {entry.key: entry.value for entry in tensor.external_data}
     with (folder / where["location"]).open("rb") as data:

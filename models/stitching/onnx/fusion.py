@@ -24,7 +24,7 @@ def fuse_operations(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Return a graph's operations in order, with fused operations in place of their last one."""
     found = _FusionPass(graph)
     for node in graph.node:
-        found.fuse_from(node)
+        found.fuse_starting_at(node)
     return found.fused_nodes()
 
 
@@ -50,7 +50,7 @@ class _FusionPass:
         now = [self._made.get(place, node) for place, node in enumerate(self._nodes)]
         return [node for node in now if node is not None]
 
-    def fuse_from(self, node: onnx.NodeProto) -> None:
+    def fuse_starting_at(self, node: onnx.NodeProto) -> None:
         place = self._places[id(node)]
         if node.op_type in ACTIVATED:
             after = self._only_user(node.output[0])
@@ -63,12 +63,12 @@ class _FusionPass:
         elif node.op_type == "Erf":
             self._fuse_gelu(place)
         elif node.op_type == "MatMul":
-            self._fuse_product(place)
+            self._fuse_matmul_with_neighbours(place)
 
     def _fuse_gelu(self, place: int) -> None:
         # Half of x may be taken before or after the product with x.
         before = self._makers.get(self._nodes[place].input[0])
-        x = None if before is None else self._scaled_input(before)
+        x = None if before is None else self._input_if_scaling(before)
         one = self._only_user(self._nodes[place].output[0])
         if before is None or x is None or self._only_user(self._nodes[before].output[0]) is None:
             return
@@ -80,12 +80,12 @@ class _FusionPass:
         other = next(name for name in self._nodes[times].input if name != self._nodes[one].output[0])
         if other == x:
             half = self._only_user(self._nodes[times].output[0])
-            if half is None or self._scaled_input(half) is None:
+            if half is None or self._input_if_scaling(half) is None:
                 return
             places = [before, place, one, times, half]
         else:
             half = self._makers.get(other)
-            if half is None or self._scaled_input(half) != x or self._only_user(other) is None:
+            if half is None or self._input_if_scaling(half) != x or self._only_user(other) is None:
                 return
             places = [before, half, place, one, times]
         adding = self._makers.get(x)
@@ -94,20 +94,20 @@ class _FusionPass:
         else:
             self._replace(places, GELU, [x])
 
-    def _fuse_product(self, place: int) -> None:
+    def _fuse_matmul_with_neighbours(self, place: int) -> None:
         places, factors = [place], list(self._nodes[place].input)
         for at, name in enumerate(factors):
             maker = self._makers.get(name)
             if maker is None or maker in self._made or self._only_user(name) is None:
                 continue
-            within = self._scaled_input(maker)
+            within = self._input_if_scaling(maker)
             if within is None and self._swaps_last_axes(maker):
                 within = self._nodes[maker].input[0]
             if within is not None:
                 places.append(maker)
                 factors[at] = within
         after = self._only_user(self._nodes[place].output[0])
-        if after is not None and self._scaled_input(after) is not None:
+        if after is not None and self._input_if_scaling(after) is not None:
             places.append(after)
         self._replace(places, "MatMul", factors)
 
@@ -123,7 +123,7 @@ class _FusionPass:
     def _matches(self, place: int, kind: str, inputs: set[str]) -> bool:
         return self._nodes[place].op_type == kind and {*self._nodes[place].input} == inputs
 
-    def _scaled_input(self, place: int) -> str | None:
+    def _input_if_scaling(self, place: int) -> str | None:
         node = self._nodes[place]
         if node.op_type not in SCALES:
             return None

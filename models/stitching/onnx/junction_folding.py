@@ -24,7 +24,7 @@ def fold_projection(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarra
     Returns:
         Graph of the unprojected maps, with p channels.
     """
-    first = _only_reader(graph)
+    first = _find_only_reading_convolution(graph)
     if first is None:
         return None
     kernel = numpy_helper.to_array(_find_tensor(graph, first.input[1]))  # (o, q, k, k) or (o, q, k)
@@ -52,7 +52,7 @@ def fold_projection(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarra
     return made
 
 
-def _only_reader(graph: onnx.GraphProto) -> onnx.NodeProto | None:
+def _find_only_reading_convolution(graph: onnx.GraphProto) -> onnx.NodeProto | None:
     takers = [node for node in graph.node if graph.input[0].name in node.input]
     known = {tensor.name for tensor in graph.initializer}
     if len(takers) != 1 or takers[0].op_type != "Conv" or not {*takers[0].input[1:]} <= known:

@@ -39,7 +39,7 @@ GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 
 def peak_activation_bytes(model: onnx.ModelProto) -> int | None:
     """Return the peak bytes of one example's values, or None if a shape is unknown."""
-    return peak_buffer_bytes(model.graph, _value_sizes(model), _known_shapes(model))
+    return peak_buffer_bytes(model.graph, _value_sizes(model), _shapes_known_before_run(model))
 
 
 def peak_buffer_bytes(
@@ -64,10 +64,10 @@ def peak_buffer_bytes(
         for name in node.output if node.op_type != "Constant" else ():
             if not name:
                 continue
-            given = nodes.reused_input(place, name, shapes)
+            given = nodes.find_reused_input(place, name, shapes)
             buffer = held.get(given) if given else None
             if buffer is None and name != nodes.output:
-                buffer = _take_free_buffer(free, shapes.get(name))
+                buffer = _remove_buffer_of_shape(free, shapes.get(name))
             if buffer is None:
                 buffer = _ValueBuffer(sizes[name], place, shapes.get(name))
                 buffers.append(buffer)
@@ -108,7 +108,7 @@ class _NodeUses:
         self.computed = {self.input, *made} - constants
         self.until = {name: place for place, node in enumerate(self.order) for name in node.input}
 
-    def reused_input(self, place: int, output: str, shapes: Mapping[str, object]) -> str | None:
+    def find_reused_input(self, place: int, output: str, shapes: Mapping[str, object]) -> str | None:
         node = self.order[place]
         given = node.input[0] if node.input else ""
         if given not in self.computed or given == self.input or output == self.output:
@@ -119,7 +119,7 @@ class _NodeUses:
         return given if node.op_type in IN_PLACE and alike and self.until[given] == place else None
 
 
-def _take_free_buffer(free: list[_ValueBuffer], shape: object) -> _ValueBuffer | None:
+def _remove_buffer_of_shape(free: list[_ValueBuffer], shape: object) -> _ValueBuffer | None:
     found = next((buffer for buffer in reversed(free) if buffer.shape == shape), None) if shape is not None else None
     if found is not None:
         free.remove(found)
@@ -143,12 +143,14 @@ Dims = tuple["int | str | None", ...]  # of a value's shape: numbers, names, Non
 
 
 def _value_sizes(model: onnx.ModelProto) -> dict[str, int]:
-    found = _infer_shapes(_single_example_model(model))
-    known = {name: (kind, shape) for name, (kind, dims) in found.items() if (shape := _fixed_dims(dims)) is not None}
+    found = _fold_and_infer_shapes(_single_example_model(model))
+    known = {
+        name: (kind, shape) for name, (kind, dims) in found.items() if (shape := _dims_if_all_fixed(dims)) is not None
+    }
     return {name: ITEM_BYTES.get(kind, 4) * math.prod(shape) for name, (kind, shape) in known.items()}
 
 
-def _known_shapes(model: onnx.ModelProto) -> dict[str, Dims]:
+def _shapes_known_before_run(model: onnx.ModelProto) -> dict[str, Dims]:
     # Follows the batch through shapes made of single sizes, not through slices of shapes.
     one = onnx.ModelProto()
     one.CopyFrom(model)
@@ -161,12 +163,13 @@ def _known_shapes(model: onnx.ModelProto) -> dict[str, Dims]:
         one.graph.input.append(onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.INT64, [None]))
     return {
         name: (kind, *dims)
-        for name, (kind, dims) in _infer_shapes(one).items()
+        for name, (kind, dims) in _fold_and_infer_shapes(one).items()
         if dims is not None and all(isinstance(dim, int) or (batch and dim == batch) for dim in dims)
     }
 
 
-def _infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims | None]]:
+def _fold_and_infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims | None]]:
+    """Return type and dimensions of each value. Arithmetic on shapes in the model becomes constants."""
     # Changes the model: arithmetic of shapes becomes constants.
     while True:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
@@ -179,13 +182,14 @@ def _infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims | None]]:
 
 
 def _value_dims(value: onnx.ValueInfoProto) -> Dims | None:
+    """Return a value's dimensions, with None for an unknown one, or None without a shape."""
     kind = value.type.tensor_type
     if not kind.HasField("shape"):
         return None
     return tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in kind.shape.dim)
 
 
-def _fixed_dims(dims: Dims | None) -> tuple[int, ...] | None:
+def _dims_if_all_fixed(dims: Dims | None) -> tuple[int, ...] | None:
     if dims is None:
         return None
     numbers = tuple(dim for dim in dims if isinstance(dim, int))
@@ -207,6 +211,7 @@ def _single_example_model(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _fold_shape_arithmetic(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -> bool:
+    """Replace operations on shapes by constants, in place. Return whether any was replaced."""
     # onnx's inference follows sizes through additions and products, not through divisions.
     inside = (tensor for tensor in model.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL)
     known = {tensor.name: numpy_helper.to_array(tensor) for tensor in inside}
@@ -217,7 +222,7 @@ def _fold_shape_arithmetic(model: onnx.ModelProto, shapes: Mapping[str, Dims]) -
             known[node.output[0]] = ReferenceEvaluator(_single_node_model(model, node)).run(None, {})[0]
             continue
         fed: dict[str, np.ndarray] | None = None
-        if node.op_type == "Shape" and (shape := _fixed_dims(shapes.get(node.input[0]))) is not None:
+        if node.op_type == "Shape" and (shape := _dims_if_all_fixed(shapes.get(node.input[0]))) is not None:
             fed = {node.input[0]: np.zeros(shape, np.float32)}
         elif node.op_type == "Gather" and (dims := whole.get(node.input[0])) and node.input[1] in known:
             at = known[node.input[1]]

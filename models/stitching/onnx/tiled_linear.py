@@ -52,22 +52,22 @@ def split_into_stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx
     tile holds at most `tile_bytes` of weights, or one row. Other operations are cut where only one value is used
     afterwards, into stages of at most `tile_bytes` if there are such values.
     """
-    graph, shapes = model.graph, _known_shapes(model)
+    graph, shapes = model.graph, _shapes_known_behind_batch(model)
     made: list[list[onnx.ModelProto]] = []
     first, value = 0, graph.input[0]
 
     def append_stages(end: int, last: onnx.ValueInfoProto) -> None:
         nonlocal first, value
-        for place, name in _iterate_cuts(model, first, end, tile_bytes, shapes):
+        for place, name in _iterate_stage_cuts(model, first, end, tile_bytes, shapes):
             between = _value_info(name, *shapes[name][1:])
-            made.append([_sub_model(model, first, place, value, between)])
+            made.append([_extract_sub_model(model, first, place, value, between)])
             first, value = place, between
-        made.append([_sub_model(model, first, end, value, last)])
+        made.append([_extract_sub_model(model, first, end, value, last)])
 
-    for linear in _large_layers(model, tile_bytes, shapes):
+    for linear in _find_layers_to_tile(model, tile_bytes, shapes):
         if first < linear.place:
             append_stages(linear.place, _value_info(linear.x, linear.inputs))
-        made.append(_tile_models(model, linear, tile_bytes))
+        made.append(_split_linear_layer(model, linear, tile_bytes))
         first, value = linear.place + 1, _value_info(linear.y, linear.outputs)
     if first < len(graph.node):
         append_stages(len(graph.node), graph.output[0])
@@ -77,12 +77,12 @@ def split_into_stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx
 # -- where to cut ---------------------------------------------------------------------------------
 
 
-def _large_layers(model: onnx.ModelProto, tile_bytes: int, shapes: Shapes) -> list[LinearNode]:
+def _find_layers_to_tile(model: onnx.ModelProto, tile_bytes: int, shapes: Shapes) -> list[LinearNode]:
     graph = model.graph
     tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
     if sum(_tensor_bytes(tensor) for tensor in tensors.values()) <= tile_bytes or _has_subgraph(graph):
         return []
-    found = [_read_linear(place, node, tensors, shapes) for place, node in enumerate(graph.node)]
+    found = [_parse_linear_node(place, node, tensors, shapes) for place, node in enumerate(graph.node)]
     return [
         linear
         for linear in found
@@ -92,7 +92,7 @@ def _large_layers(model: onnx.ModelProto, tile_bytes: int, shapes: Shapes) -> li
     ]
 
 
-def _iterate_cuts(
+def _iterate_stage_cuts(
     model: onnx.ModelProto, first: int, end: int, tile_bytes: int, shapes: Shapes
 ) -> Iterator[tuple[int, str]]:
     graph = model.graph
@@ -125,7 +125,7 @@ def _tensor_bytes(tensor: onnx.TensorProto) -> int:
     return FLOAT_BYTES * math.prod(tensor.dims)
 
 
-def _read_linear(
+def _parse_linear_node(
     place: int, node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto], shapes: Shapes
 ) -> LinearNode | None:
     if node.op_type not in ("Gemm", "MatMul") or node.input[1] not in tensors:
@@ -149,7 +149,7 @@ def _crossing_values(graph: onnx.GraphProto, place: int) -> set[str]:
     return before & after
 
 
-def _known_shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
+def _shapes_known_behind_batch(model: onnx.ModelProto) -> dict[str, list[int]]:
     graph = onnx.shape_inference.infer_shapes(model).graph
     shapes = {}
     for value in (*graph.input, *graph.value_info, *graph.output):
@@ -162,7 +162,7 @@ def _known_shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
 # -- cutting --------------------------------------------------------------------------------------
 
 
-def _sub_model(
+def _extract_sub_model(
     model: onnx.ModelProto, first: int, end: int, x: onnx.ValueInfoProto, y: onnx.ValueInfoProto
 ) -> onnx.ModelProto:
     names = {x.name: "x", y.name: "y"}
@@ -177,13 +177,13 @@ def _sub_model(
     return _make_model(
         model,
         nodes,
-        _rename_value(x, "x"),
-        _rename_value(y, "y"),
+        _copy_with_name(x, "x"),
+        _copy_with_name(y, "y"),
         [t for t in model.graph.initializer if t.name in used],
     )
 
 
-def _tile_models(model: onnx.ModelProto, linear: LinearNode, tile_bytes: int) -> list[onnx.ModelProto]:
+def _split_linear_layer(model: onnx.ModelProto, linear: LinearNode, tile_bytes: int) -> list[onnx.ModelProto]:
     count = math.ceil(linear.outputs / max(tile_bytes // linear.row_bytes, 1))
     matrix = numpy_helper.to_array(linear.weights)
     matrix = matrix.T if linear.transposed else matrix  # (outputs, inputs)
@@ -214,7 +214,7 @@ def _value_info(name: str, *sizes: int) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", *sizes])
 
 
-def _rename_value(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
+def _copy_with_name(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
     copy = onnx.ValueInfoProto()
     copy.CopyFrom(value)
     copy.name = name

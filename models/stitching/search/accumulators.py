@@ -107,10 +107,10 @@ def validate_update(state: SearchState, update: DeviceUpdate) -> None:
                 update, len(state.stock.labels), sum(candidates.tap_layout(state).widths)
             )
         case "validate" if update.device not in state.heard:
-            _read_counts(update, len(state.candidates))
+            _read_valid_counts(update, len(state.candidates))
 
 
-def fold(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
+def fold_update(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
     """Add a device's update to the accumulator of the round.
 
     Moments and counts of a device that took part in this phase before are ignored.
@@ -127,13 +127,13 @@ def fold(state: SearchState, so_far: Sum | None, update: DeviceUpdate) -> Sum:
             new = _read_junction_moments(state, update)
             groups = min(GROUPS_BYTES // sum(each.nbytes for each in new), GROUPS_MOST)
             pairs = zip(so_far.moments or (None,) * len(new), new, strict=True)
-            gathered = tuple(least_squares.add_device(*pair, groups) for pair in pairs)
+            gathered = tuple(least_squares.add_device_moments(*pair, groups) for pair in pairs)
             return JunctionSums(gathered, tuple(sorted({*so_far.devices, update.device})))
         case ExactMomentSums():
             return so_far if update.device in state.heard else so_far.add_update(update)
     if update.device in state.heard:
         return so_far
-    counts = {name: each.astype(np.float64) for name, each in _read_counts(update, len(state.candidates)).items()}
+    counts = {name: each.astype(np.float64) for name, each in _read_valid_counts(update, len(state.candidates)).items()}
     return CorrectCounts(exact_sums.add_arrays(so_far.sums, counts), {**so_far.devices, update.device: 1})
 
 
@@ -151,7 +151,7 @@ def _read_ballot(state: SearchState, update: DeviceUpdate) -> Ballot:
 def _read_junction_moments(state: SearchState, update: DeviceUpdate) -> list[least_squares.RegressionMoments]:
     found = []
     for i, (p, q, positions) in enumerate(junction_shapes(state)):
-        found.append(least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), p, q))
+        found.append(least_squares.read_sent_moments(update.bundles.get(f"moments.{i}", {}), p, q))
         least_squares.require_weight(found[-1].n, update.weight, positions)
     return found
 
@@ -161,11 +161,11 @@ def junction_shapes(state: SearchState) -> list[tuple[int, int, int]]:
     blocks = state.stock.blocks
     assert state.current is not None
     channels = blocks[state.current.path[-1]].out_shape[0]
-    shapes = [blocks[name].in_shape for name in steps.junction_winners(state)]
+    shapes = [blocks[name].in_shape for name in steps.winners_needing_junction(state)]
     return [(channels, shape[0], prod(shape[1:])) for shape in shapes]
 
 
-def _read_counts(update: DeviceUpdate, nets: int) -> dict[str, np.ndarray]:
+def _read_valid_counts(update: DeviceUpdate, nets: int) -> dict[str, np.ndarray]:
     given = update.bundles.get("counts", {})
     sizes, kind = {"examples": 1, "right": nets}, np.dtype(np.int64)
     if missing := sorted(sizes.keys() - given.keys()):

@@ -118,6 +118,7 @@ def pack_sums(sums: ClassMoments, exact: bool = False) -> PackedSums:
 
 
 def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
+    """Return packed sums with the whole float64 scatter matrix, or None for None."""
     if kept is None:
         return None
     return ClassMoments(kept.counts, kept.totals, least_squares.unpack_symmetric(kept.half, kept.totals.shape[1]))
@@ -128,10 +129,10 @@ def unpack_sums(kept: PackedSums | None) -> ClassMoments | None:
 
 def solve_candidates(state: SearchState, sums: ClassMoments) -> tuple[Candidate, ...]:
     """Solve the heads of all candidates, in ascending order of criterion."""
-    made = _RidgeSolver(joint_head.standardise(sums), tap_layout(state))
-    wanted: list[tuple[int, ...]] = [(tap,) for tap in _single_taps(state, made)]
+    made = _RidgeSolver(joint_head.standardise_sums(sums), tap_layout(state))
+    wanted: list[tuple[int, ...]] = [(tap,) for tap in _choose_single_taps(state, made)]
     if state.params.join:
-        wanted = [*_tap_sets(state, made), *wanted]
+        wanted = [*_choose_tap_sets(state, made), *wanted]
     found = {frozenset(taps): _solve_candidate(state, made, taps) for taps in wanted}
     return tuple(sorted(found.values(), key=lambda each: (candidate_criterion(each), len(each.paths), each.paths)))
 
@@ -144,55 +145,56 @@ class _RidgeSolver:
         self._known: dict[tuple[int, ...], RidgePenalty] = {}
         self._met: dict[tuple[int, ...], RidgePenalty] = {}  # sets that the choice of taps went through
 
-    def best_penalty(self, *taps: int) -> RidgePenalty:
+    def find_best_penalty(self, *taps: int) -> RidgePenalty:
         ordered = tuple(sorted(taps))
         if ordered not in self._known:
             given = self.given.restrict_to(self.places.feature_columns(ordered))
             if len(ordered) == 1:
                 self._known[ordered] = joint_head.best_penalty(given)
             else:
-                ridge = max(self.best_penalty(tap).ridge for tap in ordered)
+                ridge = max(self.find_best_penalty(tap).ridge for tap in ordered)
                 start = self._met.get(ordered) or joint_head.evaluate_penalty(given, ridge)
                 self._known[ordered] = joint_head.search_penalty(given, start)
         return self._known[ordered]
 
     def select_taps(self, among: Iterable[int]) -> tuple[int, ...]:
+        """Return the better of two greedy selections, the second with the first's own ridge if that differs much."""
         # Taps are selected with the best tap's penalty, and again if the set's own penalty is very different.
-        near = sorted(among, key=lambda tap: (self.best_penalty(tap).criterion, tap))[: joint_head.FROM]
-        ridge = self.best_penalty(near[0]).ridge
-        found = self._select_forward(near, ridge)
-        then = self.best_penalty(*found.taps).ridge
+        near = sorted(among, key=lambda tap: (self.find_best_penalty(tap).criterion, tap))[: joint_head.FROM]
+        ridge = self.find_best_penalty(near[0]).ridge
+        found = self._select_taps_with_ridge(near, ridge)
+        then = self.find_best_penalty(*found.taps).ridge
         if not ridge / APART < then < ridge * APART:
-            again = self._select_forward(near, then)
-            found = min(found, again, key=lambda each: self.best_penalty(*each.taps).criterion)
+            again = self._select_taps_with_ridge(near, then)
+            found = min(found, again, key=lambda each: self.find_best_penalty(*each.taps).criterion)
         return found.taps
 
-    def _select_forward(self, near: Sequence[int], ridge: float) -> SelectedTaps:
+    def _select_taps_with_ridge(self, near: Sequence[int], ridge: float) -> SelectedTaps:
         found = joint_head.select_taps(self.given, self.places, near[0], near, ridge)
         for count, criterion in enumerate(found.criteria, 1):
             self._met.setdefault(tuple(sorted(found.taps[:count])), RidgePenalty(ridge, criterion))
         return found
 
 
-def _single_taps(state: SearchState, made: _RidgeSolver) -> list[int]:
+def _choose_single_taps(state: SearchState, made: _RidgeSolver) -> list[int]:
     stock, taps = state.stock, state.taps
     if not state.params.join:
         return list(range(len(taps)))
     found = [
         tap for tap, path in enumerate(taps) if not is_native_path(stock, path) or relative_depth(stock, path) == 1
     ]
-    for own in _taps_by_donor(state).values():
-        found.append(min(own, key=lambda tap: (made.best_penalty(tap).criterion, tap)))
+    for own in _native_taps_by_donor(state).values():
+        found.append(min(own, key=lambda tap: (made.find_best_penalty(tap).criterion, tap)))
     return sorted(set(found))
 
 
-def _tap_sets(state: SearchState, made: _RidgeSolver) -> list[tuple[int, ...]]:
+def _choose_tap_sets(state: SearchState, made: _RidgeSolver) -> list[tuple[int, ...]]:
     # The last set is a control: it differs from the best set by its stitched taps.
-    every, donors = range(len(state.taps)), _taps_by_donor(state)
+    every, donors = range(len(state.taps)), _native_taps_by_donor(state)
     own = sorted(tap for taps in donors.values() for tap in taps)
     best = made.select_taps(every)
     sets = [best, best[: (len(best) + 1) // 2], best[:2]]
-    strange = sorted(set(every) - set(own), key=lambda tap: (made.best_penalty(tap).criterion, tap))
+    strange = sorted(set(every) - set(own), key=lambda tap: (made.find_best_penalty(tap).criterion, tap))
     if set(best) & set(strange):
         sets.append(made.select_taps(own))
     elif strange:
@@ -202,7 +204,7 @@ def _tap_sets(state: SearchState, made: _RidgeSolver) -> list[tuple[int, ...]]:
     return [taps for taps in sets if len(taps) > 1]
 
 
-def _taps_by_donor(state: SearchState) -> dict[str, list[int]]:
+def _native_taps_by_donor(state: SearchState) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for tap, path in enumerate(state.taps):
         if is_native_path(state.stock, path):
@@ -211,7 +213,7 @@ def _taps_by_donor(state: SearchState) -> dict[str, list[int]]:
 
 
 def _solve_candidate(state: SearchState, made: _RidgeSolver, taps: Sequence[int]) -> Candidate:
-    chosen = made.best_penalty(*taps)
+    chosen = made.find_best_penalty(*taps)
     head = joint_head.fit_discriminant(made.given.restrict_to(made.places.feature_columns(taps)), chosen.ridge)
     paths = tuple(state.taps[tap] for tap in taps)
     parts, first = [], 0

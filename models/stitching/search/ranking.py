@@ -26,7 +26,9 @@ def ranking_key(state: SearchState, candidate: Candidate) -> tuple[float, ...]:
     """
     size, criterion = len(stitched_network.path_prefixes(candidate.paths)), candidate_criterion(candidate)
     by_examples = (
-        (candidate.right - price_in_points(state, candidate) * state.examples / 100, -size) if state.examples else ()
+        (candidate.right - compute_cost_penalty(state, candidate) * state.examples / 100, -size)
+        if state.examples
+        else ()
     )
     return (*by_examples, -criterion, candidate.score or 0.0, -size)
 
@@ -35,8 +37,8 @@ def candidate_cost(state: SearchState, candidate: Candidate) -> InferenceCost:
     return pareto_front.inference_cost(state.stock, candidate.paths, len(state.stock.labels) if candidate.head else 0)
 
 
-def price_in_points(state: SearchState, candidate: Candidate) -> float:
-    """Return the price of a candidate's costs in points of accuracy, by the job's parameters."""
+def compute_cost_penalty(state: SearchState, candidate: Candidate) -> float:
+    """Return the penalty for a candidate's FLOPs, weight bytes and latency, in percentage points of accuracy."""
     params, own = state.params, candidate_cost(state, candidate)
     points = params.price_mflop * own.flops / 1e6 + params.price_mb * own.weight_bytes / 1e6
     if params.price_ms:
@@ -62,13 +64,13 @@ def accuracy_gains(state: SearchState) -> dict[str, float | None]:
     stitched path with the best network without.
     """
     found: dict[str, float | None] = {}
-    for name, (one, other) in _best_with_and_without(state).items():
+    for name, (one, other) in _best_candidates_to_compare(state).items():
         both = [heldout_accuracy(state, each) if each else None for each in (one, other)]
         found[name] = None if both[0] is None or both[1] is None else both[0] - both[1]
     return found
 
 
-def _best_with_and_without(state: SearchState) -> dict[str, tuple[Candidate | None, Candidate | None]]:
+def _best_candidates_to_compare(state: SearchState) -> dict[str, tuple[Candidate | None, Candidate | None]]:
     known = [each for each in state.candidates if each.kind != "aligned"]
 
     def best_pair(does: Callable[[Candidate], bool]) -> tuple[Candidate | None, Candidate | None]:
@@ -83,12 +85,13 @@ def _best_with_and_without(state: SearchState) -> dict[str, tuple[Candidate | No
 
 
 def describe_validation(state: SearchState) -> list[str]:
+    """Return lines on accuracy and costs of each candidate, best first, and on the choice and its gain."""
     ordered = sorted(state.candidates, key=lambda each: ranking_key(state, each), reverse=True)
     lines = [f"{candidate_name(each)}: {_format_accuracy(state, each)}{_format_costs(state, each)}" for each in ordered]
     lines.append(f"chosen: {candidate_name(ordered[0])}")
     if not state.examples:
         return lines
-    for what, (one, other) in _best_with_and_without(state).items():
+    for what, (one, other) in _best_candidates_to_compare(state).items():
         doing = "joining taps" if what == "joined" else "stitching"
         if one is None or other is None:
             lines.append(f"{doing}: nothing to compare with")
@@ -121,10 +124,10 @@ def _format_costs(state: SearchState, candidate: Candidate) -> str:
 
 def summarise_all(state: SearchState) -> list[dict[str, Any]]:
     pairs = zip(state.candidates, candidates_on_front(state), strict=True)
-    return [{**summarise(state, each), "front": best} for each, best in pairs]
+    return [{**summarise_candidate(state, each), "front": best} for each, best in pairs]
 
 
-def summarise(state: SearchState, candidate: Candidate) -> dict[str, Any]:
+def summarise_candidate(state: SearchState, candidate: Candidate) -> dict[str, Any]:
     own = candidate_cost(state, candidate)
     return {
         "kind": candidate.kind,

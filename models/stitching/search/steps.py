@@ -42,7 +42,7 @@ def initial_state(params: SearchParams, seed: int, stock: DonorPool, files: dict
         params = replace(params, depth=max(len(donor.blocks) for donor in stock.donors.values()))
     state = SearchState(params, seed, stock, dict(files), ())
     for net in starting_networks(stock):
-        state = _add_path(state, net)
+        state = _add_path_and_completions(state, net)
     return advance_search(state)
 
 
@@ -122,6 +122,7 @@ def pick_network(state: SearchState, spent: bool = False) -> ScoredPath:
 
 
 def _bisection_rank(index: int, whole: int) -> tuple[int, int]:
+    """Return the round in which bisection of [0, whole) has `index` as its middle, and the index."""
     # (bisection round in which `index` is a middle of [0, whole), index).
     low, high, rounds = 0, whole, 0
     while (middle := (low + high) // 2) != index:
@@ -154,12 +155,13 @@ def advance_search(state: SearchState) -> SearchState:
     left = len(state.frontier)
     state = replace(state, current=None, pool=(), frontier=(), given_up=(), ballots={})
     chosen, notes = choose_finalists(state, left)
-    junctions = _used_junctions(state.junctions, chosen)
+    junctions = _filter_used_junctions(state.junctions, chosen)
     state = replace(state, finalists=chosen, junctions=junctions, subround=0, log=(*state.log, *notes))
     return candidates.end_search(state)
 
 
 def _restore_best_given_up(state: SearchState, spent: bool) -> SearchState:
+    """Restore the best given-up network if none is finished and none can be expanded."""
     # Without this network the search would end without a result.
     ended = [net for net in state.given_up if is_finished(state, net)]
     if state.finished or not state.given_up or (state.frontier and not (spent and ended)):
@@ -180,7 +182,7 @@ def is_finished(state: SearchState, net: ScoredPath) -> bool:
 
 
 def distinct_finalists(state: SearchState) -> list[Finalist]:
-    """Return the finished networks, best score first, without those that are equal under a head."""
+    """Return the finished networks, best first. With a ridge head, variants of the last block count once."""
     found: dict[tuple[str, ...], Finalist] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
         same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block
@@ -273,10 +275,10 @@ def close_vote(state: SearchState) -> SearchState:
         dropped=tuple(sorted(dropped)),
         log=tuple(_describe_vote(state, winners, dropped, ranks, counted)),
     )
-    return replace(state, phase="fit") if junction_winners(state) else grow_paths(state, {})
+    return replace(state, phase="fit") if winners_needing_junction(state) else grow_paths(state, {})
 
 
-def junction_winners(state: SearchState) -> tuple[str, ...]:
+def winners_needing_junction(state: SearchState) -> tuple[str, ...]:
     assert state.current is not None
     last = state.stock.blocks[state.current.path[-1]]
     voted = (winner.block for winner in state.winners)
@@ -316,7 +318,7 @@ def grow_paths(
             )
             continue
         before_it = len(state.finished)
-        state = _add_path(state, child)
+        state = _add_path_and_completions(state, child)
         notes += [
             f"finished {display_names.path_name(each.path)}, score {score:.3f}" for each in state.finished[before_it:]
         ]
@@ -324,11 +326,11 @@ def grow_paths(
         state = replace(state, given_up=())
     nets = [*state.frontier, *state.finished, *state.given_up]
     return advance_search(
-        replace(state, junctions=_used_junctions({**state.junctions, **fitted}, nets), log=(*state.log, *notes))
+        replace(state, junctions=_filter_used_junctions({**state.junctions, **fitted}, nets), log=(*state.log, *notes))
     )
 
 
-def _add_path(state: SearchState, net: ScoredPath) -> SearchState:
+def _add_path_and_completions(state: SearchState, net: ScoredPath) -> SearchState:
     # Completions by the last block's donor need no junction and no vote, and keep the path's score.
     if is_finished(state, net):
         return replace(state, finished=(*state.finished, net))
@@ -353,7 +355,7 @@ def path_junctions(path: tuple[str, ...]) -> list[str]:
     return [stitched_network.junction_name(path[: i + 1]) for i in range(1, len(path))]
 
 
-def _used_junctions(
+def _filter_used_junctions(
     junctions: Mapping[str, dict[str, np.ndarray]], nets: Collection[ScoredPath | Finalist]
 ) -> dict[str, dict[str, np.ndarray]]:
     wanted = {name for net in nets for name in path_junctions(net.path)}

@@ -29,7 +29,7 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
     params, net = state.params, state.current
     assert net is not None
     completes = params.criterion != "cka" and steps.completes_paths(params)
-    blocks = _path_and_donor_blocks(state.stock, net.path, state.pool)
+    blocks = _collect_path_and_donor_blocks(state.stock, net.path, state.pool)
     run = {name: [name] for name in state.pool}  # candidate -> blocks that run to score its output
     if completes:  # the labels judge the output at the end of the donor
         run = {name: _remaining_blocks(state.stock, name) for name in state.pool}
@@ -59,7 +59,7 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
     shares = scoring.share_count(params.score_at)  # of the images; one is scored
     runs: list[tuple[Block, float]] = [(blocks[name], 1.0) for name in net.path]
     if not device.rounds:  # later tasks find the donors' results in the cache
-        family = _path_and_donor_blocks(state.stock, (), state.pool).values()
+        family = _collect_path_and_donor_blocks(state.stock, (), state.pool).values()
         runs += [(block, 1.0) for block in family if block.id not in _blocks_not_run(state)]
     if params.score_at != "input":
         tried = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
@@ -75,8 +75,8 @@ def score_task_spec(state: SearchState, device: DeviceView) -> TaskSpec:
 def fit_task_spec(state: SearchState) -> TaskSpec:
     params, net = state.params, state.current
     assert net is not None
-    wanted = steps.junction_winners(state)
-    blocks = _path_and_donor_blocks(state.stock, net.path, wanted)
+    wanted = steps.winners_needing_junction(state)
+    blocks = _collect_path_and_donor_blocks(state.stock, net.path, wanted)
     ask = junction_moments.FitRequest(
         **_shared_fields(state, blocks),
         path=net.path,
@@ -85,7 +85,7 @@ def fit_task_spec(state: SearchState) -> TaskSpec:
         ridge=params.ridge,
         bias=params.bias,
     )
-    ran = [blocks[name] for name in net.path] + list(_path_and_donor_blocks(state.stock, (), wanted).values())
+    ran = [blocks[name] for name in net.path] + list(_collect_path_and_donor_blocks(state.stock, (), wanted).values())
     matrices = least_squares.moments_bytes(blocks[net.path[-1]].out_shape[0])
     return _task_spec(state, ask, [net.path], blocks_work([(each, 1.0) for each in ran], matrices, params.fit_samples))
 
@@ -182,7 +182,10 @@ def _remaining_blocks(stock: DonorPool, name: str) -> list[str]:
     return [name, *(other for other in later if stock.blocks[other].kind != "end")]
 
 
-def _path_and_donor_blocks(stock: DonorPool, path: Iterable[str], candidates: Iterable[str]) -> dict[str, Block]:
+def _collect_path_and_donor_blocks(
+    stock: DonorPool, path: Iterable[str], candidates: Iterable[str]
+) -> dict[str, Block]:
+    """Return the blocks of the path, and each candidate with the blocks before it in its donor, by name."""
     names = set(path)
     for name in candidates:
         block = stock.blocks[name]

@@ -61,7 +61,7 @@ def formatted(state: JobState, facts: Sequence[AnyEvent], seen: int = 0) -> list
     for number, fact in enumerate(facts):
         state = apply_event(state, fact, 1.0)
         if number >= seen:
-            before, after = after, after.after(fact, 1.0, state)
+            before, after = after, after.with_event(fact, 1.0, state)
             told.append(event_messages.format_event(before, fact, after))
     return told
 

@@ -248,7 +248,7 @@ def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -
     row = stage.store.find_job(stage.job)
     follower = RunFollower(row)
     for seq, at, fact in stage.store.read_events(row.id):
-        follower.add_fact(seq, at, fact)
+        follower.add_event(seq, at, fact)
     shown = follower.describe_current_round(None, wait_reasons.load_device_statuses(stage.store.home))["waits"]
     assert re.match(r"c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(\d+ s\)$", shown), shown
     found = wait_reasons.find_round_wait(row, follower.state, wait_reasons.load_device_statuses(stage.store.home))

@@ -124,7 +124,7 @@ def test_a_client_that_is_wrong_about_watts_does_not_get_beyond_max_w(nx: World)
         nx.root,
         nx.state,
         max_w=most,
-        watts=operating_points.power_lookup(profile, nx.root),
+        watts=operating_points.create_power_lookup(profile, nx.root),
         put=nx.put,
         nvpmodel=nx.nvpmodel,
     )

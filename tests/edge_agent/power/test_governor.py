@@ -7,7 +7,12 @@ import random
 import pytest
 
 from fedquilt.core import OperatingPoint, WorkEstimate
-from fedquilt.edge_agent.power.governor import GovernorPolicy, choose_faster_point, choose_point, forecast_points
+from fedquilt.edge_agent.power.governor import (
+    GovernorPolicy,
+    choose_faster_point,
+    choose_operating_point,
+    forecast_points,
+)
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, learn_segment
 
 WORK = WorkEstimate(flops=100.0)
@@ -34,7 +39,7 @@ def name(chosen: OperatingPoint | None) -> str | None:
 
 def chosen(policy: str, left_s: float, points: tuple[OperatingPoint, ...] = BOARD, **others: float) -> str | None:
     rule = GovernorPolicy(policy, others.pop("margin", 0.1))  # type: ignore[arg-type]
-    return name(choose_point(rule, points, WORK, left_s, others.pop("idle_w", 1.0), **others))
+    return name(choose_operating_point(rule, points, WORK, left_s, others.pop("idle_w", 1.0), **others))
 
 
 def test_a_forecast_counts_idle_until_the_deadline() -> None:
@@ -83,13 +88,13 @@ def test_without_counting_idle_racing_looks_better_than_it_is() -> None:
 def test_an_unknown_idle_power_is_not_taken_for_none() -> None:
     """Idle at 0 W, slow takes 44 J and fast 40; at 2.2 W, the least at work, 66 and 84: slow loses 4 J, or fast 18."""
     rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.2))
-    assert name(choose_point(GovernorPolicy(), rows, WORK, 30.0, None)) == "slow"
+    assert name(choose_operating_point(GovernorPolicy(), rows, WORK, 30.0, None)) == "slow"
 
 
 def test_an_unknown_idle_power_leaves_racing_where_that_loses_least() -> None:
     """Idle at 0 W, slow takes 56 J and fast 40; at 2.8 W, 84 and 96: slow would lose 16 J, and fast 12."""
     rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.8))
-    assert name(choose_point(GovernorPolicy(), rows, WORK, 30.0, None)) == "fast"
+    assert name(choose_operating_point(GovernorPolicy(), rows, WORK, 30.0, None)) == "fast"
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -98,16 +103,19 @@ def test_a_point_that_is_cheapest_at_both_ends_is_held_whatever_the_idle_power_i
     roll = random.Random(seed)
     points = tuple(point(str(each), roll.uniform(2, 10), roll.uniform(1, 9)) for each in range(4))
     least_w = min(each.busy_w or 0.0 for each in points)
-    ends = {name(choose_point(GovernorPolicy(), points, WORK, 60.0, idle_w)) for idle_w in (0.0, least_w)}
+    ends = {name(choose_operating_point(GovernorPolicy(), points, WORK, 60.0, idle_w)) for idle_w in (0.0, least_w)}
     if len(ends) == 1:
-        between = [name(choose_point(GovernorPolicy(), points, WORK, 60.0, roll.uniform(0, least_w))) for _ in range(5)]
-        assert {name(choose_point(GovernorPolicy(), points, WORK, 60.0, None)), *between} == ends
+        between = [
+            name(choose_operating_point(GovernorPolicy(), points, WORK, 60.0, roll.uniform(0, least_w)))
+            for _ in range(5)
+        ]
+        assert {name(choose_operating_point(GovernorPolicy(), points, WORK, 60.0, None)), *between} == ends
 
 
 def test_a_board_that_is_slower_than_its_profile_gets_a_faster_point() -> None:
     """Twice as slow: about 80, 40 and 20 s, and longer for all that one task tells."""
-    assert name(choose_point(GovernorPolicy(), BOARD, WORK, 80.0, 1.0, slower(2.0))) == "middle"
-    assert name(choose_point(GovernorPolicy(), BOARD, WORK, 43.0, 1.0, slower(2.0))) == "fast"
+    assert name(choose_operating_point(GovernorPolicy(), BOARD, WORK, 80.0, 1.0, slower(2.0))) == "middle"
+    assert name(choose_operating_point(GovernorPolicy(), BOARD, WORK, 43.0, 1.0, slower(2.0))) == "fast"
 
 
 def test_points_that_lack_numbers_are_left_out() -> None:
@@ -123,7 +131,7 @@ def test_without_numbers_the_board_is_left_alone(policy: str) -> None:
     """No points, points without speed, and work of which nothing is known."""
     assert chosen(policy, 100.0, ()) is None
     assert chosen(policy, 100.0, (point("unknown", None, 5.0),)) is None
-    assert choose_point(GovernorPolicy(policy), BOARD, WorkEstimate(), 100.0, 1.0) is None  # type: ignore[arg-type]
+    assert choose_operating_point(GovernorPolicy(policy), BOARD, WorkEstimate(), 100.0, 1.0) is None  # type: ignore[arg-type]
 
 
 def test_energy_without_any_power_leaves_the_board_alone() -> None:
@@ -192,7 +200,7 @@ def test_the_cheapest_is_the_cheapest_of_all_points() -> None:
     for _ in range(200):
         points = tuple(point(str(i), roll.uniform(1, 20), roll.uniform(1, 30)) for i in range(roll.randint(1, 9)))
         left_s, idle_w = roll.uniform(1, 60), roll.uniform(0, 5)
-        best = choose_point(GovernorPolicy("energy", 0.0), points, WORK, left_s, idle_w)
+        best = choose_operating_point(GovernorPolicy("energy", 0.0), points, WORK, left_s, idle_w)
         assert best is not None
 
         def joules(each: OperatingPoint, left_s: float = left_s, idle_w: float = idle_w) -> float:

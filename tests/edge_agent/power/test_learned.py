@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from fedquilt import wire
 from fedquilt.core import OperatingPoint, WorkEstimate
-from fedquilt.edge_agent.power.governor import GovernorPolicy, choose_point
+from fedquilt.edge_agent.power.governor import GovernorPolicy, choose_operating_point
 from fedquilt.edge_agent.power.learned_model import LearnedModel, TaskSegment, estimate_points, learn_segment
 
 WORK = WorkEstimate(flops=100.0)
@@ -152,18 +152,18 @@ def test_a_point_that_turned_out_to_draw_more_than_the_owner_allows_is_not_held(
     """10 W by the profile and 14 in truth, with 12 W allowed; a point that the profile has above it never is."""
     known = learn_segment(LearnedModel(), TaskSegment(TOP, WORK, 20.0, 14.0))
     rule = GovernorPolicy("max", max_w=12.0)
-    assert choose_point(rule, POINTS, WORK, 1000.0, 1.0) == TOP
-    assert choose_point(rule, POINTS, WORK, 1000.0, 1.0, known) not in (None, TOP)
+    assert choose_operating_point(rule, POINTS, WORK, 1000.0, 1.0) == TOP
+    assert choose_operating_point(rule, POINTS, WORK, 1000.0, 1.0, known) not in (None, TOP)
     modest = learn_segment(LearnedModel(), TaskSegment(TOP, WORK, 20.0, 5.0))
-    assert choose_point(GovernorPolicy("max", max_w=9.0), POINTS, WORK, 1000.0, 1.0, modest) != TOP
+    assert choose_operating_point(GovernorPolicy("max", max_w=9.0), POINTS, WORK, 1000.0, 1.0, modest) != TOP
 
 
 def test_where_the_deadline_is_tight_a_known_point_is_chosen_and_where_there_is_slack_an_unknown_one() -> None:
     """The known point takes 20 s of 22; slower clocks that may be cheaper are tried once there is time."""
     known = after((TOP,))
     known = learn_segment(known, TaskSegment(TOP, WORK, 20.0, 9.0))
-    assert choose_point(GovernorPolicy(), POINTS, WORK, 22.0, 1.0, known) == TOP
-    assert choose_point(GovernorPolicy(), POINTS, WORK, 200.0, 1.0, known) not in (None, TOP)
+    assert choose_operating_point(GovernorPolicy(), POINTS, WORK, 22.0, 1.0, known) == TOP
+    assert choose_operating_point(GovernorPolicy(), POINTS, WORK, 200.0, 1.0, known) not in (None, TOP)
 
 
 def test_older_tasks_count_less() -> None:

@@ -45,7 +45,7 @@ def test_an_answer_that_nobody_waits_for_is_dropped(place: Place) -> None:
 
 def until_quiet(worker: TaskWorker) -> None:
     while select.select(worker.fds(), [], [], 0.1)[0]:
-        assert worker.poll(0.0) == []
+        assert worker.poll_events(0.0) == []
 
 
 def test_a_child_that_answers_no_protocol_is_killed(place: Place) -> None:
@@ -78,7 +78,7 @@ def test_an_idle_child_that_writes_lines_without_end_is_killed(place: Place) -> 
             if not worker.fds():
                 break
             select.select(worker.fds(), [], [], 1.0)
-            worker.poll(0.0)
+            worker.poll_events(0.0)
         assert not worker.fds()
 
 
@@ -94,7 +94,7 @@ def test_a_child_that_cannot_be_started_is_an_outcome(place: Place) -> None:
     """The daemon goes on."""
     with child(["/nowhere/python"]) as worker:
         outcome = carried_out(worker, place.order())
-        assert worker.poll(0.0) == []
+        assert worker.poll_events(0.0) == []
     assert outcome.code == "failed"
     assert "cannot be started" in outcome.reason
 
@@ -117,12 +117,12 @@ def test_an_idle_child_is_ended_when_its_time_is_up(place: Place) -> None:
     """Warm for 5 s, on the caller's clock."""
     with child(echo(), warm_s=5.0) as worker:
         worker.start(place.order(), 0.0)
-        while not worker.poll(100.0):
+        while not worker.poll_events(100.0):
             select.select(worker.fds(), [], [], 1.0)
         assert worker.next_poll_s(100.0) == 105.0
-        assert worker.poll(104.9) == []
+        assert worker.poll_events(104.9) == []
         assert worker.resident_bytes > 0
-        worker.poll(105.0)
+        worker.poll_events(105.0)
         assert (worker.resident_bytes, worker.fds()) == (0, ())
 
 

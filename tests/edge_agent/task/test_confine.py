@@ -131,7 +131,7 @@ def test_where_the_kernel_has_neither_a_task_runs_without(monkeypatch: pytest.Mo
 def test_the_filter_lets_each_call_through_but_those_that_are_refused(machine: str) -> None:
     """Played through by hand, as the kernel would: other architectures' numbers are refused as a whole."""
     calls = sandbox.CALLS[machine]
-    program = [struct.unpack("=HBBI", each) for each in sandbox._filter_program(calls)]
+    program = [struct.unpack("=HBBI", each) for each in sandbox._build_seccomp_program(calls)]
 
     def ruled(number: int, argument: int = 0, architecture: int = calls.architecture) -> int:
         data, held, at = {0: number, 4: architecture, 16: argument}, 0, 0

@@ -29,14 +29,14 @@ def test_inline_work_takes_as_long_as_it_would_on_the_board(place: Place) -> Non
     worker = InlineWorker(TwoSpeeds())
     worker.start(place.order(), 50.0)
     assert worker.next_poll_s(50.0) == 50.0
-    assert worker.poll(50.0) == [DataLoaded(8)]
+    assert worker.poll_events(50.0) == [DataLoaded(8)]
     assert worker.next_poll_s(50.0) == 50.5
-    assert worker.poll(np.nextafter(50.5, 0)) == []
+    assert worker.poll_events(np.nextafter(50.5, 0)) == []
     worker.kill()
-    assert worker.poll(50.5) == []
+    assert worker.poll_events(50.5) == []
     worker.start(place.order(), 60.0)
-    worker.poll(60.0)
-    assert [type(event) for event in worker.poll(60.5)] == [WorkResult]
+    worker.poll_events(60.0)
+    assert [type(event) for event in worker.poll_events(60.5)] == [WorkResult]
 
 
 def test_inline_work_goes_on_at_the_pace_of_the_point_it_is_held_at(place: Place) -> None:
@@ -44,21 +44,21 @@ def test_inline_work_goes_on_at_the_pace_of_the_point_it_is_held_at(place: Place
     board = TwoSpeeds()
     worker = InlineWorker(board)
     worker.start(place.order(work=WorkEstimate(flops=40e9)), 0.0)
-    worker.poll(0.0)
+    worker.poll_events(0.0)
     assert worker.next_poll_s(0.0) == 1.0
-    assert worker.poll(8.0) == [ProgressReport(0.4)]
+    assert worker.poll_events(8.0) == [ProgressReport(0.4)]
     board.flops_per_s = 4e9
     worker.next_poll_s(8.0)
-    assert worker.poll(13.0) == [ProgressReport(0.9)]
-    assert worker.poll(np.nextafter(14.0, 0)) == []
-    assert [type(event) for event in worker.poll(14.0)] == [WorkResult]
+    assert worker.poll_events(13.0) == [ProgressReport(0.9)]
+    assert worker.poll_events(np.nextafter(14.0, 0)) == []
+    assert [type(event) for event in worker.poll_events(14.0)] == [WorkResult]
 
 
 def test_inline_work_that_fails_says_so_when_its_time_is_up(place: Place) -> None:
     """Nothing is loaded and nothing progresses."""
     worker = InlineWorker(TwoSpeeds())
     worker.start(place.order(data={}), 0.0)
-    assert worker.poll(0.0) == []
-    (outcome,) = worker.poll(worker.next_poll_s(0.0))
+    assert worker.poll_events(0.0) == []
+    (outcome,) = worker.poll_events(worker.next_poll_s(0.0))
     assert isinstance(outcome, WorkResult)
     assert outcome.code == "data"

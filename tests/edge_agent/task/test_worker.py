@@ -67,8 +67,8 @@ def test_the_same_task_gives_the_same_bits_in_a_warm_child_and_inline(place: Pla
         second = carried_out(worker, place.order())
     inline = InlineWorker(create_device("jetson-nano"))
     inline.start(place.order(), 0.0)
-    assert inline.poll(0.0) == [DataLoaded(8)]
-    (third,) = inline.poll(inline.next_poll_s(0.0))
+    assert inline.poll_events(0.0) == [DataLoaded(8)]
+    (third,) = inline.poll_events(inline.next_poll_s(0.0))
     assert isinstance(third, WorkResult)
     assert first.bundles == second.bundles == third.bundles
     assert held > 0
@@ -224,7 +224,7 @@ def test_a_task_given_up_is_killed_and_never_heard_of(place: Place) -> None:
         pid = pid_of(worker)
         worker.kill()
         assert not Path(f"/proc/{pid}").exists()
-        assert worker.poll(0.0) == []
+        assert worker.poll_events(0.0) == []
         assert carried_out(worker, place.order("chatty")).code == "ok"
 
 

@@ -213,8 +213,8 @@ def test_patience_ends_after_no_progress_and_not_before() -> None:
 def test_time_does_not_pass_for_a_parked_pull() -> None:
     """It is silent because it may not ask."""
     pull = begun(patience_s=300.0)
-    pull.park(10.0)
-    pull.unpark(1000.0)
+    pull.suspend(10.0)
+    pull.resume(1000.0)
     assert indices(pull.next_requests(1000.0)) == [0, 1]
     assert pull.failed is None
 

@@ -28,7 +28,7 @@ def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path: Path) -> None:
     depot = BlobStore(tmp_path / "blobs")
     assert depot.store_bytes(BLOB) == REF
     assert depot.has_blob(REF)
-    assert depot.ref(REF.sha256) == REF
+    assert depot.find_ref(REF.sha256) == REF
     assert depot.blob_path(REF.sha256) == tmp_path / "blobs" / REF.sha256
     assert (tmp_path / "blobs" / REF.sha256).read_bytes() == BLOB
     assert names(tmp_path / "blobs") == {REF.sha256}
@@ -64,7 +64,7 @@ def test_what_is_not_here_is_said_so(tmp_path: Path) -> None:
     """None or an error, never an empty blob."""
     depot = BlobStore(tmp_path)
     assert depot.blob_path(REF.sha256) is None
-    assert depot.ref(REF.sha256) is None
+    assert depot.find_ref(REF.sha256) is None
     assert not depot.has_blob(REF)
     with pytest.raises(StoreError, match="cannot read blob"):
         depot.read_range(REF.sha256, 0, 1)

@@ -13,7 +13,7 @@ from fedquilt import compression
 from fedquilt.arrays import tensors
 from fedquilt.compression import lossy_codecs
 from fedquilt.core import CODECS, ClientResult, Encoding, ModelError, Tensors, UpdateError
-from fedquilt.formats.tensor_register import Kind, register_of_kinds
+from fedquilt.formats.tensor_register import Kind, register_from_kinds
 
 FP16, INT8 = Encoding(codec="fp16"), Encoding(codec="int8")
 LOSSY = [FP16, INT8, Encoding(codec="topk", keep=0.1)]
@@ -225,7 +225,7 @@ def test_only_float32_arrays_that_gradients_move_are_touched(wire: Encoding) -> 
 def test_names_do_not_decide_what_is_rounded_but_the_register_does(wire: Encoding) -> None:
     """A parameter called running_mean is rounded, and a buffer called weight is not; an mlp has no buffers."""
     kinds: dict[str, Kind] = {"a.running_mean": "parameter", "a.weight": "buffer", "b.count": "counter"}
-    meta = {"network": {"name": "own"}, "register": register_of_kinds(kinds, kinds)}
+    meta = {"network": {"name": "own"}, "register": register_from_kinds(kinds, kinds)}
     found = compression.exclude_buffers(wire, meta)
     assert found == msgspec.structs.replace(wire, unchanged=("a.weight", "b.count"))
     given = {name: np.array([0.1, 0.7, -3], np.float32) for name in kinds}

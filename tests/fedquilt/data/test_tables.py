@@ -324,7 +324,7 @@ def test_the_bundle_and_a_job_in_python_have_the_words_too(
 def test_the_line_for_agent_toml_quotes_columns_and_words_as_toml_does() -> None:
     """Spaces, marks and letters beyond ASCII stand in heads of tables."""
     categories = {"Größe": ["S", 'the "L"'], "a.b; c": ["1\n2"], "plain-1": ["ä"]}
-    (line,) = measured_settings.agent_lines({"categories": categories})
+    (line,) = measured_settings.format_agent_settings({"categories": categories})
     assert toml.parse_toml(line, "agent.toml") == {"categories": categories}
 
 

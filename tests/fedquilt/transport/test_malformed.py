@@ -16,11 +16,11 @@ def test_the_first_are_told_and_the_rest_is_a_number() -> None:
     assert str(told[0]) == "dropped a message on fq/1/f/dev/a/up/0: not a fedquilt message"
     assert "only counted" in str(told[FIRST - 1])
     assert found.count_message("fq/1/f/dev/b/up/x", ERROR, False, 0.0) is not None
-    assert found.due_lines(EVERY_S - 1) == []
-    assert found.due_lines(EVERY_S) == [
+    assert found.take_due_lines(EVERY_S - 1) == []
+    assert found.take_due_lines(EVERY_S) == [
         "dropped 97 more messages under fq/1/f/dev/a/up; the last: fq/1/f/dev/a/up/99: not a fedquilt message"
     ]
-    assert found.due_lines(EVERY_S + 1) == []
+    assert found.take_due_lines(EVERY_S + 1) == []
     assert found.dropped == 101
 
 
@@ -29,10 +29,10 @@ def test_a_branch_that_has_been_quiet_is_told_anew() -> None:
     found = MalformedMessages()
     for _ in range(FIRST + 1):
         found.count_message("fq/1/f/dev/a/up/x", ERROR, False, 0.0)
-    assert len(found.due_lines(EVERY_S)) == 1
+    assert len(found.take_due_lines(EVERY_S)) == 1
     assert found.count_message("fq/1/f/dev/a/up/x", ERROR, False, EVERY_S + 1) is None  # still at it
-    assert len(found.due_lines(2 * EVERY_S + 1)) == 1
-    assert found.due_lines(3 * EVERY_S + 1) == []
+    assert len(found.take_due_lines(2 * EVERY_S + 1)) == 1
+    assert found.take_due_lines(3 * EVERY_S + 1) == []
     assert found.count_message("fq/1/f/dev/a/up/x", ERROR, False, 3 * EVERY_S + 2) is not None
 
 
@@ -47,4 +47,4 @@ def test_names_that_somebody_invents_fill_neither_log_nor_memory() -> None:
     found = MalformedMessages()
     told = [found.count_message(f"fq/1/f/dev/d{n}/up/x", ERROR, False, 0.0) for n in range(10_000)]
     assert sum(line is not None for line in told) == MOST_BRANCHES + FIRST
-    assert OTHERS in found.due_lines(EVERY_S)[0]
+    assert OTHERS in found.take_due_lines(EVERY_S)[0]

@@ -162,6 +162,6 @@ def test_names_that_a_broker_makes_up_fill_no_memory(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(authenticated_link, "DEVICES_MOST", 3)
     last_s: dict[str, float] = {}
     for number in range(10):
-        assert authenticated_link._admit_device(last_s, f"d{number}", 0.0, 5.0)
-        assert not authenticated_link._admit_device(last_s, f"d{number}", 4.9, 5.0)
+        assert authenticated_link._admit_unless_too_early(last_s, f"d{number}", 0.0, 5.0)
+        assert not authenticated_link._admit_unless_too_early(last_s, f"d{number}", 4.9, 5.0)
     assert len(last_s) <= 3

@@ -33,7 +33,7 @@ def test_first_weights_are_torchs(network: dict[str, Any], seed: int) -> None:
     """Names, shapes, order and every bit."""
     pytest.importorskip("torch")
     theirs = {name: value.numpy() for name, value in registry.load_network(network, seed=seed).state_dict().items()}
-    ours = numpy_init.initial_weights(network, seed)
+    ours = numpy_init.initial_mlp_weights(network, seed)
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, strict=True)
@@ -50,9 +50,9 @@ def test_facts_are_what_torch_measures(network: dict[str, Any]) -> None:
     assert numpy_init.forward_flops(network) == registry.measure_cost(model, shape).flops
     assert numpy_init.mlp_register(network) == register_trace.trace_register(model, shape)
     assert msgspec.json.encode(masks.plan_from_layers(numpy_init.layer_sizes(network))) == msgspec.json.encode(
-        dependency_trace.trace_plan(model)
+        dependency_trace.trace_mask_plan(model)
     )
-    assert numpy_init.training_memory(network) == peak_memory.measure_training(model, torch.zeros(2, *shape))[0]
+    assert numpy_init.mlp_training_memory(network) == peak_memory.measure_training(model, torch.zeros(2, *shape))[0]
 
 
 @pytest.mark.parametrize("more", [{}, {"input": {"channels": 1, "size": 8, "mean": [0.1], "std": [0.3]}}])
@@ -98,4 +98,4 @@ except ImportError:
 def test_a_setting_that_cannot_be_is_an_error_of_the_network(change: dict[str, Any]) -> None:
     """As it is with torch."""
     with pytest.raises(ModelError, match="mlp"):
-        numpy_init.initial_weights({**NETWORKS[0], **change}, 0)
+        numpy_init.initial_mlp_weights({**NETWORKS[0], **change}, 0)

@@ -19,12 +19,12 @@ MLP = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
 
 def test_a_multilayer_perceptron_costs_two_flops_per_weight() -> None:
     """4 x 3 and 3 x 2 weights are 18, 36 FLOPs; with 3 + 2 biases there are 23 parameters."""
-    assert registry.measure_cost(registry.build(MLP), (4,)) == (36.0, 23)
+    assert registry.measure_cost(registry.build_network(MLP), (4,)) == (36.0, 23)
 
 
 def test_a_convolution_is_counted_at_every_position() -> None:
     """conv 1 -> 16, 5 x 5 on 28 x 28: 2 * 16 * 25 * 784 FLOPs, and 400 + 16 parameters."""
-    first = registry.build({"name": "cnn", "channels": 1, "size": 28, "classes": 10})[0]
+    first = registry.build_network({"name": "cnn", "channels": 1, "size": 28, "classes": 10})[0]
     assert registry.measure_cost(first, (1, 28, 28)) == (2 * 16 * 25 * 784, 416)
 
 
@@ -53,7 +53,7 @@ def test_lazy_modules_are_built_whole_with_weights_of_the_seed(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     table = {"name": "late:network", "inputs": 3, "classes": 2}
     model, again, other = (registry.load_network(table, seed=seed) for seed in (1, 1, 2))
-    assert registry.build(table).training
+    assert registry.build_network(table).training
     assert {name: tuple(value.shape) for name, value in model.named_parameters()} == {
         "0.weight": (3,),
         "0.bias": (3,),
@@ -72,7 +72,7 @@ def test_a_network_whose_lazy_modules_cannot_run_is_refused_with_the_reason(
     )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"'unfit:network': its lazy modules .* of shape \(5,\): mat1 and mat2"):
-        registry.build({"name": "unfit:network", "inputs": 5})
+        registry.build_network({"name": "unfit:network", "inputs": 5})
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_every_network_takes_its_input_shape_and_yields_one_score_per_class(netw
 
 def test_series_of_a_single_step_are_convolved_without_pooling() -> None:
     """Nothing is left to pool; an even kernel would shift a series by half a step."""
-    model = registry.build({"name": "conv1d", "channels": 2, "steps": 1, "classes": 3})
+    model = registry.build_network({"name": "conv1d", "channels": 2, "steps": 1, "classes": 3})
     assert model(torch.zeros(2, 1, 2)).shape == (2, 3)
     with pytest.raises(ModelError, match="kernel 4 is even: give an odd one"):
-        registry.build({"name": "conv1d", "channels": 2, "steps": 8, "classes": 3, "kernel": 4})
+        registry.build_network({"name": "conv1d", "channels": 2, "steps": 8, "classes": 3, "kernel": 4})
 
 
 def test_a_transformer_reads_the_order_of_tokens_and_no_padding() -> None:
@@ -114,7 +114,9 @@ def test_a_transformer_reads_the_order_of_tokens_and_no_padding() -> None:
     assert not torch.allclose(one, other)
     assert torch.isfinite(empty).all()
     with pytest.raises(ModelError, match="width 6 is not a multiple of heads 4"):
-        registry.build({"name": "transformer", "vocabulary": 9, "length": 4, "classes": 3, "width": 6, "heads": 4})
+        registry.build_network(
+            {"name": "transformer", "vocabulary": 9, "length": 4, "classes": 3, "width": 6, "heads": 4}
+        )
 
 
 def test_a_table_that_does_not_say_its_input_is_refused() -> None:
@@ -147,14 +149,14 @@ def test_weights_come_from_every_kind_of_file(tmp_path: Path, kind: str) -> None
 
 def test_weights_of_another_network_are_refused_by_the_first_tensor_that_differs(tmp_path: Path) -> None:
     """The file holds a wider hidden layer."""
-    torch.save(registry.build({**MLP, "hidden": [9]}).state_dict(), tmp_path / "w.pt")
+    torch.save(registry.build_network({**MLP, "hidden": [9]}).state_dict(), tmp_path / "w.pt")
     with pytest.raises(ModelError, match=r"w\.pt does not hold the weights of 'mlp'.*'1\.bias'"):
         registry.load_network(MLP, tmp_path / "w.pt")
 
 
 def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
     """torch.save of a whole module needs pickle to load."""
-    torch.save(registry.build(MLP), tmp_path / "w.pt")
+    torch.save(registry.build_network(MLP), tmp_path / "w.pt")
     with pytest.raises(ModelError, match="save a plain state dict"):
         registry.load_network(MLP, tmp_path / "w.pt")
 
@@ -185,12 +187,12 @@ def test_a_users_own_code_runs_where_it_is_allowed(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     table = {"name": "my_own_net:tiny", "classes": 5}
     with plugins.restrict_plugins_within(None), pytest.raises(ModelError, match="add 'my_own_net:tiny' to `plugins`"):
-        registry.build(table)
-    assert registry.build(table).out_features == 5
+        registry.build_network(table)
+    assert registry.build_network(table).out_features == 5
     with plugins.restrict_plugins_within(["my_own_net:tiny"]):
-        assert registry.build(table).out_features == 5
+        assert registry.build_network(table).out_features == 5
     with pytest.raises(ModelError, match="my_own_net:huge"):
-        registry.build({"name": "my_own_net:huge"})
+        registry.build_network({"name": "my_own_net:huge"})
 
 
 def _numpy(model: torch.nn.Module) -> dict:

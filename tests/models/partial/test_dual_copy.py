@@ -62,7 +62,7 @@ def filled(module: Any, model: Any) -> Any:
 
 def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> BatchOutputs:
     caught: list[BatchOutputs] = []
-    filled(dual.build_observer(registry.build(network), caught.append), model)(x)
+    filled(dual.build_observer(registry.build_network(network), caught.append), model)(x)
     return caught[0]
 
 
@@ -76,7 +76,7 @@ def test_two_equal_copies_are_the_network_bit_for_bit(network: dict[str, Any], t
     with torch.no_grad():
         wanted = model(x)
         for pool in ("own", "sk"):
-            pair = filled(DualCopy(network, trained, pool=pool).build_pair(copy.deepcopy(model)), model)
+            pair = filled(DualCopy(network, trained, pool=pool).build_copy_pair(copy.deepcopy(model)), model)
             assert torch.equal(pair(x), wanted)
 
 
@@ -91,8 +91,8 @@ def test_rows_that_were_kept_give_what_the_two_copies_give(
     seen = seen_by(dual, network, model, x)
     layout = output_cache.row_layout(seen, half=False)
     rows = torch.from_numpy(output_cache.pack_rows(seen, layout))
-    pair = filled(dual.build_pair(registry.build(network)), model)
-    tail = filled(dual.build_tail(registry.build(network), layout), model)
+    pair = filled(dual.build_copy_pair(registry.build_network(network)), model)
+    tail = filled(dual.build_tail(registry.build_network(network), layout), model)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, value in pair.qk.named_parameters():
@@ -108,7 +108,7 @@ def test_averaging_the_weights_of_one_trained_layer_averages_its_scores() -> Non
     for options, linear in (({"pool": "sk"}, True), ({"gates": "own"}, False)):
         scores = []
         for amount in (1.0, -0.5, 0.25):  # the last is the mean of the first two
-            pair = filled(DualCopy(CNN, ["3"], **options).build_pair(registry.build(CNN)), model)
+            pair = filled(DualCopy(CNN, ["3"], **options).build_copy_pair(registry.build_network(CNN)), model)
             with torch.no_grad():
                 weight = pair.qk.get_parameter("3.weight")
                 weight.add_(amount * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2)))
@@ -120,7 +120,7 @@ def test_no_gradient_reaches_the_frozen_copy() -> None:
     """And every trained tensor has one."""
     model, x = built(RESIDUAL, 16)
     dual = DualCopy(RESIDUAL, ["3", "6"])
-    module = filled(dual.build_pair(registry.build(RESIDUAL)), model).train()
+    module = filled(dual.build_copy_pair(registry.build_network(RESIDUAL)), model).train()
     module(x).sum().backward()
     assert all(value.grad is None for value in module.frozen.parameters())
     assert all(module.qk.get_parameter(name).grad is not None for name in dual.trained)
@@ -132,7 +132,7 @@ def test_gates_are_the_frozen_copys_however_the_other_one_moves() -> None:
     network = {"name": "mlp", "inputs": 4, "hidden": [8], "classes": 3}
     model = registry.load_network(network, seed=0)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    pair = filled(DualCopy(network, ["1"]).build_pair(registry.build(network)), model)
+    pair = filled(DualCopy(network, ["1"]).build_copy_pair(registry.build_network(network)), model)
     with torch.no_grad():
         before = pair(x) - model[3].bias
         for name in ("1.weight", "1.bias"):
@@ -144,9 +144,9 @@ def test_gates_are_the_frozen_copys_however_the_other_one_moves() -> None:
 def test_other_nonlinearities_become_gates(activation: Any, replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """GELU and SiLU become binary gates, as the paper says; leaky ReLU keeps its slope, so nothing changes."""
     model = nn.Sequential(nn.Linear(4, 8), activation, nn.Linear(8, 3)).eval()
-    monkeypatch.setattr(registry, "build", lambda network, **more: copy.deepcopy(model))
+    monkeypatch.setattr(registry, "build_network", lambda network, **more: copy.deepcopy(model))
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-    pair = filled(DualCopy({"name": "own"}, ["0"]).build_pair(copy.deepcopy(model)), model)
+    pair = filled(DualCopy({"name": "own"}, ["0"]).build_copy_pair(copy.deepcopy(model)), model)
     z = model[0](x)
     wanted = model[2](torch.where(z > 0, z, 0.0)) if replaced else model(x)
     torch.testing.assert_close(pair(x), wanted)
@@ -156,7 +156,9 @@ def test_batch_norm_keeps_its_statistics_or_has_its_own() -> None:
     """By the switch; the frozen copy never moves its own."""
     model, x = built(RESIDUAL, 16)
     for bn, moves in (("frozen_stats", False), ("train", True)):
-        module = filled(DualCopy(RESIDUAL, ["3", "6"], bn=bn).build_pair(registry.build(RESIDUAL)), model).train()
+        module = filled(
+            DualCopy(RESIDUAL, ["3", "6"], bn=bn).build_copy_pair(registry.build_network(RESIDUAL)), model
+        ).train()
         before = {name: value.clone() for name, value in module.state_dict().items()}
         module(x)
         changed = {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
@@ -167,7 +169,7 @@ def test_batch_norm_keeps_its_statistics_or_has_its_own() -> None:
 def test_gates_of_its_own_make_it_the_network_with_a_frozen_part() -> None:
     """What FedAvg trains on the same part: equal to the network also when it has moved."""
     model, x = built(RESIDUAL, 16)
-    pair = filled(DualCopy(RESIDUAL, ["3", "6"], gates="own").build_pair(registry.build(RESIDUAL)), model)
+    pair = filled(DualCopy(RESIDUAL, ["3", "6"], gates="own").build_copy_pair(registry.build_network(RESIDUAL)), model)
     with torch.no_grad():
         for module in (model, pair.qk):
             module.get_parameter("6.weight").mul_(2)
@@ -189,7 +191,7 @@ def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch: pytes
         def forward(self, x: Any) -> Any:
             return self.one(x) if x.sum() > 0 else x
 
-    monkeypatch.setattr(registry, "build", lambda network, **more: Branching())
+    monkeypatch.setattr(registry, "build_network", lambda network, **more: Branching())
     with pytest.raises(ModelError, match="'mine' cannot be traced"):
         DualCopy({"name": "mine"}, ["one"])
 
@@ -246,10 +248,10 @@ def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path: Path) 
     writer.write_batch(seen())
     kept = writer.finish("k")
     folder = tmp_path / "cache"
-    assert output_cache.find_rows(folder, "train", "k", 6) == kept
-    assert output_cache.find_rows(folder, "train", "other", 6) is None
-    assert output_cache.find_rows(folder, "train", "k", 5) is None
-    assert output_cache.find_rows(folder, "held", "k", 6) is None
+    assert output_cache.find_complete_rows(folder, "train", "k", 6) == kept
+    assert output_cache.find_complete_rows(folder, "train", "other", 6) is None
+    assert output_cache.find_complete_rows(folder, "train", "k", 5) is None
+    assert output_cache.find_complete_rows(folder, "held", "k", 6) is None
     rows = CachedRows(folder / "train.rows", kept)
     wanted = output_cache.pack_rows(seen(), kept.layout)
     np.testing.assert_array_equal(rows[np.array([4, 0])], wanted[[1, 0]])
@@ -258,17 +260,17 @@ def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path: Path) 
     np.testing.assert_array_equal(rows[np.array([4])], wanted[[1]])
     with pytest.raises(StoreError, match=r"is damaged: the next task makes it anew"):
         rows[np.array([0])]
-    assert output_cache.find_rows(folder, "train", "k", 6) is None
+    assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
     with (folder / "train.rows").open("ab") as file:
         file.truncate(100)
-    assert output_cache.find_rows(folder, "train", "k", 6) is None
+    assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
     with pytest.raises(StoreError, match="cut short"):
         rows[np.array([4])]
     (folder / "train.rows").unlink()
     with pytest.raises(StoreError, match="cannot read"):
         rows[np.array([0])]
     (folder / "train.json").write_bytes(b'{"key": 1')
-    assert output_cache.find_rows(folder, "train", "k", 6) is None
+    assert output_cache.find_complete_rows(folder, "train", "k", 6) is None
 
 
 def test_a_file_is_not_begun_where_it_would_be_too_large(tmp_path: Path) -> None:

@@ -160,9 +160,9 @@ def test_sizes_of_the_shared_part_are_the_papers() -> None:
     for width, hidden, values in ((192, 768, 148_324), (768, 3072, 592_996)):
         table = {"name": "vit", "channels": 3, "size": 224, "patch": 16, "classes": 100, "depth": 12}
         settings = {**table, "width": width, "heads": 3, "hidden": hidden}
-        spots = spots_of(registry.build({**settings, "size": 16}), (3, 16, 16))
+        spots = spots_of(registry.build_network({**settings, "size": 16}), (3, 16, 16))
         with torch.device("meta"):
-            module = registry.build(settings)
+            module = registry.build_network(settings)
         model = {name: np.broadcast_to(np.float32(0), value.shape) for name, value in module.named_parameters()}
         adapters = lora.initial_shared_adapters(model, spots, 8, tensors.seeded_rng(0))
         assert sum(a.size for a in adapters.values()) + model["head.weight"].size + model["head.bias"].size == values
@@ -214,7 +214,7 @@ def test_attention_of_another_kind_is_refused() -> None:
 def test_a_transformer_whose_sizes_do_not_divide_is_refused(odd: dict[str, int]) -> None:
     """8 pixels in patches of 3, 8 values for 3 heads."""
     with pytest.raises(ModelError, match="is not a multiple of"):
-        registry.build({**VIT, **odd})
+        registry.build_network({**VIT, **odd})
 
 
 def test_the_small_transformer_takes_its_input_and_costs_less_than_a_resnet() -> None:

@@ -76,20 +76,20 @@ def test_what_is_taken_is_put_back_where_it_was() -> None:
         "c.weight": 2,
         "c.bias": 2,
     }
-    again = masks.restore_covered(sent, marks)
+    again = masks.restore_masked_tensors(sent, marks)
     for name, array in model.items():
         np.testing.assert_array_equal(again[name], array * marks.get(name, 1))
     with pytest.raises(UpdateError, match=r"'a.bias' has shape \(3,\), its mask covers 2"):
-        masks.restore_covered({**sent, "a.bias": np.ones(3)}, marks)
+        masks.restore_masked_tensors({**sent, "a.bias": np.ones(3)}, marks)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
 def test_parts_of_all_devices_sum_to_one(parts: int) -> None:
     """Also where layers are narrower than there are parts, or do not divide."""
-    total = sum(masks.part_mask(PLAN, index, parts).astype(int) for index in range(parts))
+    total = sum(masks.mask_of_equal_part(PLAN, index, parts).astype(int) for index in range(parts))
     assert total.tolist() == [1] * 6
     for index in range(parts):
-        for name, mark in masks.split_by_group(PLAN, masks.part_mask(PLAN, index, parts)).items():
+        for name, mark in masks.split_by_group(PLAN, masks.mask_of_equal_part(PLAN, index, parts)).items():
             assert abs(int(mark.sum()) - PLAN.widths[name] / parts) < 1
 
 
@@ -137,7 +137,7 @@ def network(name: str) -> tuple[Any, Any, MaskPlan]:
         for value in module.state_dict().values():
             if value.is_floating_point() and value.ndim == 1:
                 value.add_(0.1 + 0.3 * torch.rand(value.shape, generator=torch.Generator().manual_seed(len(value))))
-    plan = dependency_trace.trace_plan(module)
+    plan = dependency_trace.trace_mask_plan(module)
     masks.validate_plan(plan, {key: value.numpy() for key, value in module.state_dict().items()})
     return torch, module, plan
 
@@ -177,7 +177,7 @@ def test_the_toy_networks_plan_is_the_traced_one() -> None:
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import dependency_trace
 
-    assert dependency_trace.trace_plan(registry.build(MLP)) == MLP_MASKS
+    assert dependency_trace.trace_mask_plan(registry.build_network(MLP)) == MLP_MASKS
 
 
 def test_channels_that_are_added_share_a_mask() -> None:
@@ -203,8 +203,8 @@ def test_the_papers_networks_have_the_neurons_it_counts() -> None:
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import dependency_trace
 
-    module = registry.build({"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4})
-    plan = dependency_trace.trace_plan(module)
+    module = registry.build_network({"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4})
+    plan = dependency_trace.trace_mask_plan(module)
     assert plan.neurons == 256
     assert sum(value.numel() for value in module.parameters()) == 14_884
     assert masks.pack_mask(np.ones(256, bool)).nbytes == 32
@@ -229,12 +229,12 @@ def test_a_network_that_cannot_be_traced_says_so() -> None:
 
     line = Odd.forward.__code__.co_firstlineno + 1
     with pytest.raises(ModelError, match=rf"network's own forward\(\) \(Odd, test_masks.py, line {line}\) stops"):
-        dependency_trace.trace_plan(Odd())
+        dependency_trace.trace_mask_plan(Odd())
     inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.ReLU(), Odd()))
     with pytest.raises(
         ModelError, match=rf"module '1.1' \(Odd, test_masks.py, line {line}\) stops torch.fx: .*rewrite"
     ):
-        dependency_trace.trace_plan(inner)
+        dependency_trace.trace_mask_plan(inner)
 
 
 def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole() -> None:
@@ -243,7 +243,7 @@ def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole() -> None:
     from fedquilt.models.partial import dependency_trace
 
     made = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4))
-    plan = dependency_trace.trace_plan(
+    plan = dependency_trace.trace_mask_plan(
         torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), made, torch.nn.Linear(4, 3))
     )
     assert (plan.widths, plan.follows, plan.whole) == ({}, {}, {"0": "2"})

@@ -31,7 +31,7 @@ def mlp() -> dict[str, np.ndarray]:
 
 
 def at_rate(model: dict[str, np.ndarray], rate: float) -> width.Places:
-    return width.unit_places(MLP_MASKS, model, width.leading_units(MLP_MASKS, rate))
+    return width.unit_indices_by_tensor(MLP_MASKS, model, width.leading_units(MLP_MASKS, rate))
 
 
 def test_the_leading_units_are_cut_out_of_every_tensor_that_follows_them() -> None:
@@ -58,7 +58,7 @@ def test_a_rate_keeps_the_ceiling_of_its_share_and_one_unit_at_least(rate: float
 def test_columns_after_a_flattening_go_with_their_unit_and_pinned_groups_stay() -> None:
     """Units 0 and 1 of four with two columns each, then both pinned units' columns."""
     model = {"0.weight": np.zeros((4, 1, 3, 3), np.float32), "2.weight": np.arange(36).reshape(3, 12)}
-    part = width.cut_tensors(model, width.unit_places(FLATTENED, model, width.leading_units(FLATTENED, 0.5)))
+    part = width.cut_tensors(model, width.unit_indices_by_tensor(FLATTENED, model, width.leading_units(FLATTENED, 0.5)))
     assert part["0.weight"].shape == (2, 1, 3, 3)
     assert part["2.weight"][0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
@@ -145,7 +145,7 @@ def tensors_of(table: dict[str, Any]) -> dict[str, np.ndarray]:
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
 
-    return {key: value.numpy() for key, value in registry.build(table).state_dict().items()}
+    return {key: value.numpy() for key, value in registry.build_network(table).state_dict().items()}
 
 
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3, "width": 2}
@@ -158,7 +158,7 @@ def body_of(table: dict[str, Any], count: int) -> depth.StagedNetwork:
 
     channels = 3 if "cifar" in table["name"] else 1
     return depth.split_stages(
-        tensors_of(table), count, register_trace.trace_register(registry.build(table), (channels, 8, 8))
+        tensors_of(table), count, register_trace.trace_register(registry.build_network(table), (channels, 8, 8))
     )
 
 
@@ -195,10 +195,10 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
     from fedquilt.models.networks import registry
 
     table = {**VIT, "patch": 2, "width": 16}
-    whole = registry.build(table).eval()
+    whole = registry.build_network(table).eval()
     model = {key: value.numpy() for key, value in whole.state_dict().items()}
     body = body_of(table, 2)
-    part = registry.build(table).eval()
+    part = registry.build_network(table).eval()
     start = {key: model[key] for key in body.stages[0].names}
     part = stages.keep_first_stages(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
     assert part.state_dict().keys() == start.keys()
@@ -227,7 +227,7 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
     table: dict[str, Any] = {"name": name, "classes": 3}
     table |= {} if name == "resnet20-cifar" else {"channels": 1, "width": 2}
     table |= {"size": 8} if name == "cnn" else {}
-    whole = registry.build(table).eval()
+    whole = registry.build_network(table).eval()
     model = {key: value.numpy() for key, value in whole.state_dict().items()}
     body = body_of(table, 3)
     x, heard = torch.rand(2, channels, 8, 8), []
@@ -235,7 +235,7 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
     whole.get_submodule(behind.entrance).register_forward_pre_hook(lambda layer, inputs: heard.append(inputs[0]))
     whole(x)
     start = {key: model[key] for key in body.stages[0].names}
-    part = registry.build(table).eval()
+    part = registry.build_network(table).eval()
     part = stages.keep_first_stages(part, start, (behind,), lambda told, scores: told[0], whole=False)
     assert part.state_dict().keys() == start.keys()
     part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
@@ -280,12 +280,12 @@ def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_sile
     table: dict[str, Any] = {"name": name, "classes": 3}
     table |= {} if name == "resnet20-cifar" else {"channels": 1, "width": 4}
     table |= {"size": 8} if name == "cnn" else {}
-    whole = registry.build(table).eval()
-    plan = dependency_trace.trace_plan(whole)
+    whole = registry.build_network(table).eval()
+    plan = dependency_trace.trace_mask_plan(whole)
     model = {key: value.numpy().copy() for key, value in whole.state_dict().items()}
-    at = width.unit_places(plan, model, width.leading_units(plan, 0.5))
+    at = width.unit_indices_by_tensor(plan, model, width.leading_units(plan, 0.5))
     part = width.cut_tensors(model, at)
-    narrow = width.shrink_module(registry.build(table), part, scaled=False).eval()
+    narrow = width.shrink_module(registry.build_network(table), part, scaled=False).eval()
     narrow.load_state_dict({key: torch.tensor(value) for key, value in part.items()})
     silenced = {key: torch.zeros_like(value) for key, value in whole.state_dict().items()}
     for key, value in silenced.items():
@@ -311,13 +311,13 @@ def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much() -> N
     from fedquilt.models.partial import dependency_trace
 
     table = {"name": "mlp", "inputs": 4, "hidden": [6], "classes": 3}
-    whole = registry.build(table)
-    plan = dependency_trace.trace_plan(whole)
+    whole = registry.build_network(table)
+    plan = dependency_trace.trace_mask_plan(whole)
     model = {key: value.numpy() for key, value in whole.state_dict().items()}
-    part = width.cut_tensors(model, width.unit_places(plan, model, width.leading_units(plan, 0.5)))
+    part = width.cut_tensors(model, width.unit_indices_by_tensor(plan, model, width.leading_units(plan, 0.5)))
     outcomes = []
     for scaled in (True, False):
-        narrow = width.shrink_module(registry.build(table), part, scaled=scaled).eval()
+        narrow = width.shrink_module(registry.build_network(table), part, scaled=scaled).eval()
         narrow.load_state_dict({key: torch.tensor(value) for key, value in part.items()})
         outcomes.append(narrow(torch.ones(1, 4)) - torch.tensor(part["3.bias"]))
     assert torch.allclose(outcomes[0], 2 * outcomes[1])
@@ -334,8 +334,11 @@ def test_a_normalisation_without_weights_is_narrowed_by_its_statistics() -> None
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6, affine=False), nn.ReLU(), nn.Linear(6, 3))
 
     whole = network()
-    plan, model = dependency_trace.trace_plan(whole), {key: value.numpy() for key, value in whole.state_dict().items()}
-    part = width.cut_tensors(model, width.unit_places(plan, model, width.leading_units(plan, 0.5)))
+    plan, model = (
+        dependency_trace.trace_mask_plan(whole),
+        {key: value.numpy() for key, value in whole.state_dict().items()},
+    )
+    part = width.cut_tensors(model, width.unit_indices_by_tensor(plan, model, width.leading_units(plan, 0.5)))
     narrow = width.shrink_module(network(), part, scaled=False)
     assert narrow[1].num_features == 3
     assert narrow(torch.ones(2, 4)).shape == (2, 3)
@@ -347,4 +350,4 @@ def test_tensors_of_another_network_are_told_by_name() -> None:
     from fedquilt.models.networks import registry
 
     with pytest.raises(ModelError, match=r"no tensor '1\.weight'"):
-        width.shrink_module(registry.build({"name": "mlp", "inputs": 4, "classes": 3}), {}, scaled=False)
+        width.shrink_module(registry.build_network({"name": "mlp", "inputs": 4, "classes": 3}), {}, scaled=False)

@@ -145,7 +145,7 @@ def test_maps_are_joined_and_resized_as_they_are_asked_for(size: int) -> None:
         "weights": DRAWS.normal(size=(5, 3)).astype(np.float32),
         "bias": DRAWS.normal(size=5).astype(np.float32),
     }
-    source = block_runner.apply_junction(MemoryStack.from_array(X), junction, after)
+    source = block_runner.apply_junction_lazily(MemoryStack.from_array(X), junction, after)
     assert source.shape == (10, 5, size, size)
     np.testing.assert_allclose(
         source.read_examples(2, 5), stitched_network.apply_junction(X, junction, after)[2:5], rtol=1e-6
@@ -187,7 +187,7 @@ def test_a_join_takes_no_more_memory_than_it_is_planned_with(tmp_path: Path, siz
     maps = FileStack((1, 16, 32, 32), tmp_path)
     maps.append(DRAWS.normal(size=maps.shape))
     junction = {"weights": DRAWS.normal(size=(8, 16)).astype(np.float32), "bias": np.zeros(8, np.float32)}
-    source = block_runner.apply_junction(maps, junction, replace(TILED, in_shape=(8, size, size)))
+    source = block_runner.apply_junction_lazily(maps, junction, replace(TILED, in_shape=(8, size, size)))
     source.read_examples(0, 1)  # what is made once, such as the matrices of the resize
     tracemalloc.start()
     made = source.read_examples(0, 1)

@@ -45,7 +45,7 @@ def test_running_the_blocks_in_order_is_running_the_network(
     Narrowed to 16, the first linear layers of AlexNet (590 kB) and VGG-16 (1.6 MB) are tiled nonetheless.
     """
     monkeypatch.setattr(blocks, "TILE_BYTES", 500_000)
-    donor = _lively(registry.build({"name": name, "classes": 10}))
+    donor = _lively(registry.build_network({"name": name, "classes": 10}))
     parts = blocks.split_donor(donor, "donor", (3, size, size), architecture=name.removeprefix("torchvision/"))
     assert len(parts) == count
     assert [part.kind for part in parts] == ["start"] + ["middle"] * (count - 2) + ["end"]
@@ -118,7 +118,7 @@ def test_a_vision_transformer_is_written_whole_too(tmp_path: Path) -> None:
 def test_the_average_pool_is_at_the_head_of_the_terminating_block() -> None:
     """Of squares that are 2 x 2 before the pool, none is pooled away in a middle block."""
     for name in ("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "densenet121"):
-        donor = registry.build({"name": f"torchvision/{name}"})
+        donor = registry.build_network({"name": f"torchvision/{name}"})
         last = blocks.split_donor(donor, name, (3, 64, 64), architecture=name)[-1]
         assert last.in_shape[1:] == (2, 2)
 
@@ -133,7 +133,7 @@ def test_costs_of_a_block_are_those_of_its_operations() -> None:
 
 def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path: Path) -> None:
     """What runs between the named modules and the next belongs to the next block."""
-    donor = _lively(registry.build({"name": "resnet20-cifar"}))
+    donor = _lively(registry.build_network({"name": "resnet20-cifar"}))
     parts = blocks.split_donor(donor, "own", (3, 32, 32), cuts=["layer1.0", "layer2"])
     assert [part.out_shape for part in parts] == [(16, 32, 32), (32, 16, 16), (10,)]
     x = torch.randn(2, 3, 32, 32)
@@ -156,12 +156,12 @@ def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path: Path) -> N
 def test_a_cut_that_cannot_be_made_is_named(cuts: list[str], message: str) -> None:
     """Unknown, inside a branch, past the maps, out of order."""
     with pytest.raises(ModelError, match=message):
-        blocks.split_donor(registry.build({"name": "resnet20-cifar"}), "own", (3, 32, 32), cuts=cuts)
+        blocks.split_donor(registry.build_network({"name": "resnet20-cifar"}), "own", (3, 32, 32), cuts=cuts)
 
 
 def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path: Path) -> None:
     """Maps (channels, steps) between blocks; before the transposition that follows the input nothing can be cut."""
-    donor = _lively(registry.build({"name": "conv1d", "channels": 3, "steps": 20, "classes": 4}))
+    donor = _lively(registry.build_network({"name": "conv1d", "channels": 3, "steps": 20, "classes": 4}))
     parts = blocks.split_donor(donor, "donor", (20, 3))
     assert [part.in_shape for part in parts] == [(20, 3), (16, 10), (32, 5), (32, 2)]
     x = np.random.default_rng(0).normal(size=(3, 20, 3)).astype(np.float32)
@@ -216,14 +216,14 @@ class Branching(nn.Module):
     ("donor", "shape", "message"),
     [
         (
-            registry.build({"name": "mlp", "inputs": 16, "classes": 2}),
+            registry.build_network({"name": "mlp", "inputs": 16, "classes": 2}),
             (1, 4, 4),
             "before .* no place where a single stack",
         ),
         (Branching(), (1, 4, 4), r"donor 'own' cannot be traced: .*\(Branching, test_blocks.py"),
         (nn.Sequential(nn.Conv2d(1, 2, 3)), (1, 4, 4), "no classifier: it yields"),
         (
-            registry.build({"name": "plain", "channels": 1, "classes": 2}),
+            registry.build_network({"name": "plain", "channels": 1, "classes": 2}),
             (3, 28, 28),
             "does not take images of 3 x 28 x 28",
         ),
@@ -310,7 +310,7 @@ def test_a_transformer_splits_before_each_of_its_layers(
     if str(network["name"]).startswith("torchvision/"):
         import_torchvision()
     torch.manual_seed(0)
-    model = registry.build(network).eval()
+    model = registry.build_network(network).eval()
     with torch.no_grad():
         for value in model.parameters():  # torchvision's classifier begins with zeros
             value.add_(0.02 * torch.randn_like(value))

@@ -150,7 +150,7 @@ def test_layers_whose_biases_are_equal_are_told_apart(tmp_path: Path, monkeypatc
 def test_alexnets_terminating_block_is_tiled_and_fits_where_its_layers_do_not() -> None:
     """Pool and flatten, 9216 -> 4096 (151 MB), ReLU, 4096 -> 4096 (67 MB), then ReLU and 4096 -> 1000 (16 MB)."""
     made = blocks.export_block(
-        blocks.split_donor(registry.build({"name": "torchvision/alexnet"}), "a", (3, 64, 64))[-1]
+        blocks.split_donor(registry.build_network({"name": "torchvision/alexnet"}), "a", (3, 64, 64))[-1]
     )
     assert [len(stage) for stage in made] == [1, 5, 1, 3, 1]
     assert max(graph.weight_bytes for graph in graphs_of([made])) <= blocks.TILE_BYTES

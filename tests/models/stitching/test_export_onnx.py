@@ -68,13 +68,13 @@ def by_the_agents(
     stock: stitch.DonorPool = STOCK,
     files: Mapping[str, Path] = FILES,
 ) -> np.ndarray:
-    """`fedquilt.models.stitching.stitched_network.classify` of what the artefact holds, block by block."""
+    """`fedquilt.models.stitching.stitched_network.compute_label_scores` of what the artefact holds, block by block."""
     engine = OnnxEngine(2**30)
 
     def run(block: stitch.Block, maps: np.ndarray) -> np.ndarray:
         return stitch.run_block(block, lambda name, value: engine.run(files[name], value), maps)
 
-    return stitch.classify(stitch.from_artefact(meta, arrays), stock.blocks, run, x)
+    return stitch.compute_label_scores(stitch.from_artefact(meta, arrays), stock.blocks, run, x)
 
 
 @pytest.mark.parametrize(

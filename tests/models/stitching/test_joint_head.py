@@ -72,10 +72,10 @@ def test_what_is_sent_is_what_is_read() -> None:
     z, y = data(9)
     y[:] = y % 2
     sent = class_moments.device_moments(z, y, CLASSES)
-    wire = class_moments.to_tensors(sent)
+    wire = class_moments.pack_moments(sent)
     assert wire["means"].shape == (2, 12)
     assert wire["factor"].shape == (9 * 12 - 9 * 8 // 2,)
-    found = class_moments.from_tensors(wire, CLASSES, 12)
+    found = class_moments.read_sent_moments(wire, CLASSES, 12)
     assert np.array_equal(found.counts, sent.counts)
     assert np.allclose(found.means, sent.means, rtol=1e-6)
     assert np.allclose(found.factor, sent.factor, rtol=1e-6, atol=1e-12)
@@ -94,7 +94,7 @@ def test_half_of_a_symmetric_matrix_is_enough() -> None:
 
 
 def standard(z: np.ndarray, y: np.ndarray) -> StandardisedSums:
-    return joint_head.standardise(class_moments.device_moments(z, y, CLASSES).to_sums())
+    return joint_head.standardise_sums(class_moments.device_moments(z, y, CLASSES).to_sums())
 
 
 def criterion_by_hat(z: np.ndarray, y: np.ndarray, ridge: float) -> float:
@@ -172,7 +172,7 @@ def test_a_joined_set_is_not_taken_apart_into_eigenvectors(monkeypatch: pytest.M
     made = candidates._RidgeSolver(standard(*data(400, 12)), TapLayout((4, 4, 4)))
     taps = made.select_taps(range(3))
     assert len(taps) == 3
-    assert made.best_penalty(*taps).ridge > 0
+    assert made.find_best_penalty(*taps).ridge > 0
     assert sizes == [4, 4, 4]
 
 
@@ -230,10 +230,12 @@ def test_order_and_split_of_devices_do_not_change_the_head(devices: int) -> None
     """As it is sent, and as it is reckoned: scores agree to 1e-6 of the largest, with means far from 0."""
     z, y = data(400, 30)
     alone = scores(joint_head.fit_discriminant(standard(z, y), 0.1), z)
-    parts = [class_moments.from_tensors(class_moments.to_tensors(each), CLASSES, 30) for each in shares(z, y, devices)]
+    parts = [
+        class_moments.read_sent_moments(class_moments.pack_moments(each), CLASSES, 30) for each in shares(z, y, devices)
+    ]
     exact = shares(z, y, devices + 3, 8)
     for order in (parts, parts[::-1], exact):
-        found = scores(joint_head.fit_discriminant(joint_head.standardise(merged(order)), 0.1), z)
+        found = scores(joint_head.fit_discriminant(joint_head.standardise_sums(merged(order)), 0.1), z)
         assert np.abs(found - alone).max() <= 1e-6 * np.abs(alone).max()
 
 
@@ -246,7 +248,7 @@ def test_a_class_without_examples_never_wins() -> None:
     found = scores(head, 1e6 * z)
     assert np.isfinite(found).all()
     assert (found.argmax(axis=1) < 3).all()
-    three = joint_head.standardise(central(z, y, 3))
+    three = joint_head.standardise_sums(central(z, y, 3))
     assert near(joint_head.fit_discriminant(three, 0.1).weights, head.weights[:3])
 
 
@@ -309,10 +311,10 @@ def test_taps_are_chosen_again_with_the_strength_of_the_set() -> None:
     """A single tap's strength suits a set of six badly here: the second choice has less than half the criterion."""
     given, places = standard(*data(40, 24, 63)), TapLayout((4,) * 6)
     made = candidates._RidgeSolver(given, places)
-    near = sorted(range(6), key=lambda tap: made.best_penalty(tap).criterion)
-    first = joint_head.select_taps(given, places, near[0], near, made.best_penalty(near[0]).ridge)
+    near = sorted(range(6), key=lambda tap: made.find_best_penalty(tap).criterion)
+    first = joint_head.select_taps(given, places, near[0], near, made.find_best_penalty(near[0]).ridge)
     chosen = made.select_taps(range(6))
-    assert made.best_penalty(*chosen).criterion < made.best_penalty(*first.taps).criterion / 2
+    assert made.find_best_penalty(*chosen).criterion < made.find_best_penalty(*first.taps).criterion / 2
 
 
 def test_no_more_features_are_joined_than_asked_for() -> None:

@@ -38,8 +38,8 @@ def test_moments_that_no_examples_have_are_refused(changes: dict, why: str) -> N
     given = sent()
     spoilt = {**given, **{name: change(given[name]) for name, change in changes.items()}}
     with pytest.raises(UpdateError, match=why):
-        class_moments.from_tensors(spoilt, CLASSES, 12)
-    class_moments.from_tensors(given, CLASSES, 12)
+        class_moments.read_sent_moments(spoilt, CLASSES, 12)
+    class_moments.read_sent_moments(given, CLASSES, 12)
 
 
 def test_moments_without_a_part_are_refused() -> None:
@@ -47,7 +47,7 @@ def test_moments_without_a_part_are_refused() -> None:
     given = sent()
     for name in given:
         with pytest.raises(UpdateError, match=f"{name} missing"):
-            class_moments.from_tensors({key: value for key, value in given.items() if key != name}, CLASSES, 12)
+            class_moments.read_sent_moments({key: value for key, value in given.items() if key != name}, CLASSES, 12)
 
 
 @pytest.mark.parametrize("n", [2, 3, 40, 300])
@@ -56,7 +56,9 @@ def test_honest_moments_are_never_refused(n: int) -> None:
     for seed in range(5):
         z, y = data(n, 12, seed)
         z = np.hstack([z, z[:, :3] + 1e-4, np.full((n, 1), 7.7)]).astype(np.float32)
-        class_moments.from_tensors(class_moments.to_tensors(class_moments.device_moments(z, y, CLASSES)), CLASSES, 16)
+        class_moments.read_sent_moments(
+            class_moments.pack_moments(class_moments.device_moments(z, y, CLASSES)), CLASSES, 16
+        )
 
 
 def test_a_part_is_not_changed_by_being_merged() -> None:

@@ -162,7 +162,7 @@ def test_gathered_groups_are_few_and_their_total_is_the_merged_one() -> None:
     for most, groups in ((9, 5), (3, 3), (1, 0), (0, 0)):
         gathered, total = None, parts[0]
         for i, part in enumerate(parts):
-            gathered = p.add_device(gathered, part, most)
+            gathered = p.add_device_moments(gathered, part, most)
             total = p.merge_moments([total, part]) if i else part
         assert gathered is not None
         assert len(gathered.groups) == groups
@@ -190,13 +190,13 @@ def test_a_merge_is_symmetric_and_changes_none_of_its_parts() -> None:
 def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
     """Half of the symmetric matrix; float64 returns every bit, float32 seven digits."""
     sums = p.add_rows(None, X, Y)
-    exact = p.from_tensors(p.to_tensors(sums, exact=True), 6, 4)
+    exact = p.read_sent_moments(p.pack_moments(sums, exact=True), 6, 4)
     assert np.array_equal(exact.xx, (sums.xx + sums.xx.T) / 2)
     assert np.array_equal(exact.xy, sums.xy)
     assert exact.yy == sums.yy
-    small = p.to_tensors(sums, exact=False)
+    small = p.pack_moments(sums, exact=False)
     assert small["xx"].nbytes == 4 * 21
-    assert np.allclose(p.from_tensors(small, 6, 4).xx, sums.xx, rtol=1e-6)
+    assert np.allclose(p.read_sent_moments(small, 6, 4).xx, sums.xx, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +214,13 @@ def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
 )
 def test_what_is_no_moments_is_refused(name: str, value: np.ndarray | None) -> None:
     """Wrong counts, shapes, types, NaN, negative variances and missing tensors."""
-    sent = p.to_tensors(p.add_rows(None, X, Y), exact=True)
+    sent = p.pack_moments(p.add_rows(None, X, Y), exact=True)
     if value is None:
         del sent[name]
     else:
         sent[name] = value
     with pytest.raises(UpdateError, match="moments"):
-        p.from_tensors(sent, 6, 4)
+        p.read_sent_moments(sent, 6, 4)
 
 
 def test_positions_of_series_are_rows() -> None:

@@ -23,7 +23,7 @@ def updates(devices: int, n: int = 9, width: int = WIDE, far: float = 1.0) -> li
     for number in range(devices):
         z, y = data(n, width, seed=number)
         z[:, 0] += 1e4 * far
-        given = class_moments.to_tensors(class_moments.device_moments(z, y, CLASSES), exact=True)
+        given = class_moments.pack_moments(class_moments.device_moments(z, y, CLASSES), exact=True)
         found.append(DeviceUpdate(f"d{number}", 0, float(n), {"short": float(number % 2)}, {"moments": given}))
     return found
 

@@ -155,7 +155,7 @@ def test_taps_are_pooled_side_by_side_and_what_they_share_runs_once() -> None:
     """Three taps behind one stem: three block runs, and the head's columns in the order of the taps."""
     ran: list[str] = []
     x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
-    scores = stitched_network.classify(JOINED, STOCK.blocks, made(ran), x)
+    scores = stitched_network.compute_label_scores(JOINED, STOCK.blocks, made(ran), x)
     assert ran == ["a.0", "a.1", "b.1"]
     stem = made([])(A0, x)
     junction = JOINED.junctions[stitched_network.junction_name(("a.0", "b.1"))]
@@ -174,7 +174,7 @@ def test_an_artefact_holds_the_network_and_no_junction_besides() -> None:
     }
     assert set(arrays) == {f"{name}.weights", f"{name}.bias", "head.weights", "head.bias"}
     read, x = stitched_network.from_artefact(meta, arrays), RNG.normal(size=(2, 1, 8, 8)).astype(np.float32)
-    scores = [stitched_network.classify(each, STOCK.blocks, made([]), x) for each in (JOINED, read)]
+    scores = [stitched_network.compute_label_scores(each, STOCK.blocks, made([]), x) for each in (JOINED, read)]
     np.testing.assert_array_equal(*scores)
 
 
@@ -194,7 +194,7 @@ def test_an_artefact_holds_the_network_and_no_junction_besides() -> None:
 def test_a_network_whose_outputs_mean_nothing_is_refused(network: stitched_network.StitchedNetwork, why: str) -> None:
     """When it is run, and when it is read."""
     with pytest.raises(ModelError, match=why):
-        stitched_network.classify(network, STOCK.blocks, lambda block, x: x, np.zeros((1, 1, 8, 8)))
+        stitched_network.compute_label_scores(network, STOCK.blocks, lambda block, x: x, np.zeros((1, 1, 8, 8)))
     meta = {"taps": network.taps, "junctions": {}, "head": None, "align": network.align}
     if network.head is not None:
         meta["head"] = {"weights": "w", "bias": "b"}
@@ -211,7 +211,7 @@ def test_features_may_be_drawn_before_the_head() -> None:
         np.concatenate([stitched_network.global_average_pool(each) for each in maps], axis=1) @ hidden.T, 0
     )
     network = replace(JOINED, head={**head, "hidden": hidden})
-    scores = stitched_network.classify(
+    scores = stitched_network.compute_label_scores(
         stitched_network.from_artefact(*stitched_network.to_artefact(network, STOCK)), STOCK.blocks, made([]), x
     )
     np.testing.assert_allclose(scores, features @ head["weights"].T, rtol=1e-6)

@@ -29,7 +29,7 @@ def test_evaluation_stays_and_training_begins_where_it_is() -> None:
         model = network()
         model[0].weight[2] = 0.0
         before = model.eval()(x)
-        batchnorm.restore_statistics(model, x)
+        batchnorm.set_statistics_from_inputs(model, x)
         assert not batchnorm.is_folded(model)
         assert torch.allclose(model.eval()(x), before, atol=1e-5)
         assert torch.allclose(model.train()(x), before, atol=1e-3)

@@ -90,7 +90,7 @@ def test_donors_of_time_series_are_stitched_in_a_dry_run(tmp_path: Path) -> None
 
 def test_a_donor_whose_weights_are_not_finite_is_refused_by_donor_and_block(tmp_path: Path) -> None:
     """A NaN in the last convolution."""
-    state = registry.build(RESIDUAL).state_dict()
+    state = registry.build_network(RESIDUAL).state_dict()
     names = [name for name, value in state.items() if value.ndim == 4]
     state[names[-1]][0, 0, 0, 0] = torch.nan
     torch.save(state, tmp_path / "broken.pt")
@@ -168,13 +168,13 @@ def test_a_dry_run_trains_with_one_thread_and_gives_the_others_back(
 ) -> None:
     """On a busy machine two threads took ten times as long."""
     before, seen = torch.get_num_threads(), set()
-    played = dry_run._run_short_job
+    played = dry_run._run_to_last_state
 
     def noted(*given: Any) -> Any:
         seen.add(torch.get_num_threads())
         return played(*given)
 
-    monkeypatch.setattr(dry_run, "_run_short_job", noted)
+    monkeypatch.setattr(dry_run, "_run_to_last_state", noted)
     torch.set_num_threads(2)
     try:
         model = {**RESIDUAL, "input": {"channels": 1, "size": 8}}

@@ -89,7 +89,7 @@ def test_what_cannot_be_searched_is_refused() -> None:
 def test_blocks_are_the_papers_where_it_names_them(network: Any, first: list[str], last: list[str], count: int) -> None:
     """AlexNet features and classifier, ResNet-18 stem, four stages, fc; batch norm goes with its convolution."""
     with torch.device("meta"):
-        found = frozen_part.list_blocks(registry.build(network))
+        found = frozen_part.list_blocks(registry.build_network(network))
     assert (found[0], found[-1], len(found)) == (first, last, count)
 
 

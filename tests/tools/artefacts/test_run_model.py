@@ -17,7 +17,7 @@ import classifiers
 import made_graphs
 import onnx
 
-from fedquilt.tools.artefacts.run_model import Prediction, compute_accuracy, main, run_model
+from fedquilt.tools.artefacts.run_model import Prediction, compute_accuracy, print_predictions, run_model
 
 LEVELS = np.array([10, 30, 200, 250], np.uint8)  # brightness of four images
 
@@ -103,7 +103,7 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
 ) -> None:
     """Text for people, JSON for programs."""
     source = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:2, None, None], (2, 4, 4)), y=np.array([0, 1]))
-    assert main(model, source, "text") == 0
+    assert print_predictions(model, source, "text") == 0
     assert capsys.readouterr().out.splitlines() == [
         "image  prediction  score  label",
         "0      night       0.461  night",
@@ -111,7 +111,7 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
         "score: the largest output of the network for a label, which is no probability",
         "50.0% of 2 images right",
     ]
-    main(model, source, "json")
+    print_predictions(model, source, "json")
     told = json.loads(capsys.readouterr().out)
     assert told["accuracy"] == 0.5
     assert Prediction(**told["images"][1]) == run_model(model, source)[1]

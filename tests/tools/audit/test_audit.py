@@ -59,7 +59,7 @@ def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no
 
     start = attack.draw_weights(NETWORK, 0)
     found = extract_gradient(UploadVariant("x", "fedavg", {}), NETWORK, start, one(), engine())
-    model = registry.build(NETWORK)
+    model = registry.build_network(NETWORK)
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(torch.tensor(start[name]))

@@ -209,7 +209,7 @@ def test_without_a_clock_helper_the_one_point_is_as_the_board_is():
     assert point.flops_per_s == pytest.approx(
         1 / TIME.compute_seconds({a: v[0] for a, v in LISTS.items()}, TOP), rel=1e-3
     )
-    assert any("too few to fit" in line for line in profile_recording.format_result(result))
+    assert any("too few to fit" in line for line in profile_recording.format_fitted_profile(result))
 
 
 def test_without_a_meter_power_is_left_out_and_that_is_said():
@@ -219,7 +219,7 @@ def test_without_a_meter_power_is_left_out_and_that_is_said():
     assert (found.idle_w, result.board.idle_w, result.errors.get("power")) == (None, None, None)
     assert all(point.busy_w is None and point.flops_per_s for point in result.board.operating_points())
     assert "power could not be measured" in result.board.sources["measured"].text
-    assert "no power meter: power is left out of the profile" in profile_recording.format_result(result)
+    assert "no power meter: power is left out of the profile" in profile_recording.format_fitted_profile(result)
 
 
 def test_a_recording_of_nothing_is_an_error_with_the_reasons():
@@ -247,7 +247,7 @@ def test_what_the_helper_lists_is_shared_by_all_clocks_of_a_kind():
 def test_results_are_told_to_programs_too(tmp_path):
     """Errors by point and in all, and what was skipped."""
     result = profile_recording.build_profile(measurement.measure_points(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
-    told = json.loads(json.dumps(profile_recording.to_report(result, tmp_path)))
+    told = json.loads(json.dumps(profile_recording.make_json_report(result, tmp_path)))
     assert told["error"]["time"]["worst"] < 1e-6
     assert len(told["points"]) == len(POINTS)
     assert told["points"][0]["left_out"]["power"] == pytest.approx(0.0, abs=1e-6)
@@ -256,7 +256,7 @@ def test_results_are_told_to_programs_too(tmp_path):
 def test_a_dry_run_measures_and_writes_nothing(tmp_path, monkeypatch, capsys):
     """It says what it would measure: on a host without a helper, the one point."""
     monkeypatch.chdir(tmp_path)
-    assert profile_recording.main(None, 1.0, dry_run=True) == 0
+    assert profile_recording.record_profile(None, 1.0, dry_run=True) == 0
     assert "as-is" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
@@ -264,14 +264,14 @@ def test_a_dry_run_measures_and_writes_nothing(tmp_path, monkeypatch, capsys):
 def test_a_board_is_looked_for_below_the_root_that_is_given(tmp_path):
     """As in a container: where there is no proc, there is no board."""
     with pytest.raises(JobError, match="/proc/meminfo"):
-        profile_recording.main(None, 1.0, root=tmp_path, dry_run=True)
+        profile_recording.record_profile(None, 1.0, root=tmp_path, dry_run=True)
 
 
 def test_what_cannot_be_done_is_said_before_minutes_are_spent(tmp_path):
     """A folder that cannot be made."""
     (tmp_path / "no").write_text("a file is in the folder's place")
     with pytest.raises(StoreError, match=r"cannot write .*board\.toml: File exists"):
-        profile_recording.main(tmp_path / "no" / "board.toml", 1.0)
+        profile_recording.record_profile(tmp_path / "no" / "board.toml", 1.0)
 
 
 def test_the_units_of_work_are_float32_and_count_what_they_say():
@@ -314,7 +314,7 @@ def test_a_workload_s_rates_are_told_apart_and_fitted_over_the_clocks():
     assert times.time_law("task").fixed_s == pytest.approx(0.002, rel=1e-3)
     low = next(point for point in read.operating_points() if point.cpu_hz == LISTS["cpu_hz"][1])
     assert low.rates["torch-conv"].launch_s == pytest.approx(LAUNCH.compute_seconds({"cpu_hz": 1e9}, TOP), rel=1e-3)
-    assert "torch-conv at" in "\n".join(profile_recording.format_result(recorded))
+    assert "torch-conv at" in "\n".join(profile_recording.format_fitted_profile(recorded))
 
 
 def test_a_board_without_clocks_has_the_rates_of_its_one_point_and_no_time_leaves_a_workload_out():

@@ -22,7 +22,7 @@ def followed(home: Path, **options: int) -> RunFollower:
     with StoreReader(home) as store:
         found = RunFollower(store.all_jobs()[0], **options)  # type: ignore[arg-type]
         for dated in store.read_events(found.row.id):
-            found.add_fact(*dated)
+            found.add_event(*dated)
     return found
 
 

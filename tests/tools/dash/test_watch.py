@@ -120,7 +120,7 @@ def follower(home: Path, facts: list[Any]) -> RunFollower:
     with Store(home) as store:
         found = RunFollower(store.find_job(run))
         for dated in store.read_events(run):
-            found.add_fact(*dated)
+            found.add_event(*dated)
     return found
 
 

@@ -22,7 +22,7 @@ def enrol(board: Any, name: str, begins_s: float) -> CertificateAuthority:
     authority = CertificateAuthority.create(board.root / "ca", "site", begins_s)
     key = ec.generate_private_key(ec.SECP256R1())
     with authority.register.transaction():
-        issued = authority.sign(name, "device", key.public_key(), begins_s)
+        issued = authority.sign_certificate(name, "device", key.public_key(), begins_s)
     board.write("etc/fedquilt/device.crt", issued.pem)
     board.write("etc/fedquilt/device.key", key_to_pem(key).decode()).chmod(0o600)
     files = {"cert": "/etc/fedquilt/device.crt", "key": "/etc/fedquilt/device.key"}

@@ -56,7 +56,7 @@ class Site:
     def certified(self, name: str, kind: Any = "device", days: float | None = None) -> dict[str, str]:
         key = ec.generate_private_key(ec.SECP256R1())
         with self.authority.register.transaction():
-            issued = self.authority.sign(name, kind, key.public_key(), clock_s(), days=days)
+            issued = self.authority.sign_certificate(name, kind, key.public_key(), clock_s(), days=days)
         (self.folder / f"{name}.crt").write_text(issued.pem)
         (self.folder / f"{name}.key").write_bytes(key_to_pem(key))
         (self.folder / f"{name}.key").chmod(0o600)
@@ -157,7 +157,7 @@ def test_a_broker_of_another_authority_is_found(board: Any, site: Site, stranger
 
 def test_a_broker_whose_certificate_has_ended_is_found(board: Any, site: Site) -> None:
     """By this machine's clock, which may be what is wrong."""
-    issued, key = site.authority.issue("broker", "server", clock_s() - 900 * DAY_S, hosts=["127.0.0.1"])
+    issued, key = site.authority.issue_with_new_key("broker", "server", clock_s() - 900 * DAY_S, hosts=["127.0.0.1"])
     (site.out / "broker.crt").write_text(issued.pem)
     (site.out / "broker.key").write_bytes(key)
     found = last(asked(board, url=site.serve(), ca=str(site.authority.folder / "ca.crt")))

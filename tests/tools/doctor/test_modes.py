@@ -42,7 +42,7 @@ def seconds(board: Any, name: str) -> float:
     """Seconds that the work takes at the fastest point of a mode, by the profile alone."""
     levers = controls.discover_controls(board.root)
     (mode,) = [each for each in levers.modes if each.name == name]
-    told_s = power_mode._shortest_duration_s(
+    told_s = power_mode._estimate_shortest_duration_s(
         profile(board), levers, mode, LearnedModel(), LatestTask(work=WORK, left_s=0.0)
     )
     assert told_s is not None

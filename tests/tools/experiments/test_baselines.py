@@ -42,7 +42,7 @@ def path_method(path: Sequence[str]) -> Method:
             assert state.current is not None
             winner = Winner(path[len(state.current.path)], 1.0, 1.0, 1)
             state = replace(state, winners=(winner,))
-            if steps.junction_winners(state):
+            if steps.winners_needing_junction(state):
                 return replace(state, phase="fit")
             state = steps.grow_paths(state, {})
         return state

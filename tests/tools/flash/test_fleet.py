@@ -191,12 +191,12 @@ def test_enrolment_is_what_the_register_says() -> None:
     token = EnrolmentToken("a", 100.0, 1000.0, None, None, None)
     used = token._replace(used_s=200.0)
     waits = EnrolmentState("waits for its first boot, until 1970-01-01 00:16 UTC", waits=True)
-    assert fleet.describe_enrolment([], [token], 150.0) == waits
-    assert fleet.describe_enrolment([issued(50.0)], [token], 150.0) == waits
+    assert fleet.determine_enrolment_state([], [token], 150.0) == waits
+    assert fleet.determine_enrolment_state([issued(50.0)], [token], 150.0) == waits
     enrolled = EnrolmentState("enrolled 1970-01-01 00:03 UTC")
-    assert fleet.describe_enrolment([issued(50.0), issued(200.0)], [used], 250.0) == enrolled
-    assert fleet.describe_enrolment([], [token], 2000.0) == EnrolmentState("token expired", expired=True)
-    assert fleet.describe_enrolment([issued(50.0, revoked_s=60.0)], [], 150.0) == EnrolmentState()
+    assert fleet.determine_enrolment_state([issued(50.0), issued(200.0)], [used], 250.0) == enrolled
+    assert fleet.determine_enrolment_state([], [token], 2000.0) == EnrolmentState("token expired", expired=True)
+    assert fleet.determine_enrolment_state([issued(50.0, revoked_s=60.0)], [], 150.0) == EnrolmentState()
 
 
 def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:

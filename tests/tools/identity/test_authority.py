@@ -75,7 +75,7 @@ def test_a_missing_damaged_or_mixed_up_authority_says_so(authority: CertificateA
 
 def test_a_server_is_trusted_by_a_clock_that_says_1970(authority: CertificateAuthority, tmp_path: Path) -> None:
     """In full: OpenSSL checks the chain, the use and the dates, a day after the epoch as today."""
-    issued, _ = authority.issue("broker", "server", NOW_S, hosts=["broker.site", "10.0.0.1"])
+    issued, _ = authority.issue_with_new_key("broker", "server", NOW_S, hosts=["broker.site", "10.0.0.1"])
     (tmp_path / "broker.crt").write_text(issued.pem)
     for at_s in (DAY_S, NOW_S):
         assert verify(authority, tmp_path / "broker.crt", "sslserver", at_s).returncode == 0
@@ -89,8 +89,8 @@ def test_a_devices_certificate_cannot_pose_as_a_server_nor_a_servers_as_a_device
     authority: CertificateAuthority, tmp_path: Path
 ) -> None:
     """Its use is in it: a stolen board cannot be the broker for others."""
-    server, _ = authority.issue("broker", "server", NOW_S, hosts=["broker.site"])
-    device = authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
+    server, _ = authority.issue_with_new_key("broker", "server", NOW_S, hosts=["broker.site"])
+    device = authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S)
     for one, purpose, right in (
         (device, "sslclient", True),
         (device, "sslserver", False),
@@ -105,7 +105,7 @@ def test_a_devices_certificate_begins_a_day_before_and_never_outlives_the_author
     authority: CertificateAuthority,
 ) -> None:
     """A broker's clock may be behind; a board whose clock is before the beginning knows that it is wrong."""
-    issued = authority.sign("orin-7", "device", new_key().public_key(), NOW_S, days=99999)
+    issued = authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S, days=99999)
     cert = x509.load_pem_x509_certificate(issued.pem.encode())
     assert cert.not_valid_before_utc.timestamp() == NOW_S - DAY_S
     assert cert.not_valid_after_utc == authority.cert.not_valid_after_utc
@@ -142,10 +142,10 @@ def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(autho
 
 def test_a_name_is_a_devices_or_a_servers_never_both(authority: CertificateAuthority) -> None:
     """Or a board could ask for the name that has the coordinator's rights."""
-    authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
+    authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S)
     with pytest.raises(JobError, match="device's name"):
-        authority.issue("orin-7", "observer", NOW_S)
-    authority.issue("watcher", "observer", NOW_S)
+        authority.issue_with_new_key("orin-7", "observer", NOW_S)
+    authority.issue_with_new_key("watcher", "observer", NOW_S)
     for name in ("watcher", "coordinator"):
         with pytest.raises(JobError, match="rename the device"):
             authority.require_enrollable(name, new_key().public_key(), NOW_S)
@@ -155,7 +155,7 @@ def test_a_name_is_a_devices_or_a_servers_never_both(authority: CertificateAutho
 def test_a_host_that_is_none_is_refused(authority: CertificateAuthority, host: str) -> None:
     """Also a star: no server of the fleet is any server."""
     with pytest.raises(JobError, match="neither a host's name"):
-        authority.issue("broker", "server", NOW_S, hosts=[host])
+        authority.issue_with_new_key("broker", "server", NOW_S, hosts=[host])
     assert authority.register.list_certificates() == []
 
 
@@ -163,10 +163,10 @@ def test_a_host_that_is_none_is_refused(authority: CertificateAuthority, host: s
 def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, url: str | None) -> None:
     """Expired certificates need no listing; a name that nobody knows is an error."""
     authority = CertificateAuthority.create(tmp_path / "ca", "site", NOW_S, url)
-    old = authority.sign("orin-7", "device", new_key().public_key(), NOW_S - 400 * DAY_S)
-    new = authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
+    old = authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S - 400 * DAY_S)
+    new = authority.sign_certificate("orin-7", "device", new_key().public_key(), NOW_S)
     token = authority.register.create_token("orin-7", 60.0, NOW_S)
-    assert [one.serial for one in authority.revoke("orin-7", NOW_S)] == [new.serial]
+    assert [one.serial for one in authority.revoke_name("orin-7", NOW_S)] == [new.serial]
     crl = x509.load_pem_x509_crl((authority.folder / "crl.pem").read_bytes())
     assert crl.is_signature_valid(authority.cert.public_key())  # type: ignore[arg-type]
     assert [f"{one.serial_number:x}" for one in crl] == [new.serial] != [old.serial]
@@ -175,7 +175,7 @@ def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, u
     assert authority.crl_url == url
     assert len(crl.extensions) == (2 if url is None else 3)
     with pytest.raises(JobError, match="nothing was issued to 'orin-9'"):
-        authority.revoke("orin-9", NOW_S)
+        authority.revoke_name("orin-9", NOW_S)
 
 
 # -- sites ----------------------------------------------------------------------------------------
@@ -184,24 +184,24 @@ def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, u
 def test_a_site_speaks_for_boards_that_are_nobody_elses(authority: CertificateAuthority) -> None:
     """Neither for an enrolled device nor for a board of another site; the same site may get another right."""
     with authority.register.transaction():
-        authority.sign("cam-1", "device", new_key().public_key(), NOW_S)
+        authority.sign_certificate("cam-1", "device", new_key().public_key(), NOW_S)
     with pytest.raises(JobError, match="plant cannot speak for cam-1, which is a device here"):
-        authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
-    authority.issue("plant", "site", NOW_S, right=SiteRight(("door-*",), 4))
+        authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
+    authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("door-*",), 4))
     with pytest.raises(JobError, match="gate and plant could both speak for one board"):
-        authority.issue("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
-    authority.issue("plant", "site", NOW_S, right=SiteRight(("door-1",), 1))
+        authority.issue_with_new_key("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
+    authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("door-1",), 1))
     with pytest.raises(JobError, match="gate and plant"):  # the first certificate is valid still
-        authority.issue("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
-    authority.revoke("plant", NOW_S)
-    authority.issue("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
+        authority.issue_with_new_key("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
+    authority.revoke_name("plant", NOW_S)
+    authority.issue_with_new_key("gate", "site", NOW_S, right=SiteRight(("door-7",), 1))
     assert authority.valid_sites(NOW_S) == [("gate", SiteRight(("door-7",), 1))]
 
 
 def test_no_device_is_enrolled_under_the_name_of_a_sites_board(authority: CertificateAuthority) -> None:
-    authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
+    authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
     key = new_key().public_key()
     with pytest.raises(JobError, match="'cam-9' is a name of a board of site plant"):
         authority.require_enrollable("cam-9", key, NOW_S)
-    authority.revoke("plant", NOW_S)
+    authority.revoke_name("plant", NOW_S)
     authority.require_enrollable("cam-9", key, NOW_S)

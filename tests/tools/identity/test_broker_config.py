@@ -25,7 +25,9 @@ class Site(Certified):
     def __init__(self, folder: Path, start: Callable[..., Any], crl_url: str | None = None) -> None:
         super().__init__(folder, crl_url)
         self.out = folder / "etc"
-        self.authority.issue("tower", "observer", clock_s())  # the rules name it, whatever certificate it has then
+        self.authority.issue_with_new_key(
+            "tower", "observer", clock_s()
+        )  # the rules name it, whatever certificate it has then
         self.configure()
         lines = (self.out / "fedquilt.conf").read_text().splitlines()
         assert lines[1] == "listener 8883"  # the fixture's own takes a free port instead
@@ -113,7 +115,7 @@ def test_an_observer_reads_what_is_said_but_no_blob_and_writes_nothing(site: Sit
         assert f"refuses messages to {root}/{topic}" in tower.problem
     assert (coordinator.session, coordinator.connected) == (1, True)
     assert stage.payloads("coordinator") == [b"a part of a model", b"claim"]
-    site.authority.revoke("tower", clock_s())
+    site.authority.revoke_name("tower", clock_s())
     site.configure()
     assert "tower" not in (site.out / "acl").read_text()
 
@@ -143,7 +145,7 @@ def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
     lost, kept = site.broker("dev-a"), site.broker("dev-b")
     first: MqttLink = stage.join(lost, "first")
     first.wait_until_connected(LIMIT_S)
-    site.authority.revoke("dev-a", clock_s())
+    site.authority.revoke_name("dev-a", clock_s())
     shutil.copy(site.authority.folder / "crl.pem", site.out / "crl.pem")
     site.mosquitto.reload()
     first.close()
@@ -191,7 +193,7 @@ def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: 
     assert second != first
     third = written(["10.0.0.1", "broker.site"], 600 * DAY_S)
     assert third != second
-    authority.revoke("broker", 601 * DAY_S)
+    authority.revoke_name("broker", 601 * DAY_S)
     assert written(["10.0.0.1", "broker.site"], 601 * DAY_S) != third
 
 
@@ -199,7 +201,7 @@ def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: 
 def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, crl_url: str | None) -> None:
     """Denied unless allowed, by the certificate's name; without an address of the list it says what is missing."""
     authority = CertificateAuthority.create(tmp_path / "ca", "site", clock_s(), crl_url)
-    authority.issue("tower", "observer", clock_s())
+    authority.issue_with_new_key("tower", "observer", clock_s())
     said = broker_config.write_config(
         authority, "emqx", ["b"], tmp_path / "out", clock_s(), fleet="lab", installed="/x/y/"
     )

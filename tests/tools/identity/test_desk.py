@@ -16,7 +16,7 @@ from fedquilt.core import JobError, SiteRight
 from fedquilt.edge_agent.enrolment import create_signing_request
 from fedquilt.security.enrolment import SigningRequest
 from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority
-from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService, response_for
+from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService, make_enrolment_response
 from fedquilt.tools.operations.identity.register import CertificateRegister, IssuedCertificate
 
 NOW_S = 1_800_000_000.0
@@ -92,9 +92,9 @@ def test_without_a_token_nobody_learns_whose_a_name_is(office: Office) -> None:
     """The name of a server, of a site's board, and of a device whose key was revoked are refused alike."""
     key = new_key()
     office.enrol("orin-7", office.token("orin-7"), key)
-    office.authority.revoke("orin-7", NOW_S)
-    office.authority.issue("watcher", "observer", NOW_S)
-    office.authority.issue("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
+    office.authority.revoke_name("orin-7", NOW_S)
+    office.authority.issue_with_new_key("watcher", "observer", NOW_S)
+    office.authority.issue_with_new_key("plant", "site", NOW_S, right=SiteRight(("cam-*",), 4))
     for device, said in (
         ("watcher", "rename the device"),
         ("cam-9", "a name of a board of site plant"),
@@ -105,7 +105,7 @@ def test_without_a_token_nobody_learns_whose_a_name_is(office: Office) -> None:
         token = office.token(device)
         with pytest.raises(JobError, match=said):
             office.enrol(device, token, key)
-        assert office.authority.register.is_unused(token, NOW_S)
+        assert office.authority.register.is_redeemable(token, NOW_S)
 
 
 @pytest.mark.parametrize("pattern", ["", "Orin", "a b", "x" * 65, "../x", "[ab]"])
@@ -156,7 +156,7 @@ def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(of
     """Each with its own sentence."""
     key = new_key()
     held = office.enrol("orin-7", office.token("orin-7"), key)
-    server, _ = office.authority.issue("broker", "server", NOW_S, hosts=["site"])
+    server, _ = office.authority.issue_with_new_key("broker", "server", NOW_S, hosts=["site"])
     own = SigningRequest("orin-7", create_signing_request(key, "orin-7"))
     other = SigningRequest("orin-8", create_signing_request(key, "orin-8"))
     rekeyed = SigningRequest("orin-7", create_signing_request(new_key(), "orin-7"))
@@ -173,7 +173,7 @@ def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(of
     with pytest.raises(JobError, match="expired at 2027-04-15"):
         office.desk.renew_certificate(own, held.serial)
     office.now_s = NOW_S
-    office.authority.revoke("orin-7", NOW_S)
+    office.authority.revoke_name("orin-7", NOW_S)
     with pytest.raises(JobError, match="was revoked at 2027-01-15"):
         office.desk.renew_certificate(own, held.serial)
     with pytest.raises(JobError, match="this key of orin-7 was revoked"):
@@ -194,7 +194,7 @@ def test_the_log_says_who_and_why_and_no_secret(office: Office, caplog: pytest.L
     token = office.token("orin-7")
     with caplog.at_level(logging.DEBUG):
         office.enrol("orin-7", token)
-        status, said = response_for(lambda: office.enrol("orin-7", token), "orin-7 at 10.0.0.7")
+        status, said = make_enrolment_response(lambda: office.enrol("orin-7", token), "orin-7 at 10.0.0.7")
     assert (status, said.certificate) == (403, None)
     assert "serves once" in said.reason
     assert "enrolled orin-7" in caplog.text
@@ -212,7 +212,9 @@ def test_a_register_that_cannot_be_read_is_answered_and_logged(
         db.execute("DROP TABLE certificate")
     db.close()
     request = SigningRequest("orin-7", create_signing_request(key, "orin-7"))
-    status, said = response_for(lambda: office.desk.renew_certificate(request, held.serial), "orin-7 at 10.0.0.7")
+    status, said = make_enrolment_response(
+        lambda: office.desk.renew_certificate(request, held.serial), "orin-7 at 10.0.0.7"
+    )
     assert (status, said.certificate) == (500, None)
     assert "cannot write its register" in said.reason
     assert "orin-7 at 10.0.0.7 got no certificate: the register of certificates" in caplog.text

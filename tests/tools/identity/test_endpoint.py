@@ -124,7 +124,7 @@ def test_a_revoked_board_is_told_so_when_it_renews(site: Site) -> None:
     """Though the chain and the dates of its certificate are in order."""
     board = site.board("orin-7", site.token("orin-7"))
     edge_agent_enrolment.enrol(board, now())
-    site.authority.revoke("orin-7", clock_s())
+    site.authority.revoke_name("orin-7", clock_s())
     with pytest.raises(JobError, match="refuses orin-7: the certificate of orin-7 was revoked at"):
         edge_agent_enrolment.enrol(board, now(300))
 
@@ -137,7 +137,7 @@ def test_an_expired_certificate_is_refused_by_tls_and_the_board_says_what_to_do(
     held = site.authority.register.list_certificates("orin-7")[-1]
     key = edge_agent_enrolment.load_or_create_key(files).public_key()
     with site.authority.register.transaction():
-        gone = site.authority.sign("orin-7", "device", key, clock_s() - 400 * DAY_S, days=30)
+        gone = site.authority.sign_certificate("orin-7", "device", key, clock_s() - 400 * DAY_S, days=30)
     assert gone.ends_s < held.ends_s
     files.cert.write_text(gone.pem)
     with pytest.raises(LinkError, match="has expired: put a new token into"):

@@ -75,7 +75,7 @@ def test_the_report_prints_and_draws_the_front(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     with Store(tmp_path / "home") as store:
         found = candidate_costs.load_candidates(store, run)
-        page = report.main(store, run, tmp_path / "page.html").read_text()
+        page = report.write_run_page(store, run, tmp_path / "page.html").read_text()
     printed = capsys.readouterr().out
     assert "ms, jetson-nano" in printed
     assert len(re.findall(r" % +front ", printed)) == sum(each["front"] for each in found) > 0
@@ -94,7 +94,7 @@ def test_a_narrow_terminal_shows_a_row_of_numbers_for_each_candidate(monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     fleet = {"devices": 2, "boards": ["jetson-tx2"]}
     found = candidates()
-    printed = candidate_costs.format_table(
+    printed = candidate_costs.format_candidate_table(
         found, settings.parse_job({"name": "n", "method": "fedstitch", "rounds": 1, "fleet": fleet})
     )
     assert max(len(line) for line in printed[: len(found) + 1]) <= 80

@@ -161,7 +161,7 @@ def test_a_picture_alone_is_a_file_with_a_background_of_its_own() -> None:
 
 def test_plots_are_stacked_below_each_other() -> None:
     """As high as all together, the second below the first."""
-    found = [plots.plot_lines([PlotLine("a", [1], [2])], "one", "x", "y"), plots.plot_nothing("two")]
+    found = [plots.plot_lines([PlotLine("a", [1], [2])], "one", "x", "y"), plots.make_empty_plot("two")]
     root = ElementTree.fromstring(render_svg(*found))
     assert float(root.get("height", "")) == pytest.approx(sum(plot.height for plot in found), abs=1)
     places = {"".join(each.itertext()): float(each.get("y", "")) for each in root.iter(f"{SVG}text")}

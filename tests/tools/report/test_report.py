@@ -118,7 +118,7 @@ def run_of(store: Store, facts: list[AnyEvent], **changes: object) -> str:
 def page_of(tmp_path: Path, facts: list[AnyEvent], **changes: object) -> tuple[str, Page]:
     with Store(tmp_path / "runs") as store:
         run = run_of(store, facts, **changes)
-        text = report.main(store, run, tmp_path / "out" / "page.html").read_text()
+        text = report.write_run_page(store, run, tmp_path / "out" / "page.html").read_text()
     return text, Page(text)
 
 
@@ -248,7 +248,7 @@ def test_the_picture_of_who_took_part_has_a_square_for_each(tmp_path: Path) -> N
     """Three in round 0, two of whom were not asked; each says why when pointed at."""
     with Store(tmp_path) as store:
         found = report.load_run_data(store, run_of(store, FACTS))
-    drawn = matrix.make_matrix(found.parts)
+    drawn = matrix.make_device_matrix(found.parts)
     cells = {name: list(row) for name, row in drawn.rows}
     assert cells["a"][0] == ("answered", "round 1, a: update received")
     assert cells["b"] == [

@@ -119,7 +119,7 @@ def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running
     body = npy(classifiers.image(250))
     assert running.client.ask("POST", "/v1/else", body)[0] == 404
     assert running.client.post(body)[0] == 200
-    with running.server.body_memory("127.0.0.1") as reserve:
+    with running.server.reserve_body_memory("127.0.0.1") as reserve:
         reserve(BODIES_SHARE - len(body) + 1)
         status, told = running.client.post(body)
     assert (status, told["error"]) == (503, "too many requests wait: try again")
@@ -129,8 +129,8 @@ def test_a_body_that_is_refused_unread_is_not_taken_for_the_next_request(running
 def test_bodies_of_all_addresses_together_are_limited(running: Running) -> None:
     with contextlib.ExitStack() as stack:
         for number in range(BODIES_MOST // BODIES_SHARE):
-            stack.enter_context(running.server.body_memory(f"10.0.0.{number}"))(BODIES_SHARE)
-        reserve = stack.enter_context(running.server.body_memory("10.0.0.250"))
+            stack.enter_context(running.server.reserve_body_memory(f"10.0.0.{number}"))(BODIES_SHARE)
+        reserve = stack.enter_context(running.server.reserve_body_memory("10.0.0.250"))
         with pytest.raises(RequestRefusedError, match="too many requests wait"):
             reserve(1)
 

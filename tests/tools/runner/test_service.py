@@ -27,20 +27,20 @@ def test_served_json_says_what_the_contract_says(running: Running, models: Path)
     running.service._clock = clock
     running.client.post(npy(classifiers.image(250)))
     running.client.post(b"garbage")
-    running.service.write_if_due()
+    running.service.write_status_if_due()
     told = json.loads((models / "served.json").read_text())
     assert told.keys() == {"at", "model", "served", "failed", "latency_s", "drift", "accuracy", "labelled"}
     assert (told["served"], told["failed"], told["drift"], told["accuracy"], told["at"]) == (1, 1, None, None, 1e6)
     assert told["latency_s"] > 0
     running.client.post(npy(classifiers.image(250)))
     clock.now += services.OFTEN_S / 2
-    running.service.write_if_due()
+    running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["served"] == 1
     clock.now += services.OFTEN_S
-    running.service.write_if_due()
+    running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["served"] == 2
     clock.now += services.SELDOM_S + 1
-    running.service.write_if_due()
+    running.service.write_status_if_due()
     assert json.loads((models / "served.json").read_text())["at"] == clock.now  # the agent sees that it lives
 
 
@@ -204,6 +204,6 @@ def test_a_folder_that_cannot_be_written_stops_no_answer(running: Running, model
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(services.REAL, "write_atomically", full)
-    running.service.write_if_due()
+    running.service.write_status_if_due()
     assert "No space left on device" in running.service.make_health()["trouble"]
     assert running.client.post(npy(classifiers.image(1)))[0] == 200

@@ -134,7 +134,7 @@ def test_a_model_that_failed_is_tried_again_later(models: Path) -> None:
     (models / "c" / "model.onnx").write_bytes(b"x")
     classifiers.lead(models, "c")
     tried: list[Path] = []
-    found._load_model, load = lambda path: (tried.append(path), load(path))[1], found._load_model  # type: ignore[method-assign]
+    found._load_and_try_model, load = lambda path: (tried.append(path), load(path))[1], found._load_and_try_model  # type: ignore[method-assign]
     for _ in range(5):
         assert not found.reload_if_changed()
     assert len(tried) == 1

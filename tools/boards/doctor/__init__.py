@@ -43,7 +43,7 @@ class ExaminationTarget:
     root: Path = machine_facts.ROOT
 
 
-def main(wanted: ExaminationTarget, format: str) -> int:
+def print_findings(wanted: ExaminationTarget, format: str) -> int:
     """Print the findings. Return the exit code: 0, 10 for warnings or 11 for errors.
 
     Raises:
@@ -89,7 +89,7 @@ def select_groups(
             made["settings"] = lambda: [wrong]
         else:
             settings = agent.settings_under_root(loaded, wanted.settings, wanted.root)
-            made["broker"] = _group(broker.check_device, settings, now_s, timer)
+            made["broker"] = _group(broker.check_broker_for_device, settings, now_s, timer)
     made["machine"] = lambda: findings.run_checks(
         TABLE, Facts.read(wanted.root, now_s, settings, wanted.settings, free)
     )
@@ -98,7 +98,9 @@ def select_groups(
 
         made["coordinator"] = _group(check_coordinator, wanted.home, free)
     if wanted.broker is not None:
-        made["broker"] = _group(broker.check_coordinator, wanted.broker, wanted.home, wanted.fleet, now_s, timer)
+        made["broker"] = _group(
+            broker.check_broker_for_coordinator, wanted.broker, wanted.home, wanted.fleet, now_s, timer
+        )
     if not (wanted.settings or wanted.home or wanted.broker or wanted.root != machine_facts.ROOT):
         made["operator"] = lambda: findings.run_checks(machine.OPERATOR, None)
     return made

@@ -80,7 +80,7 @@ def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
     release = re.search(r"# R(\d+)", sysfs.read_text(root / "etc/nv_tegra_release") or "")
     compatible = sysfs.read_strings(sysfs.device_tree_folder(root) / "compatible")
     tegra = release is not None or any(one.startswith("nvidia,tegra") for one in compatible)
-    device, reading = _read_device(root, now_s)
+    device, reading = _detect_device_and_reading(root, now_s)
     meminfo = sysfs.read_text(root / "proc/meminfo") or ""
     controllers = sysfs.read_text(root / "sys/fs/cgroup/cgroup.controllers")
     found, helper = controls.discover_controls(root), _read_helper_status(root / SOCKET)
@@ -98,11 +98,11 @@ def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
         swap_bytes=_meminfo_bytes(meminfo, "SwapTotal"),
         swap_free_bytes=_meminfo_bytes(meminfo, "SwapFree"),
         controllers=None if controllers is None else frozenset(controllers.split()),
-        unit=_read_unit(root / UNIT),
+        unit=_read_agent_unit(root / UNIT),
         power_w=reading.power_w if reading is not None else None,
         rail_fault=_read_rail_fault(root, now_s) if tegra else None,
         temperature_c=reading.temperature_c if reading is not None else None,
-        undervoltage=_read_undervoltage(root / "sys/class/hwmon"),
+        undervoltage=_read_undervoltage_alarm(root / "sys/class/hwmon"),
         mode=(power_modes.read_mode_name(root) or (helper.mode if isinstance(helper, HelperStatus) else None))
         if tegra
         else None,
@@ -114,8 +114,8 @@ def read_machine(root: Path, clock_s: float, now_s: float) -> MachineFacts:
         flashed=sys.prefix.startswith("/opt/fedquilt/") if own else sysfs.is_visible(root / FLASHED),
         gpu_listed=bool(found.controls_of_kind("gpu")),
         limits=_read_clock_limits(found),
-        slowed=_throttling_devices(root / "sys/class/thermal"),
-        over_current=_count_over_current(root / "sys/class/hwmon"),
+        slowed=_find_throttling_devices(root / "sys/class/thermal"),
+        over_current=_read_over_current_counts(root / "sys/class/hwmon"),
         swap_on_card=_find_swap_on_card(root),
     )
 
@@ -126,7 +126,7 @@ def parse_systemd_size(text: str) -> int | None:
     return int(found[1]) * SIZES[found[2]] if found else None
 
 
-def _read_device(root: Path, now_s: float) -> tuple[Device | None, Reading | None]:
+def _detect_device_and_reading(root: Path, now_s: float) -> tuple[Device | None, Reading | None]:
     try:
         device = devices.create_device("auto", root, connect=lambda: None)
     except JobError:
@@ -145,6 +145,7 @@ def _meminfo_bytes(meminfo: str, name: str) -> int | None:
 
 
 def _find_python_version(root: Path) -> tuple[int, int] | None:
+    """Return the newest Python of Fedquilt's environment, or else of the system, or None."""
     for places in ("opt/fedquilt/current/lib/python3.*", "usr/bin/python3.*"):
         found = [re.fullmatch(r"python3\.(\d+)", path.name) for path in sysfs.list_matches(root, places)]
         minors = [int(one[1]) for one in found if one is not None]
@@ -162,7 +163,7 @@ def _find_package_folders(root: Path) -> tuple[Path, ...]:
     return tuple(path for place in places for path in sysfs.list_matches(root, place))
 
 
-def _read_unit(path: Path) -> dict[str, str] | None:
+def _read_agent_unit(path: Path) -> dict[str, str] | None:
     # settings of drop-ins override those of the unit (systemd.unit(5))
     texts = [sysfs.read_text(file) for file in (path, *sysfs.list_matches(path.with_name(f"{path.name}.d"), "*.conf"))]
     if texts[0] is None:
@@ -171,7 +172,7 @@ def _read_unit(path: Path) -> dict[str, str] | None:
     return {key.strip(): value.strip() for key, sign, value in told if sign and not key.startswith(("#", ";"))}
 
 
-def _read_undervoltage(hwmon: Path) -> bool | None:
+def _read_undervoltage_alarm(hwmon: Path) -> bool | None:
     # alarm since the start, from the Raspberry Pi's firmware (kernel driver raspberrypi-hwmon)
     for chip in sysfs.list_matches(hwmon, "hwmon*"):
         if sysfs.read_line(chip / "name") == "rpi_volt":
@@ -181,6 +182,7 @@ def _read_undervoltage(hwmon: Path) -> bool | None:
 
 
 def _read_helper_status(path: Path) -> HelperStatus | HelperFault | None:
+    """Return the clock helper's status, why it cannot be asked, or None if its socket is missing."""
     try:
         path.stat()
     except PermissionError:
@@ -201,6 +203,7 @@ def _read_helper_status(path: Path) -> HelperStatus | HelperFault | None:
 
 
 def _read_clock_limits(found: controls.ClockControls) -> dict[str, tuple[int, int]]:
+    """Return the limits in Hz of each CPU and GPU control with several frequencies, by name."""
     limits = {}
     for lever in (*found.controls_of_kind("cpu"), *found.controls_of_kind("gpu")):
         setting = lever.read_state()
@@ -209,7 +212,8 @@ def _read_clock_limits(found: controls.ClockControls) -> dict[str, tuple[int, in
     return limits
 
 
-def _throttling_devices(thermal: Path) -> tuple[str, ...]:
+def _find_throttling_devices(thermal: Path) -> tuple[str, ...]:
+    """Return the types of the cooling devices that throttle now."""
     told = []
     for device in sysfs.list_matches(thermal, "cooling_device*"):
         kind = sysfs.read_line(device / "type") or ""
@@ -218,7 +222,7 @@ def _throttling_devices(thermal: Path) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _count_over_current(hwmon: Path) -> dict[str, int]:
+def _read_over_current_counts(hwmon: Path) -> dict[str, int]:
     # JetPack 5 and newer have `oc1_event_cnt` to `oc3_event_cnt` (Jetson Linux Developer Guide)
     found = {}
     for file in sysfs.list_matches(hwmon, "hwmon*/oc*_event_cnt"):
@@ -229,16 +233,17 @@ def _count_over_current(hwmon: Path) -> dict[str, int]:
 
 
 def _find_swap_on_card(root: Path) -> str | None:
+    """Return the first swap area on an SD card, or None without one. An eMMC does not count."""
     # an eMMC has the same device names as an SD card, but its type is MMC
     for name, kind in _first_columns(root / "proc/swaps")[1:]:
-        device = name if kind == "partition" else _device_of_file(root, name)
+        device = name if kind == "partition" else _find_mounted_device(root, name)
         disk = re.match(r"/dev/(mmcblk\d+)", device or "")
         if disk is not None and sysfs.read_line(root / f"sys/block/{disk[1]}/device/type") == "SD":
             return name
     return None
 
 
-def _device_of_file(root: Path, file: str) -> str | None:
+def _find_mounted_device(root: Path, file: str) -> str | None:
     best, device = "", None
     for source, place in _first_columns(root / "proc/mounts"):
         if (file == place or file.startswith(place.rstrip("/") + "/")) and len(place) >= len(best):

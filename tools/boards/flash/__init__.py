@@ -48,7 +48,7 @@ class FlashContent:
     role: str = "agent"  # or "coordinator"
 
 
-def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None:
+def flash_board(what: FlashContent, where: FlashDestination, say: Say = print) -> None:
     """Build a board's bundle and install or write it at its destination.
 
     Raises:
@@ -81,7 +81,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
                 install.check_compatibility(root, asked)
             host = None if where.ssh is None else SshHost(where.ssh)
             user_is_root = host is not None and host.check_board(target.machine, target.interpreter)
-            files = _collect_files(what, target, board, say)
+            files = _collect_bundle_files(what, target, board, say)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-")))
             if root is not None:
                 bundle.write_folder(files, scratch / TOP)
@@ -102,7 +102,7 @@ def flash(what: FlashContent, where: FlashDestination, say: Say = print) -> None
         raise JobError(str(error)) from None
 
 
-def _collect_files(
+def _collect_bundle_files(
     what: FlashContent, target: targets.BundleTarget, board: bundle.BoardFiles | CoordinatorFiles, say: Say
 ) -> dict[str, bytes | Path]:
     own = [extra for extra in board.extras if extra != "onnx" or "gpu" not in what.extras]  # they exclude each other
@@ -129,7 +129,7 @@ def write_upgrade_bundle(
     progress.LINE.set_part("wheels, of which new ones are downloaded", 0, 2)
     house, _ = wheels.collect_wheels(target, extras)
     progress.LINE.set_part(f"packing {len(house)} wheels" if whole else "packing fedquilt's wheel", 1, 2)
-    upgrade_bundle.make_bundle(house, target, out, authority, whole=whole, say=say)
+    upgrade_bundle.sign_and_write_bundle(house, target, out, authority, whole=whole, say=say)
 
 
 def remove_installation(where: FlashDestination, *, purge: bool = False, say: Say = print) -> None:

@@ -130,8 +130,9 @@ def read_board_files(
 
 
 def _resolve_model_folder(table: agents.ModelSettings) -> str | None:
+    """Return the board's model folder, by default MODELS with a runner, or None, or raise JobError."""
     if table.serve is not None:
-        host, _ = open_metrics.parse_address(table.serve)
+        host, _ = open_metrics.parse_listen_address(table.serve)
         if host not in LOOPBACK or re.search(ODD, table.serve):
             raise JobError(
                 f"[models] serve = {table.serve!r}: the runner answers its own board alone, at 127.0.0.1:PORT; who "
@@ -182,26 +183,27 @@ def render_units(board: BoardFiles | CoordinatorFiles, systemd: int = 249) -> di
     if isinstance(board, CoordinatorFiles):
         left = {"fedquilt-enrol-serve": board.enrol, "fedquilt-dash": board.dash}
         others = (*OF_AGENT, *(name for name, words in left.items() if words is None))
-        return _render_templates(others, coordinator.template_values(board, systemd))
+        return _render_templates_except(others, coordinator.template_values(board, systemd))
     others = (*OF_COORDINATOR, *["fedquilt-enrol"] * (not board.enrols), *[OF_RUNNER] * (board.serve is None))
-    return _render_templates(others, _template_values(board, systemd))
+    return _render_templates_except(others, _unit_template_values(board, systemd))
 
 
-def _template_values(board: BoardFiles, systemd: int) -> dict[str, str]:
+def _unit_template_values(board: BoardFiles, systemd: int) -> dict[str, str]:
     secrets = [
         name for name in ("device.key", "password") if name in board.files or (board.enrols and name == "device.key")
     ]
     return {
         "CONDITIONS": f"ConditionPathExists={ETC}/device.crt" if board.enrols else "",
-        "CREDENTIALS": "\n".join(_secret_lines(name, systemd) for name in secrets),
+        "CREDENTIALS": "\n".join(_credential_lines(name, systemd) for name in secrets),
         "MEMORY_MAX": "75%" if board.budget_bytes is None else str(board.budget_bytes + DAEMON_BYTES),
         "MODELS": board.models or "",
         "SERVE": board.serve or "",
-        **_model_folder_lines(board),
+        **_make_model_folder_lines(board),
     }
 
 
-def _model_folder_lines(board: BoardFiles) -> dict[str, str]:
+def _make_model_folder_lines(board: BoardFiles) -> dict[str, str]:
+    """Return the lines of systemd units for the model folder, by placeholder, empty without a folder."""
     # mode 3770: the runner's group may write, and only the owner of a file may remove that file
     if board.models is None:
         return {"WRITES": "", "FOLDER": "", "ABOVE": ""}
@@ -214,7 +216,7 @@ def _model_folder_lines(board: BoardFiles) -> dict[str, str]:
     }
 
 
-def _render_templates(others: Sequence[str], words: Mapping[str, str]) -> dict[str, bytes]:
+def _render_templates_except(others: Sequence[str], words: Mapping[str, str]) -> dict[str, bytes]:
     made = {}
     for path in sorted((HERE / "units").iterdir()):
         if path.stem in others:
@@ -223,7 +225,7 @@ def _render_templates(others: Sequence[str], words: Mapping[str, str]) -> dict[s
     return made
 
 
-def _secret_lines(name: str, systemd: int) -> str:
+def _credential_lines(name: str, systemd: int) -> str:
     if systemd >= 247:
         return f"LoadCredential={name}:{ETC}/{name}"
     copy = f"/usr/bin/install -o fedquilt -g fedquilt -m 0400 {ETC}/{name} {OWN_CREDENTIALS}/{name}"

@@ -114,11 +114,11 @@ def read_coordinator_files(path: Path) -> CoordinatorFiles:
                 raise JobError(f"{key}: {odd[0]!r} has no place in an address")
         BlobLocationSettings(known.blobs.http, known.blobs.url)
         if known.metrics is not None:
-            open_metrics.parse_address(known.metrics)
+            open_metrics.parse_listen_address(known.metrics)
         if known.enrol is not None:
             _check_hosts("[enrol] hosts", known.enrol.hosts)
         if known.dash is not None:
-            host, _ = open_metrics.parse_address(known.dash.listen)
+            host, _ = open_metrics.parse_listen_address(known.dash.listen)
             _check_hosts("[dash] listen", [host])
             _check_hosts("[dash] names", known.dash.names)
     files = {FILES[key]: _read_file(Path(place)) for key, place in here.items()}

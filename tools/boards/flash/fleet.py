@@ -204,7 +204,7 @@ def flash_boards(
 def _flash_board(
     row: BoardRow, plan: FlashPlan, enrols: bool, inputs: str, say: Say, now_s: Callable[[], float]
 ) -> None:
-    token = _ensure_token(row, plan, now_s()) if enrols and not plan.dry_run else None
+    token = _reuse_or_create_token(row, plan, now_s()) if enrols and not plan.dry_run else None
     what = replace(
         plan.what, target=row.target, device=row.name, budget=row.budget, token=token, labels=row.labels or None
     )
@@ -215,7 +215,7 @@ def _flash_board(
         where = tool.FlashDestination(ssh=row.address, dry_run=plan.dry_run)
     else:
         where = tool.FlashDestination(out=Path(place), dry_run=plan.dry_run)
-    tool.flash(what, where, say)
+    tool.flash_board(what, where, say)
     if not plan.dry_run:
         note = msgspec.json.encode(FlashRecord(inputs=inputs, place=place, written_s=now_s()))
         enrolment.write_file_with_mode(plan.folder / f"{row.name}.json", note + b"\n", 0o644)
@@ -227,11 +227,11 @@ def _output_place(row: BoardRow, imaged: bool, folder: Path) -> str:
     return row.address or str(folder / f"{row.name}.tar")
 
 
-def _ensure_token(row: BoardRow, plan: FlashPlan, at_s: float) -> Path:
+def _reuse_or_create_token(row: BoardRow, plan: FlashPlan, at_s: float) -> Path:
     # a token of an interrupted run is used again while valid
     path = plan.folder / f"{row.name}.token"
     with closing(CertificateRegister(plan.authority / "register.db")) as register:
-        if not path.is_file() or not register.is_unused(path.read_text(errors="replace").strip(), at_s):
+        if not path.is_file() or not register.is_redeemable(path.read_text(errors="replace").strip(), at_s):
             text = register.create_token(row.name, TOKEN_S, at_s)
             enrolment.write_file_with_mode(path, f"{text}\n".encode(), 0o600)
     return path
@@ -266,11 +266,13 @@ def read_states(rows: Sequence[BoardRow], plan: FlashPlan, failed: Mapping[str, 
             issued = [] if register is None else register.list_certificates(row.name)
             written = note.place if note else f"not written: {failed.get(row.name, 'not yet')}"
             mine = [one for one in tokens if one.pattern == row.name]
-            told.append(FlashState(row, written, describe_enrolment(issued, mine, time.time()), note is not None))
+            told.append(
+                FlashState(row, written, determine_enrolment_state(issued, mine, time.time()), note is not None)
+            )
         return told
 
 
-def describe_enrolment(
+def determine_enrolment_state(
     issued: Sequence[IssuedCertificate], tokens: Sequence[EnrolmentToken], now_s: float
 ) -> EnrolmentState:
     valid = [one for one in issued if one.revoked_s is None and one.ends_s > now_s]

@@ -169,10 +169,10 @@ class DiskImage:
             if self._system.file_type(taken):
                 raise InstallRefusedError(f"the image has /{taken} already: take one as its maker ships it")
         staged = scratch / "root"
-        self._brought = {*self._copy_checked_files(interpreter, staged)}
+        self._brought = {*self._copy_files_for_checks(interpreter, staged)}
         self.root = install.RootFileSystem(staged, say=say)
 
-    def _copy_checked_files(self, interpreter: str, staged: Path) -> Iterator[Path]:
+    def _copy_files_for_checks(self, interpreter: str, staged: Path) -> Iterator[Path]:
         # `install.check_compatibility` reads these files. Of other Pythons it reads only the names.
         for name in (interpreter.lstrip("/"), *LOOKED_AT):
             path = staged / name
@@ -192,7 +192,7 @@ class DiskImage:
         Raises:
             InstallRefusedError: If the image has too little free space, or debugfs failed.
         """
-        commands, needed = self._debugfs_commands()
+        commands, needed = self._build_write_commands()
         free = self._system.free_bytes()
         if free * (1 - SPARE) < needed:
             raise InstallRefusedError(
@@ -204,7 +204,8 @@ class DiskImage:
             self._copy.replace(self._out)
         self._say(f"{self._out}: {self.partition} holds it; write it to a card as any image")
 
-    def _debugfs_commands(self) -> tuple[list[str], int]:
+    def _build_write_commands(self) -> tuple[list[str], int]:
+        """Return the debugfs commands that write the staged files, and the bytes that these files need."""
         commands: list[str] = []
         needed, staged, there = 0, self.root.path, {"."}
         for folder, folders, names in os.walk(staged):

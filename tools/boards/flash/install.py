@@ -118,6 +118,7 @@ class RootFileSystem:
         return True
 
     def create_symlink(self, name: str, to: str) -> bool:
+        """Create or replace a symlink. Return False if the same link existed already."""
         path = self.path_for(name)
         if path.is_symlink() and os.readlink(path) == to:
             return False
@@ -129,7 +130,8 @@ class RootFileSystem:
             new.replace(path)
         return True
 
-    def remove(self, name: str) -> bool:
+    def remove_path(self, name: str) -> bool:
+        """Remove a file or folder with its content. Return False if the path does not exist."""
         path = self.path_for(name)
         if not path.is_symlink() and not path.exists():
             return False
@@ -220,12 +222,12 @@ def install_bundle(bundle: Path, root: RootFileSystem, *, start: bool = True) ->
     check_compatibility(root, manifest)
     mask = os.umask(0o022)  # an administrator's 077 would shut the new folders to the agent's user
     try:
-        return _install_all(bundle, root, manifest, start)
+        return _install_and_start(bundle, root, manifest, start)
     finally:
         os.umask(mask)
 
 
-def _install_all(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any], start: bool) -> int:
+def _install_and_start(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any], start: bool) -> int:
     before = root.changes
     _install_packages(bundle, root, manifest)
     _install_settings(bundle, root, manifest)
@@ -245,6 +247,7 @@ def _install_all(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]
 
 
 def _install_packages(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
+    """Unpack the wheels unless they are there, point `current` to them, and remove other versions."""
     home = f"{OPT}/{manifest['id']}"
     if not (root.path_for(home) / "bundle.json").is_file():
         _require_free_space(root, manifest["unpacked_bytes"])
@@ -255,7 +258,7 @@ def _install_packages(bundle: Path, root: RootFileSystem, manifest: Mapping[str,
     folder = root.path_for(OPT)
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name not in keep:
-            root.remove(f"{OPT}/{path.name}")
+            root.remove_path(f"{OPT}/{path.name}")
 
 
 def _unpack_environment(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
@@ -291,6 +294,7 @@ def _require_free_space(root: RootFileSystem, needed: int) -> None:
 
 
 def _install_settings(bundle: Path, root: RootFileSystem, manifest: Mapping[str, Any]) -> None:
+    """Write the settings and keep a file that was changed on the board as NAME.old. A token is written only once."""
     if not root.path_for(ETC).is_dir() and root.record_change(f"make /{ETC}"):
         root.path_for(ETC).mkdir(parents=True)
         root.path_for(ETC).chmod(0o755)
@@ -321,7 +325,7 @@ def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:
     for unit in sorted(units):
         _remove_unit(root, unit)
     for name in (OPT, *((ETC, *STATE) if purge else ())):
-        root.remove(name)
+        root.remove_path(name)
     if root.path == Path("/") and units and not root.dry_run:
         _run_systemctl("daemon-reload")
     if not purge and root.path_for(ETC).is_dir():
@@ -330,8 +334,8 @@ def uninstall(root: RootFileSystem, *, purge: bool = False) -> int:
 
 
 def _remove_unit(root: RootFileSystem, unit: str) -> None:
-    root.remove(f"{WANTS[Path(unit).suffix]}/{unit}")
-    root.remove(f"{UNITS}/{unit}")
+    root.remove_path(f"{WANTS[Path(unit).suffix]}/{unit}")
+    root.remove_path(f"{UNITS}/{unit}")
 
 
 def _start_units(units: Sequence[str], say: Callable[[str], None], *, changed: bool) -> None:
@@ -349,6 +353,7 @@ def _run_systemctl(*arguments: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Install or uninstall. Return 0, 2 for a refused bundle, or 6 for missing rights or disk errors."""
     parser = argparse.ArgumentParser(prog="install.sh", description="Put fedquilt's agent onto this board.")
     parser.add_argument("--root", default="/", help="a mounted root file system instead of this board's")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")

@@ -56,14 +56,14 @@ STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file
 
 
 def build_own_wheel(folder: Path, name: OwnWheel = "fedquilt-board") -> Path:
-    """Build a wheel of the running files.
+    """Build a wheel of the running files, and return its path.
 
     Raises:
         StoreError: If the folder cannot be written.
     """
     package, stem = Path(fedquilt.__file__).parent, f"{name.replace('-', '_')}-{fedquilt.__version__}"
     info = f"{stem}.dist-info"
-    files = dict(_package_files(package) if name == "fedquilt" else _board_files(package))
+    files = dict(_iterate_package_files(package) if name == "fedquilt" else _iterate_board_files(package))
     files[f"{info}/METADATA"] = "".join(f"{key}: {value}\n" for key, value in read_metadata(name)).encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: fedquilt\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\nfedquilt = fedquilt.cli:main\n"
@@ -110,7 +110,7 @@ def _is_for_boards(field: tuple[str, str]) -> bool:
     return not extra or extra in BOARD_EXTRAS
 
 
-def _package_files(package: Path) -> Iterator[tuple[str, bytes]]:
+def _iterate_package_files(package: Path) -> Iterator[tuple[str, bytes]]:
     for folder, folders, names in os.walk(package, followlinks=True):
         folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
         for name in sorted(names):
@@ -119,8 +119,8 @@ def _package_files(package: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"fedquilt/{path.relative_to(package).as_posix()}", path.read_bytes()
 
 
-def _board_files(package: Path) -> Iterator[tuple[str, bytes]]:
-    for name, data in _package_files(package):
+def _iterate_board_files(package: Path) -> Iterator[tuple[str, bytes]]:
+    for name, data in _iterate_package_files(package):
         file = name.removeprefix("fedquilt/")
         if not _is_below(file, BOARD_FILES) or _is_below(file, NOT_ON_BOARDS):
             continue

@@ -59,7 +59,7 @@ def pack_bundle(made: UpgradeManifest, house: Sequence[Path], out: Path, sign: C
     return bundle.write_archive(files, out, private=False)
 
 
-def make_bundle(
+def sign_and_write_bundle(
     house: Sequence[Path],
     target: BundleTarget,
     out: Path,
@@ -68,7 +68,7 @@ def make_bundle(
     whole: bool = False,
     say: Say = print,
 ) -> None:
-    """Write an upgrade bundle and print a summary. The bundle is signed if the authority is here.
+    """Write an upgrade bundle, signed if the authority's key is here, and print a summary.
 
     Raises:
         StoreError: If the bundle cannot be written, or the authority is damaged.

@@ -132,6 +132,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _load_cached_wheels(folder: Path, asked: str) -> list[Path] | None:
+    """Return the cached wheels, or None if the request has changed or a wheel is missing or damaged."""
     try:
         kept = msgspec.json.decode((folder / "kept.json").read_bytes(), type=CachedWheels)
     except (OSError, *UNDECODABLE):
@@ -153,13 +154,14 @@ def _resolve_wheels(
     own = Wheel.from_file(mine).name
     root = f"{own}[{','.join(extras)}]" if extras else own
     with tempfile.TemporaryDirectory(dir=folder) as built:
-        more = [] if index is None else _pin_gpu_builds(root, mine, target, Path(built), index, constraint)
-        return _download_closure(root, mine, target, folder, index, constraint, more)
+        more = [] if index is None else _download_gpu_builds(root, mine, target, Path(built), index, constraint)
+        return _download_until_complete(root, mine, target, folder, index, constraint, more)
 
 
-def _pin_gpu_builds(
+def _download_gpu_builds(
     root: str, mine: Path, target: BundleTarget, folder: Path, index: str, constraint: Path | None
 ) -> list[str]:
+    """Download packages with GPU builds from `index`, and return requirements that pin them."""
     # PyPI has newer builds for another CUDA. A wheel compiled with NumPy 1 does not run with NumPy 2.
     from packaging.requirements import Requirement
 
@@ -183,7 +185,7 @@ def _is_built_for_numpy_2(torch: Path) -> bool:
         return not names or any(NUMPY_2 in archive.read(name) for name in names)
 
 
-def _download_closure(
+def _download_until_complete(
     root: str,
     mine: Path,
     target: BundleTarget,
@@ -192,6 +194,7 @@ def _download_closure(
     constraint: Path | None,
     more: list[str],
 ) -> list[Path]:
+    """Download wheels until all dependencies are there, and return those needed, copied to `folder`."""
     for _ in range(ROUNDS_MOST):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             _download_wheels([f"{root} @ {mine.resolve().as_uri()}", *more], Path(scratch), target, index, constraint)
@@ -223,11 +226,12 @@ def dependency_closure(root: str, wheels: Mapping[str, Wheel], target: BundleTar
         fresh = ({"", *wanted.extras}) - needed.get(name, set())
         needed.setdefault(name, set()).update(fresh)
         for extra in sorted(fresh):
-            waiting += [one for one in map(Requirement, wheel.requires) if _applies_to_extra(one, target, extra)]
+            waiting += [one for one in map(Requirement, wheel.requires) if _is_required_for_extra(one, target, extra)]
     return set(needed), sorted(set(missing))
 
 
-def _applies_to_extra(one: Requirement, target: BundleTarget, extra: str) -> bool:
+def _is_required_for_extra(one: Requirement, target: BundleTarget, extra: str) -> bool:
+    """Return whether a requirement applies on the target with this extra alone, or without any for ""."""
     if one.marker is None:
         return not extra
     environment = target.marker_environment()

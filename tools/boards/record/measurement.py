@@ -53,7 +53,9 @@ class MeasurementSetup:
     clocks: ClockSetter | None  # None to keep the board's clocks
     now: Callable[[], float]
     sleep: Callable[[float], None]
-    probes: Mapping[str, Sequence[TaskProbe]] = field(default_factory=dict)  # by workload: `probes.build_probes`
+    probes: Mapping[str, Sequence[TaskProbe]] = field(
+        default_factory=dict
+    )  # by workload: `probes.build_probes_by_workload`
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def measure_points(
     end_s = began_s + limit_s
     done: list[PointMeasurement] = []
     skipped: list[tuple[str, str]] = []
-    with _release_on_exit(rig.clocks):
+    with _unpin_on_exit(rig.clocks):
         idle_w, source = _measure_idle_power(rig, min(IDLE_SHARE * limit_s, IDLE_MOST_S))
         wanted = [OperatingPoint(name=OWN)] if rig.clocks is None else list(points)
         for place, point in enumerate(wanted):
@@ -133,7 +135,7 @@ class _PointSkipped(Exception):
 
 
 @contextlib.contextmanager
-def _release_on_exit(clocks: ClockSetter | None) -> Iterator[None]:
+def _unpin_on_exit(clocks: ClockSetter | None) -> Iterator[None]:
     try:
         yield
     finally:
@@ -145,6 +147,7 @@ def _release_on_exit(clocks: ClockSetter | None) -> Iterator[None]:
 
 
 def _measure_idle_power(rig: MeasurementSetup, seconds: float) -> tuple[float | None, str | None]:
+    """Return the mean power in W and its source, or None and None without a meter."""
     now_s = rig.now()
     ledger = EnergyAccount(now_s).with_reading(now_s, rig.read(now_s))
     if ledger.at_s is None:
@@ -164,7 +167,7 @@ def _measure_point(rig: MeasurementSetup, point: OperatingPoint, end_s: float) -
         held = rig.clocks.pin(point)
         rig.sleep(SETTLE_S)
     rig.work.compute()  # the first one at new clocks is not like the others
-    _require_time_left(rig, end_s)
+    _keep_pin_and_require_time(rig, end_s)
     plain_s = (PLAIN if rig.probes else 1.0) * (end_s - rig.now())
     plain_end_s = rig.now() + plain_s
     compute_s, busy_w = _time_units(rig, rig.work.compute, plain_end_s - (1 - COMPUTING) * plain_s, end_s)
@@ -191,11 +194,12 @@ def _measure_point(rig: MeasurementSetup, point: OperatingPoint, end_s: float) -
 
 
 def _measure_rates(rig: MeasurementSetup, probes: Sequence[TaskProbe], until_s: float, end_s: float) -> Rates | None:
+    """Return the rates fitted to the shortest time of each probe, or None if too few runs were possible."""
     times: list[list[float]] = [[] for _ in probes]
     try:
         while rig.now() < until_s or len(times[-1]) < LEAST_UNITS:
             for probe, seen in zip(probes, times, strict=True):
-                _require_time_left(rig, end_s)
+                _keep_pin_and_require_time(rig, end_s)
                 before_s = rig.now()
                 probe.run()
                 seen.append(rig.now() - before_s)
@@ -215,7 +219,7 @@ def _time_units(
     now_s = rig.now()
     ledger = EnergyAccount(now_s).with_reading(now_s, rig.read(now_s))
     while now_s < until_s or len(times) < LEAST_UNITS:
-        _require_time_left(rig, end_s)
+        _keep_pin_and_require_time(rig, end_s)
         before_s = rig.now()
         unit()
         now_s = rig.now()
@@ -225,7 +229,7 @@ def _time_units(
     return times, _mean_power_w(cost.energy_j, cost.duration_s)
 
 
-def _require_time_left(rig: MeasurementSetup, end_s: float) -> None:
+def _keep_pin_and_require_time(rig: MeasurementSetup, end_s: float) -> None:
     now_s = rig.now()
     if rig.clocks is not None:
         rig.clocks.send_keepalive(now_s)

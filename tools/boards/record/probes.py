@@ -52,12 +52,12 @@ class TaskProbe(NamedTuple):
     run: Callable[[], Any]
 
 
-def build_probes() -> dict[str, list[TaskProbe]]:
-    found = {"numpy-dense": dense_probes("numpy")}
+def build_probes_by_workload() -> dict[str, list[TaskProbe]]:
+    found = {"numpy-dense": build_dense_probes("numpy")}
     if importlib.util.find_spec("torch"):
-        found |= {"torch-dense": dense_probes("torch"), "torch-conv": convolution_probes()}
+        found |= {"torch-dense": build_dense_probes("torch"), "torch-conv": build_convolution_probes()}
     if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
-        found["onnx-score"] = scoring_probes()
+        found["onnx-score"] = build_scoring_probes()
     return found
 
 
@@ -73,18 +73,18 @@ def fit_rates(probes: Sequence[TaskProbe], seconds: Sequence[float]) -> Rates:
     )
 
 
-def dense_probes(engine_name: str) -> list[TaskProbe]:
+def build_dense_probes(engine_name: str) -> list[TaskProbe]:
     engine = make_engine(engine_name)
     found = []
     for inputs, hidden, count, batch in DENSE:
         network = {"name": "mlp", "inputs": inputs, "hidden": list(hidden), "classes": CLASSES}
         x = np.random.default_rng(SEED).standard_normal((count, inputs), np.float32)
-        start = numpy_init.initial_weights(network, SEED)
-        found.append(training_probe(engine, network, start, numpy_init.costs_by_layer(network), x, batch))
+        start = numpy_init.initial_mlp_weights(network, SEED)
+        found.append(build_training_probe(engine, network, start, numpy_init.mlp_costs_by_layer(network), x, batch))
     return found
 
 
-def convolution_probes() -> list[TaskProbe]:
+def build_convolution_probes() -> list[TaskProbe]:
     from fedquilt.models.networks import layer_costs as traced
 
     engine = make_engine("torch")
@@ -98,14 +98,14 @@ def convolution_probes() -> list[TaskProbe]:
         shape = (count, pixels, pixels, channels) if channels > 1 else (count, pixels, pixels)
         x = np.random.default_rng(SEED).integers(0, 256, shape, np.uint8)
         found.append(
-            training_probe(
+            build_training_probe(
                 engine, network, start, traced.trace_layer_costs(model, (channels, pixels, pixels)), x, batch
             )
         )
     return found
 
 
-def training_probe(
+def build_training_probe(
     engine: Any,
     network: Mapping[str, Any],
     start: Mapping[str, np.ndarray],
@@ -123,7 +123,7 @@ def training_probe(
     return TaskProbe(work, lambda: engine.train(network, start, own, settings, np.random.default_rng(SEED)))
 
 
-def scoring_probes() -> list[TaskProbe]:
+def build_scoring_probes() -> list[TaskProbe]:
     from fedquilt.models.stitching.device import block_runner, scoring
     from fedquilt.models.stitching.device.activations import MemoryStack
     from fedquilt.models.stitching.search import task_specs
@@ -132,7 +132,7 @@ def scoring_probes() -> list[TaskProbe]:
     site = _BlockContext(make_engine("onnx"), folder)
     found = []
     for channels, pixels, count in SCORED:
-        block = _write_block(channels, pixels, folder)
+        block = _write_probe_block(channels, pixels, folder)
         x = MemoryStack.from_array(
             np.random.default_rng(SEED).standard_normal((count, channels, pixels, pixels), np.float32)
         )
@@ -164,7 +164,7 @@ def make_engine(name: str) -> Any:
     return engines.create_engine(name, 1 << 40)
 
 
-def _write_block(channels: int, pixels: int, folder: Path) -> Any:
+def _write_probe_block(channels: int, pixels: int, folder: Path) -> Any:
     from onnx import TensorProto, helper, numpy_helper
 
     from fedquilt.models.stitching.stitched_network import Block

@@ -47,7 +47,7 @@ class FittedProfile:
     errors: Errors  # {}: too few points for a model
 
 
-def main(
+def record_profile(
     out: Path | None,
     minutes: float,
     *,
@@ -56,7 +56,7 @@ def main(
     format: str = "text",
     say: Callable[[str], None] = print,
 ) -> int:
-    """Measure this board and write its profile. Return 0, or 1 if points were skipped.
+    """Measure the board and write its profile, or with `dry_run` print the points. Return 1 if any were skipped.
 
     `root` is the folder with `proc` and `sys`. In a container, that is the mount of the host's.
 
@@ -79,7 +79,7 @@ def main(
             else:
                 say("\n".join(["would measure, without setting anything now:", *(f"    {name}" for name in plan)]))
             return 0
-        work, probed = workloads.build_workload(), probes.build_probes()
+        work, probed = workloads.build_workload(), probes.build_probes_by_workload()
         load = f"{os.getloadavg()[0]:.1f} other"
         rig = measurement.MeasurementSetup(
             work, device.read_sensors, clocks if lists else None, time.monotonic, time.sleep, probed
@@ -94,9 +94,9 @@ def main(
     disk.write_output(path, toml_writer.format_board(result.board))
     told_next = f'wrote {path}; `profile = "{path.resolve()}"` in agent.toml makes the agent use it'
     say(
-        msgspec.json.encode(to_report(result, path)).decode()
+        msgspec.json.encode(make_json_report(result, path)).decode()
         if quiet
-        else "\n".join([*format_result(result), told_next])
+        else "\n".join([*format_fitted_profile(result), told_next])
     )
     return 1 if recording.skipped else 0
 
@@ -140,7 +140,7 @@ def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists)
     model, clocks = None, None
     errors: Errors = {}
     if varying and len(done) >= len(varying) + 2:
-        model, errors = _fit_model(recording, top)
+        model, errors = _fit_time_and_power(recording, top)
         axes = {axis: ClockSteps(values, LISTED) for axis, values in lists.items()}
         clocks = profiles.BoardClocks(**axes)
         sources[LISTED] = NumberSource(
@@ -155,13 +155,17 @@ def build_profile(recording: BoardMeasurements, facts: BoardFacts, lists: Lists)
         sources=sources,
         clocks=clocks,
         model=model,
-        workloads=_fit_workloads(recording, top if model is not None else {}),
+        workloads=_fit_workload_rates(recording, top if model is not None else {}),
         points=tuple(_to_profile_point(each.point) for each in done),
     )
     return FittedProfile(board, recording, errors)
 
 
-def _fit_model(recording: BoardMeasurements, top: dict[str, float]) -> tuple[profiles.ModelCoefficients, Errors]:
+def _fit_time_and_power(
+    recording: BoardMeasurements, top: dict[str, float]
+) -> tuple[profiles.ModelCoefficients, Errors]:
+    """Return the fitted time, traffic and power coefficients, and errors. Power needs every point's value."""
+
     def observations(value: Callable[[OperatingPoint], float | None]) -> list[fit.MeasuredPoint]:
         each = [(measurement.clocks_by_axis(done.point), value(done.point)) for done in recording.points]
         return [fit.MeasuredPoint(clocks, known) for clocks, known in each if known]
@@ -182,7 +186,7 @@ def _fit_model(recording: BoardMeasurements, top: dict[str, float]) -> tuple[pro
     return profiles.ModelCoefficients(**figures), errors
 
 
-def _fit_workloads(recording: BoardMeasurements, top: dict[str, float]) -> dict[str, profiles.TimeCoefficients]:
+def _fit_workload_rates(recording: BoardMeasurements, top: dict[str, float]) -> dict[str, profiles.TimeCoefficients]:
     found = {}
     for workload in sorted({name for each in recording.points for name in each.point.rates}):
         numbers: dict[str, float] = {}
@@ -254,7 +258,7 @@ def _format_percent(value: float | None) -> str:
     return "an unknown share" if value is None else f"{100 * value:.1f} %"
 
 
-def format_result(result: FittedProfile) -> list[str]:
+def format_fitted_profile(result: FittedProfile) -> list[str]:
     recording = result.recording
     idle = "not measurable here" if recording.idle_w is None else f"{recording.idle_w:.2f} W"
     said = [f"idle power: {idle}"]
@@ -307,7 +311,7 @@ def _format_errors(result: FittedProfile, place: int) -> str:
     )
 
 
-def to_report(result: FittedProfile, path: Path) -> dict[str, Any]:
+def make_json_report(result: FittedProfile, path: Path) -> dict[str, Any]:
     recording = result.recording
 
     def report_point(place: int, each: PointMeasurement) -> dict[str, Any]:

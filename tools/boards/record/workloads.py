@@ -58,6 +58,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _build_convolutions() -> tuple[str, Callable[[], Any]]:
+    """Return a description and a function that runs float32 convolutions on ONNX Runtime once."""
     import onnxruntime as ort
     from onnx import TensorProto, helper, numpy_helper
 

@@ -201,7 +201,7 @@ def format_result(result: Mapping[str, Any]) -> list[str]:
     return [*found, f"  {', '.join(told)}"]
 
 
-def main(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> int:
+def audit_and_print(data: Path, out: Path, format: str, options: Mapping[str, Any]) -> int:
     """Run the audit, write the images as SVG and print the result. Return 0.
 
     Raises:

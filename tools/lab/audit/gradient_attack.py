@@ -28,13 +28,15 @@ def use_one_thread() -> None:
 
 def classifier_path(network: Mapping[str, Any]) -> str | None:
     """Return the path of a network's classifier, or None without one."""
-    return register_trace.trace_register(registry.build(network), registry.input_shape(network)).classifier()
+    return register_trace.trace_register(
+        registry.build_network(network), registry.input_shape(network)
+    ).find_classifier()
 
 
 def draw_weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Draw the network's tensors from U(-0.5, 0.5)."""
     rng = tensors.seeded_rng("audit weights", seed)
-    held = registry.build(network).state_dict()
+    held = registry.build_network(network).state_dict()
     return {name: rng.uniform(-0.5, 0.5, tuple(value.shape)).astype(np.float32) for name, value in sorted(held.items())}
 
 
@@ -64,7 +66,7 @@ def reconstruct_example(
         rng: draws the first guess.
         steps: most steps of L-BFGS.
     """
-    model = registry.build(network).double()
+    model = registry.build_network(network).double()
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(torch.tensor(start[name]))

@@ -13,7 +13,7 @@ import msgspec
 from fedquilt.console import progress
 
 
-def main(what: str, format: str, given: Mapping[str, Any]) -> int:
+def run_and_print(what: str, format: str, given: Mapping[str, Any]) -> int:
     """Run one benchmark and print its result. Return 0, or 1 if a figure missed its limit.
 
     Args:

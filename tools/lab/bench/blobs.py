@@ -75,6 +75,7 @@ def measure() -> dict[str, Any]:
 
 
 def _measure_run(home: Path, sha256: str, run: TransferRun, dies_s: float | None) -> dict[str, Any]:
+    """Transfer the blob to all agents, and return times and memory. After `dies_s` TCP or the broker breaks."""
     port = find_free_port()
     url = f"mqtt://127.0.0.1:{port}"
     node = [sys.executable, "-m", "fedquilt.tools.lab.bench.transfer_nodes"]

@@ -85,7 +85,7 @@ def measure(agents: Sequence[int] = AGENTS, rounds: int = ROUNDS, after: int = 0
         LinkError: If a process did not start, or a round took too long.
     """
     _raise_file_limit(max(agents) + SPARE_FILES)
-    bare_ms = _measure_bare_ms()
+    bare_ms = _measure_bare_loop_ms()
     fleets = {str(count): _measure_fleet(count, rounds, 0, bare_ms) for count in agents}
     figures: dict[str, Any] = {}
     for count, each in fleets.items():
@@ -126,7 +126,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def _measure_fleet(count: int, rounds: int, after: int, bare_ms: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, _kill_at_end() as running:
+    with tempfile.TemporaryDirectory() as folder, _kill_processes_at_end() as running:
         home = Path(folder)
         run = _queue_job(home, count, after, rounds)
         opening_s, whole_s = _measure_opening_s(home), _measure_opening_s(home, snapshots=False)
@@ -190,7 +190,7 @@ def _queue_job(home: Path, count: int, after: int, rounds: int) -> str:
     with Store(home / "runs") as store:
         run = store.add_job(job, home / "bundle")
         if after:
-            _write_log(store, run, job, count, after)
+            _write_past_rounds(store, run, job, count, after)
     return run
 
 
@@ -201,7 +201,7 @@ def _create_job(count: int, rounds: int) -> JobSettings:
     )
 
 
-def _write_log(store: Store, run: str, job: JobSettings, count: int, rounds: int) -> None:
+def _write_past_rounds(store: Store, run: str, job: JobSettings, count: int, rounds: int) -> None:
     method = methods.load(job.method)
     state = store.depot.store_bytes(
         tensors.pack_state(create_initial_state(job, job_bundle.load_bundle(store.find_job(run).bundle), method))
@@ -294,7 +294,7 @@ def _sample_resources(
 # -- the bare loop --------------------------------------------------------------------------------
 
 
-def _measure_bare_ms() -> float:
+def _measure_bare_loop_ms() -> float:
     method, model = methods.load("fedavg"), _encode_model()
     message = wire.encode(_create_update("bench", 0, "board-00000", _blob_ref(model), _blob_ref(b"").sha256))
     with tempfile.TemporaryDirectory() as folder:
@@ -327,7 +327,7 @@ def _blob_ref(payload: bytes) -> BlobRef:
 
 
 @contextmanager
-def _kill_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
+def _kill_processes_at_end() -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         yield started

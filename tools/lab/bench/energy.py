@@ -186,7 +186,7 @@ def minimum_energy(board: ScaledBoard, work: WorkEstimate, round_s: float) -> fl
 def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
     """Compute the energy of each policy and board over all rounds, with the excess over the minimum.
 
-    Rounds wait for every board; joules are those of `known_idle_w` ones, and so is their sum.
+    Each round waits for the slowest board. Joules are those of boards with a known idle power.
     """
     known = {name: boards[name] for name in known_idle_w(boards)}
     rows: dict[str, dict[str, float]] = {name: dict.fromkeys((*POLICIES, "cheapest"), 0.0) for name in known}
@@ -202,7 +202,7 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
             work = board.tasks[index]
             for policy in POLICIES:
                 point = (
-                    governor.choose_point(GovernorPolicy(policy), board.points, work, round_s, board.idle_w)
+                    governor.choose_operating_point(GovernorPolicy(policy), board.points, work, round_s, board.idle_w)
                     or board.points[0]
                 )
                 seconds = cost_model.work_seconds(work, point) or 0.0
@@ -233,6 +233,7 @@ def replay_tasks(boards: Mapping[str, ScaledBoard]) -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
+    """Run the demo's federation under each policy, and return its energies, deadlines and judged figures."""
     with tempfile.TemporaryDirectory() as folder:
         runs = {policy: run_federation(policy, Path(folder)) for policy in POLICIES}
     boards = runs["max"].boards

@@ -35,6 +35,7 @@ HELD = {"scoring": "output scores", "moments": "moments"}  # figure -> beginning
 
 
 def measure(size: int = 224) -> dict[str, Any]:
+    """Measure the peak memory of stitching tasks under each budget, from inside and outside the process."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "donors"
         made = prepare_donors(folder, size)
@@ -63,12 +64,12 @@ def _peaks(tasks: Sequence[Mapping[str, Any]], what: str) -> list[float]:
     return [task["peak_mb"] for task in tasks if task["task"].startswith(what)]
 
 
-def _yield_tasks(made: Bundle) -> Iterator[tuple[str, SearchState]]:
+def _iterate_search_states(made: Bundle) -> Iterator[tuple[str, SearchState]]:
     state = METHOD.init(made, SearchParams(score_at="output", completion=False, samples=IMAGES, fit_samples=IMAGES), 0)
     pool = steps.starting_networks(state.stock)[0].pool
     for path in (("vgg16.0",), ("vgg16.0", "densenet121.2", "resnet50.4")):
         net = ScoredPath(path, tuple(name for name in pool if name not in path), 1.0)
-        here = replace(state, current=net, junctions=_random_junctions(state, path))
+        here = replace(state, current=net, junctions=_draw_random_junctions(state, path))
         offered = steps.offered_blocks(net, state.stock, state.params)
         yield f"output scores of {len(offered)} blocks after {path[-1]}", replace(here, pool=offered)
         strange = [name for name in offered if not name.startswith("vgg16")][:: len(offered) // 3][:3]
@@ -79,7 +80,7 @@ def _yield_tasks(made: Bundle) -> Iterator[tuple[str, SearchState]]:
     yield f"moments at {len(gathering.taps)} taps of all donors", gathering
 
 
-def _random_junctions(state: SearchState, path: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+def _draw_random_junctions(state: SearchState, path: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
     draws, blocks, found = np.random.default_rng(3), state.stock.blocks, {}
     for i in range(1, len(path)):
         shape = blocks[path[i]].in_shape[0], blocks[path[i - 1]].out_shape[0]
@@ -99,7 +100,7 @@ def _measure_tasks(made: Bundle, find: Callable[[str], Path], room_bytes: int, f
         {"path": str(folder.parent / "images.npz")},
     )
     with TaskProcess("fedstitch", "onnx", budget_bytes, data, find, folder) as process:
-        for number, (what, state) in enumerate(_yield_tasks(made)):
+        for number, (what, state) in enumerate(_iterate_search_states(made)):
             sent = METHOD.send(state, DeviceView("bench", None))
             assert sent is not None
             outcome, _ = process.run_task(sent, number)

@@ -61,7 +61,7 @@ class DeviceGroup:
         while not all(board.is_known for board in self.boards):
             self._process_messages(1.0)
 
-    def run(self) -> None:
+    def run_until_disconnected(self) -> None:
         look_s = 0.0
         while True:
             self._process_messages(LOOK_S)
@@ -145,7 +145,7 @@ class LightDevice:
             case "presence":
                 self._publish("presence", wire.Presence(online=True, boot="bench"), retain=True)
             case "task" if payload:
-                self._start_task(wire.decode(payload, Task), now_s)
+                self._accept_task(wire.decode(payload, Task), now_s)
             case "ack":
                 self._handle_ack(wire.decode(payload, wire.Ack))
             case "get":
@@ -155,7 +155,7 @@ class LightDevice:
                     self._download = None
                     self._submit_update(payload, now_s)
 
-    def _start_task(self, task: Task, now_s: float) -> None:
+    def _accept_task(self, task: Task, now_s: float) -> None:
         again = self._task is not None and (task.job, task.round) == (self._task.job, self._task.round)
         self._task = task
         self._publish("claim", wire.Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True))
@@ -219,7 +219,7 @@ def main(url: str, first: str, count: str) -> int:
     try:
         group.connect_all()
         print("ready", flush=True)
-        group.run()
+        group.run_until_disconnected()
     except (FedquiltError, OSError) as error:
         print(error, file=sys.stderr, flush=True)
     return 1

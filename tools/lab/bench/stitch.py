@@ -170,7 +170,7 @@ def walk_path(
         task, site = deliver(order, local=local)
         [moments] = METHOD.work(task, site).bundles.values()
         shape = blocks[net.path[-1]].out_shape[0], blocks[best].in_shape[0]
-        weights, bias = least_squares.solve_ridge(least_squares.from_tensors(moments, *shape), params.ridge)
+        weights, bias = least_squares.solve_ridge(least_squares.read_sent_moments(moments, *shape), params.ridge)
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
         path = (*net.path, best)
         state = replace(state, junctions={**state.junctions, stitched_network.junction_name(path): junction})
@@ -237,6 +237,7 @@ def _delete_path_caches(cache: Path) -> None:
 def _time_scoring(
     each: ScoringRound, way: ScoreAt, engine: OnnxEngine, cache: Path, local: Tensors
 ) -> tuple[np.ndarray, np.ndarray, Tensors]:
+    """Return the processor and wall seconds of a scoring, the scores and the device's new local state."""
     site = replace(each.site, engine=engine, cache_at=cache, local=local)
     began = _read_clocks()
     answer = scoring.score_pool(replace(each.ask, score_at=way, early=0), site)

@@ -98,7 +98,7 @@ def serve_blob(url: str, folder: str, sha256: str, way: str, loss: str) -> None:
         places.record_profile(_create_profile(f"agent-{number}"))
     running = [True]
     signal.signal(signal.SIGTERM, lambda number, frame: running.clear())
-    base = _connect_link(link, wire.Topics("bench").coordinator_filters())
+    base = _connect_and_measure_base(link, wire.Topics("bench").coordinator_filters())
     idle_s = time.process_time()
     print(json.dumps({"port": 0}), flush=True)
     while running:
@@ -169,7 +169,7 @@ def pull_blob(url: str, folder: str, sha256: str, device: str, way: str, port: s
     transfers = Transfers(
         link, depot, wire.Topics("bench"), "up", lambda device, sha: False, carriers=TransferBackend()
     )
-    base = _connect_link(link, wire.Topics("bench").device_filters(device))
+    base = _connect_and_measure_base(link, wire.Topics("bench").device_filters(device))
     idle_s = _wait_for_start()
     began = time.monotonic()
     transfers.request_blob(device, BlobRef(sha256=sha256, size=SIZE))
@@ -219,7 +219,7 @@ def _wait_for_start() -> float:
     return time.process_time()
 
 
-def _connect_link(link: MqttLink, filters: Sequence[str]) -> int:
+def _connect_and_measure_base(link: MqttLink, filters: Sequence[str]) -> int:
     process_memory.keep_freed_memory()  # as the agent and the coordinator do
     link.wait_until_connected(timeout_s=10.0)
     link.subscribe(filters)
@@ -229,6 +229,7 @@ def _connect_link(link: MqttLink, filters: Sequence[str]) -> int:
 
 
 def _process_messages(link: MqttLink, transfers: Transfers) -> float:
+    """Process received messages, and return the monotonic time at which the transfers are next due."""
     messages: list[Message] = link.receive()
     for message in messages:
         transfers.handle_message(wire.parse_topic(message.topic), message.payload, time.monotonic())

@@ -178,7 +178,7 @@ def _format_results(
     head = f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}"
     lines = [table.colour_text(head, "bold")]
     for network in networks:
-        energy, moved = _format_cost(network)
+        energy, moved = _format_energy_and_bytes(network)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
     lines += [*_wrap_text(format_verdict(networks)), *_wrap_text(theirs)]
     lines += ["+ new head: last layer solved from all images in one place, as no board would", ""]
@@ -197,6 +197,7 @@ def _format_results(
     return [*lines, "time and energy: as the boards' profiles predict; accuracy and bytes: measured"]
 
 
-def _format_cost(network: NetworkResult) -> tuple[str, str]:
+def _format_energy_and_bytes(network: NetworkResult) -> tuple[str, str]:
+    """Return energy and transferred bytes as text, "-" if unknown."""
     energy = "-" if network.energy_j is None else costs.format_joules(network.energy_j)
     return energy, "-" if network.moved_bytes is None else units.format_bytes(network.moved_bytes)

@@ -55,6 +55,7 @@ def list_methods(table: GridTable) -> tuple[str, ...]:
 
 
 def find_tables_of_method(method: str) -> list[tuple[str, str]]:
+    """Return the command and the page of each table with this method."""
     return [
         (f"fedquilt lab reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
         for name, table in load_tables().items()
@@ -113,11 +114,11 @@ def run_table(
     found = found.select_rows(rows) if rows else found
     chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
     todo = cells.make_cells(found, str(table.file), chosen, rounds, wanted, out)
-    runs = cells.run_all([cell.case for cell in todo], out, say, may_fail=found.may_fail)
+    runs = cells.run_all_cases([cell.case for cell in todo], out, say, may_fail=found.may_fail)
     return {**results.make_result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
 
 
-def main(
+def list_or_run_tables(
     name: str | None,
     *,
     seeds: Sequence[int] | None,

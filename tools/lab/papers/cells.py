@@ -112,18 +112,18 @@ def make_bundles(wanted: Sequence[tuple[Mapping[str, Any], PretrainSettings | No
         key: list[Any] = [of, msgspec.to_builtins(before), job["seed"] if before else 0]
         key += [
             run_cache.compute_code_digest(),
-            *(run_cache.compute_content_digest(Path(file)) for file in _list_files(key)),
+            *(run_cache.compute_content_digest(Path(file)) for file in _list_named_files(key)),
         ]
         folder = out / "starts" / hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:24]
         found.append(folder / "bundle")
         if not (folder / "bundle" / "bundle.json").exists():
             todo[folder] = (table, before, folder)
-    for _ in parallel_runs.run_in_processes(make_bundle, list(todo.values())):
+    for _ in parallel_runs.run_in_processes(make_pretrained_bundle, list(todo.values())):
         pass
     return found
 
 
-def make_bundle(table: dict[str, Any], before: PretrainSettings | None, folder: Path) -> None:
+def make_pretrained_bundle(table: dict[str, Any], before: PretrainSettings | None, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if before is not None:
         _use_one_thread()
@@ -158,15 +158,15 @@ def pretrain_weights(job: Mapping[str, Any], wanted: PretrainSettings) -> Tensor
     if not wanted.new_head:
         return found
     register = register_trace.register_from_table(network)
-    last = register.tensors_of_modules([register.classifier() or ""])
+    last = register.tensors_of_modules([register.find_classifier() or ""])
     return {name: value if name in last else found[name] for name, value in draw_weights(seed + 1000).items()}
 
 
-def _list_files(value: Any) -> list[str]:
+def _list_named_files(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         own = [str(value[key]) for key in ("path", "weights") if isinstance(value.get(key), str)]
-        return [*own, *(file for each in value.values() for file in _list_files(each))]
-    return [file for each in value for file in _list_files(each)] if isinstance(value, list | tuple) else []
+        return [*own, *(file for each in value.values() for file in _list_named_files(each))]
+    return [file for each in value for file in _list_named_files(each)] if isinstance(value, list | tuple) else []
 
 
 def _use_one_thread() -> None:
@@ -206,6 +206,7 @@ def run_with_options(
 
 
 def _run_single_devices(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
+    """Run `how.row.alone` devices, each by itself, and return the last run with figures averaged over all."""
     # each device alone; values are means, held-out accuracy by examples, and such devices send nothing
     members = how.select_devices(single_run.load_devices(job, folder)[0])
     names = cohort_selection.select_cohort(job.seed, 0, [each.device for each in members], how.row.alone)
@@ -251,7 +252,7 @@ def read_value(run: SeedRun, name: str, target: float | None = None) -> Any:
     return getattr(marks[-1], key, None) if marks else None
 
 
-def run_all(
+def run_all_cases(
     todo: Sequence[ComparisonCase], out: Path, say: Callable[[str], None], *, may_fail: bool = False
 ) -> dict[ComparisonCase, SeedRun]:
     """Run all cases in parallel, except those cached in `out`/runs.

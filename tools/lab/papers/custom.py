@@ -133,8 +133,8 @@ def train_from_fedavg(job: JobSettings, folder: Path, how: ExecutionOptions) -> 
 def run_with_costs(job: JobSettings, folder: Path, how: ExecutionOptions) -> SeedRun:
     """Run a job, and add the costs of the paper's own schedule and the memory of its tasks.
 
-    The schedule has the rounds of the row's `paper`. Without them it is the run itself, as for a search. Memory is that
-    of the devices whose budget permits a task.
+    The schedule has the rounds of the row's `paper`, or else is the run itself. Memory counts only devices whose budget
+    permits a task.
     """
     run = run_with_options(job, folder, how)
     costs: Mapping[str, Any] = {"planned_s": run.marks[-1].seconds, "planned_j": run.marks[-1].energy_j}
@@ -256,5 +256,5 @@ def restore_batchnorm(job: Mapping[str, Any], seen: Examples) -> Tensors:
     model = registry.load_network({"name": job["model"]["name"]}, job["model"]["weights"])
     if batchnorm.is_folded(model):
         given = images.prepare_images(seen.x, msgspec.convert(job["input"], images.ImageInput))
-        batchnorm.restore_statistics(model, torch.from_numpy(given))
+        batchnorm.set_statistics_from_inputs(model, torch.from_numpy(given))
     return {name: value.numpy() for name, value in model.state_dict().items()}

@@ -195,7 +195,9 @@ class GridTable:
         """
         with toml.prefix_errors(str(self.file)):
             return self._parse_grid(
-                _fill_marks(self.raw, lambda mark, rest: resolve_mark(self.name, mark, rest, data), self.file.parent)
+                _resolve_paths_and_marks(
+                    self.raw, lambda mark, rest: resolve_mark(self.name, mark, rest, data), self.file.parent
+                )
             )
 
     @property
@@ -204,7 +206,7 @@ class GridTable:
 
     @property
     def takes_data(self) -> bool:
-        return any(mark != "digits" for mark in _list_marks(self.raw))
+        return any(mark != "digits" for mark in _iterate_mark_names(self.raw))
 
     def _parse_grid(self, raw: Any) -> Grid:
         with toml.prefix_errors(f"{self.file}, table {self.name}"):
@@ -260,6 +262,7 @@ def merge_tables(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str,
 
 
 def _resolve_likes(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table with each `like` replaced by the keys of the table that it names, at all depths."""
     found = {key: _resolve_likes(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
     def resolve(key: str, seen: tuple[str, ...] = ()) -> Any:
@@ -329,26 +332,27 @@ def find_weights(data: Path, architecture: str) -> dict[str, str]:
     return {"path": str(files[0])}
 
 
-def _fill_marks(value: Any, known: Any, folder: Path) -> Any:
+def _resolve_paths_and_marks(value: Any, known: Any, folder: Path) -> Any:
+    """Return a value with its data marks replaced by `known`, and with other paths relative to the folder."""
     # other relative paths are resolved against the folder
     if isinstance(value, list):
-        return [_fill_marks(each, known, folder) for each in value]
+        return [_resolve_paths_and_marks(each, known, folder) for each in value]
     if not isinstance(value, Mapping):
         return value
     found: dict[str, Any] = {}
     for key, each in value.items():
         match = MARKED.match(each) if isinstance(each, str) else None
         if match is None:
-            found[key] = _fill_marks(each, known, folder)
+            found[key] = _resolve_paths_and_marks(each, known, folder)
             continue
         told = known(match[1], match[2] or "")
         found |= told if key == "path" else {key: told["path"]}
     return settings.make_paths_absolute(found, folder)
 
 
-def _list_marks(value: Any) -> Iterator[str]:
+def _iterate_mark_names(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping | list):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _list_marks(each)
+            yield from _iterate_mark_names(each)
     elif isinstance(value, str) and (match := MARKED.match(value)):
         yield match[1]

@@ -165,7 +165,7 @@ def format_result(grid: Grid, result: Mapping[str, Any]) -> list[str]:
     found += [
         "",
         *(f"{name}: {format_claim(each)}" for name, each in result["told"].items()),
-        *format_claims(result),
+        *format_judged_claims(result),
     ]
     return found if found[-1] else found[:-1]
 
@@ -178,7 +178,7 @@ def format_claim(found: Mapping[str, Any]) -> str:
     return f"{mean} [{found['low']:{sign}.2f}, {found['high']:{sign}.2f}]{unit}: {found['verdict']}"
 
 
-def format_claims(result: Mapping[str, Any]) -> list[str]:
+def format_judged_claims(result: Mapping[str, Any]) -> list[str]:
     found = []
     for name, each in result["figures"].items():
         limit = f"at most {each['at_most']:g}" if "at_most" in each else f"above {each['at_least']:g}"

@@ -23,7 +23,7 @@ TOKEN: Final = "dash.token"  # noqa: S105  # a file's name
 BACKLOG: Final = 128
 
 
-def main(
+def serve_dashboard(
     home: Path,
     listen: str,
     *,
@@ -56,7 +56,7 @@ def main(
     from fedquilt.tools.operations.dash.home_watcher import HomeWatcher
 
     connections = ConnectionLimiter(limits.load_limits(home).http) if connections is None else connections
-    with contextlib.closing(_open_socket(listen)) as place:
+    with contextlib.closing(_open_listening_socket(listen)) as place:
         host, port = place.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         door = AccessPolicy(port=port) if actions else None
@@ -77,11 +77,11 @@ def main(
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
-                http=uvicorn_protocol.limited_protocol(connections),
+                http=uvicorn_protocol.make_limited_protocol(connections),
                 timeout_graceful_shutdown=2,
             )
             server = uvicorn.Server(settings)
-            poll = asyncio.create_task(watch.poll())
+            poll = asyncio.create_task(watch.poll_databases())
             reads = asyncio.create_task(watch.read_logs())
             for each in (poll, reads):  # without them nothing is live: better an end than a page that stands still
                 each.add_done_callback(lambda task: setattr(server, "should_exit", True))
@@ -107,8 +107,8 @@ async def _close_watch_on_exit(server: Any, watch: Any) -> None:
     watch.close()
 
 
-def _open_socket(listen: str) -> socket.socket:
-    host, port = open_metrics.parse_address(listen)
+def _open_listening_socket(listen: str) -> socket.socket:
+    host, port = open_metrics.parse_listen_address(listen)
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         place = socket.socket(family)

@@ -64,35 +64,45 @@ class Dashboard:
         routes = [
             *(Route(path, self._serve_page) for path in shells),
             Route("/static/{digest}/{name}", self._serve_file),
-            Route("/api/fleet", self._make_json_handler(lambda r: pages.load_fleet_page(self._watch, _parse_query(r)))),
+            Route(
+                "/api/fleet",
+                self._make_cached_json_handler(lambda r: pages.load_fleet_page(self._watch, _parse_query(r))),
+            ),
             Route(
                 "/api/boards/{name}",
-                self._make_json_handler(
+                self._make_cached_json_handler(
                     lambda r: pages.load_device_page(self._watch, _get_path_parameter(r, "name"), _parse_query(r))
                 ),
             ),
-            Route("/api/runs", self._make_json_handler(lambda r: pages.load_runs_page(self._watch, _parse_query(r)))),
+            Route(
+                "/api/runs",
+                self._make_cached_json_handler(lambda r: pages.load_runs_page(self._watch, _parse_query(r))),
+            ),
             Route(
                 "/api/runs/{run}",
-                self._make_json_handler(lambda r: pages.load_run_page(self._watch, _get_path_parameter(r, "run"))),
+                self._make_cached_json_handler(
+                    lambda r: pages.load_run_page(self._watch, _get_path_parameter(r, "run"))
+                ),
             ),
             Route(
                 "/api/runs/{run}/why",
-                self._make_json_handler(
+                self._make_cached_json_handler(
                     lambda r: pages.load_round_page(self._watch, _get_path_parameter(r, "run"), _parse_query(r))
                 ),
             ),
             Route("/api/runs/{run}/report", self._serve_report),
             Route("/api/runs/{run}/{what:str}", self._control_run, methods=["POST"]),
-            Route("/api/rollouts", self._make_json_handler(lambda r: rollouts.load_rollouts(self._watch))),
+            Route("/api/rollouts", self._make_cached_json_handler(lambda r: rollouts.load_rollouts(self._watch))),
             Route(
                 "/api/rollouts/{rollout}",
-                self._make_json_handler(
+                self._make_cached_json_handler(
                     lambda r: rollouts.load_rollout(self._watch, _get_path_parameter(r, "rollout"))
                 ),
             ),
             Route("/api/rollouts/{rollout}/{what:str}", self._control_rollout, methods=["POST"]),
-            Route("/api/log", self._make_json_handler(lambda r: pages.load_log_page(self._watch, _parse_query(r)))),
+            Route(
+                "/api/log", self._make_cached_json_handler(lambda r: pages.load_log_page(self._watch, _parse_query(r)))
+            ),
             Route("/api/events", self._serve_events),
             Route("/api/session", self._serve_session, methods=["GET", "POST"]),
         ]
@@ -123,7 +133,7 @@ class Dashboard:
 
     # -- values --
 
-    def _make_json_handler(self, told: Told) -> Callable[[Request], Awaitable[Response]]:
+    def _make_cached_json_handler(self, told: Told) -> Callable[[Request], Awaitable[Response]]:
         async def handle_request(request: Request) -> Response:
             key, stamp = f"{request.url.path}?{request.url.query}", dict(self._watch.changes)
             kept = self._answers.pop(key, None)
@@ -173,7 +183,7 @@ class Dashboard:
         what = await self._require_allowed_action(request, ("approve", "stop", "resume"))
         row = await self._watch.find_run(_get_path_parameter(request, "run"))
         return _confirm_action(
-            what, await self._watch.run_in_reader_thread(lambda: _control_stored_run(what, self._watch, row.id))
+            what, await self._watch.run_in_reader_thread(lambda: _request_run_action(what, self._watch, row.id))
         )
 
     async def _control_rollout(self, request: Request) -> Response:
@@ -199,7 +209,7 @@ def _confirm_action(what: str, said: str) -> Response:
     return _make_json_response(msgspec.json.encode({"said": said}))
 
 
-def _control_stored_run(what: str, watch: HomeWatcher, run: str) -> str:
+def _request_run_action(what: str, watch: HomeWatcher, run: str) -> str:
     with store.Store(watch.home) as written:
         if what == "approve":
             return control_requests.approve_run(written, run)

@@ -77,7 +77,7 @@ class HomeWatcher:
 
     # -- changes --
 
-    async def poll(self) -> None:
+    async def poll_databases(self) -> None:
         """Check the databases for changes until the watcher is closed."""
         files = {"boards": telemetry_store.NAME, "runs": reader.NAME}
         while not self._closing:
@@ -99,11 +99,12 @@ class HomeWatcher:
 
     def _read_mark(self, name: str, file: str) -> object:
         found = self._marks.setdefault(name, ChangeDetector(self.home / file)).read_version()
-        return (found, self._check_served()) if name == "runs" else found
+        return (found, self._update_served()) if name == "runs" else found
 
-    def _check_served(self) -> bool:
+    def _update_served(self) -> bool:
+        """Read and store whether a coordinator serves the home, False on errors, and return it."""
         try:
-            self._served = self._get_reader().is_served()
+            self._served = self._get_current_reader().is_served()
         except StoreError:
             self._served = False
         return self._served
@@ -160,8 +161,9 @@ class HomeWatcher:
             return self._fleet
 
     def _read_all_devices(self) -> tuple[list[devices.DeviceRow], dict[str, int], list[str]]:
+        """Return the devices, the number of devices in each state, and the first labels."""
         found = devices.load_devices(self.home)
-        counts = Counter(name for each in found for name in devices.states_of(each))
+        counts = Counter(name for each in found for name in devices.matching_states(each))
         labels = sorted({label for each in found for label in each.board.labels})[:KNOWN_LABELS]
         return found, {name: counts[name] for name in devices.STATES} | {"all": len(found)}, labels
 
@@ -189,16 +191,16 @@ class HomeWatcher:
             return self._runs[1]
 
     def _read_runs(self) -> RunList:
-        reader = self._get_reader()
+        reader = self._get_current_reader()
         rows = reader.all_jobs()
         standing = {row.id: reader.current_status(row) if isinstance(row, StoredJob) else row.status for row in rows}
         suspended = reader.holds.current_suspensions()
         holds = {run: str(hold) for run, hold in suspended.items() if standing.get(run) == "held"}
-        return RunList(rows, standing, self._check_served(), holds)
+        return RunList(rows, standing, self._update_served(), holds)
 
     def open_rollout_log(self) -> RolloutLog:
         """Return the rollouts of the home. Use only in the thread of `run_in_reader_thread`."""
-        return self._get_reader().rollouts
+        return self._get_current_reader().rollouts
 
     async def find_run(self, run: str) -> StoredJob:
         """Return the stored job of a run, by its id or the name of its job.
@@ -235,23 +237,23 @@ class HomeWatcher:
                 raise
             self._followers[row.id] = found
         self._summaries[row.id] = ((row.status, row.epoch), await self.run_in_reader_thread(found.make_summary))
-        self._evict_followers()
+        self._forget_old_followers()
         return found
 
     async def _read_new_events(self, found: RunFollower) -> None:
         # in pieces, so that other reads get their turn
         while True:
-            if await self.run_in_reader_thread(lambda: self._read_piece(found)) < PIECE:
+            if await self.run_in_reader_thread(lambda: self._read_event_piece(found)) < PIECE:
                 return
 
-    def _read_piece(self, found: RunFollower) -> int:
+    def _read_event_piece(self, found: RunFollower) -> int:
         count = 0
-        for seq, at, fact in self._get_reader().read_events(found.row.id, found.seq, PIECE):
-            found.add_fact(seq, at, fact)
+        for seq, at, fact in self._get_current_reader().read_events(found.row.id, found.seq, PIECE):
+            found.add_event(seq, at, fact)
             count += 1
         return count
 
-    def _evict_followers(self) -> None:
+    def _forget_old_followers(self) -> None:
         rows = {} if self._runs is None else {row.id: row.status for row in self._runs[1].rows}
         ended = [id for id in self._followers if rows.get(id) in ENDED]
         for id in [*ended[:-HELD], *(self._followers.keys() - rows.keys())]:
@@ -298,6 +300,7 @@ class HomeWatcher:
             await self._wish.wait()
 
     async def _read_next_log(self) -> bool:
+        """Read the next requested log, or that of the newest unsummarised run. Return whether there was one."""
         if self._wanted:
             run = next(iter(self._wanted))
             with contextlib.suppress(FedquiltError):  # the next request for the log reports the error
@@ -332,7 +335,7 @@ class HomeWatcher:
         id, plan = found.row.id, JobConstants.from_job(found.row.job)
 
         def find_outcomes() -> Mapping[str, round_outcomes.DeviceOutcome] | None:
-            return find_round_outcomes((fact for _, _, fact in self._get_reader().read_events(id)), plan, round)
+            return find_round_outcomes((fact for _, _, fact in self._get_current_reader().read_events(id)), plan, round)
 
         return await self.run_in_reader_thread(find_outcomes)
 
@@ -342,7 +345,7 @@ class HomeWatcher:
 
     # -- within --
 
-    def _get_reader(self) -> StoreReader:
+    def _get_current_reader(self) -> StoreReader:
         # opened again if the database file was replaced. Called in the reader thread
         before = self._reader_of
         try:

@@ -51,7 +51,7 @@ async def load_fleet_page(watch: HomeWatcher, query: Query) -> dict[str, Any]:
     """
     known = await watch.load_fleet()
     wanted, state, text = labels.split_words(query.get("label", "")), query.get("state") or None, query.get("text", "")
-    labels.require_selection(wanted)
+    labels.require_valid_selection(wanted)
     if state is not None and state not in devices.STATES:
         raise JobError(f"{state[:100]!r} is no state: {', '.join(devices.STATES)}")
     found = known.boards if not wanted and state is None else devices.filter_devices(known.boards, wanted, state)
@@ -125,6 +125,7 @@ async def load_device_page(watch: HomeWatcher, name: str, query: Query) -> dict[
 
 
 async def _load_recent_runs(watch: HomeWatcher) -> tuple[list[run_follower.RunFollower], bool]:
+    """Return followers of unfinished and of the two latest ended runs, and whether logs are still being read."""
     # all unfinished runs and the two that ended last. Unreadable logs are left out
     try:
         rows = [row for row in (await watch.load_runs()).rows if isinstance(row, StoredJob)]

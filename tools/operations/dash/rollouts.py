@@ -26,7 +26,9 @@ async def load_rollouts(watch: HomeWatcher) -> dict[str, Any]:
     def read() -> tuple[list[dict[str, Any]], dict[str, str]]:
         log = watch.open_rollout_log()
         around, latest = view.load_context(watch.home, log), log.readable_rollouts()[::-1][:LATEST]
-        return [{**_format_row(kept), "waits": view.load_wait(kept, log, around)} for kept in latest], log.read_errors()
+        return [
+            {**_format_row(kept), "waits": view.load_rollout_wait(kept, log, around)} for kept in latest
+        ], log.read_errors()
 
     rows, odd = await watch.run_in_reader_thread(read)
     rows += [{"rollout": id, "problem": why} for id, why in odd.items()]
@@ -48,7 +50,7 @@ async def load_rollout(watch: HomeWatcher, id: str) -> dict[str, Any]:
         return facts, view.describe_rollout_wait(kept.state, facts, view.load_context(watch.home, log))
 
     facts, waits = await watch.run_in_reader_thread(read)
-    told = view.detail_rollout(kept)
+    told = view.summarise_rollout_and_devices(kept)
     steps = [
         {"at": at, "text": view.format_event(kept.state, fact)}
         for _, at, fact in facts

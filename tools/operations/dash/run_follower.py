@@ -83,7 +83,7 @@ class RunFollower:
     def parts(self) -> Mapping[int, Mapping[str, round_outcomes.DeviceOutcome]]:
         return self._parts.found
 
-    def add_fact(self, seq: int, at: float, fact: AnyEvent) -> None:
+    def add_event(self, seq: int, at: float, fact: AnyEvent) -> None:
         """Apply the next event of the run and add its log line.
 
         Raises:
@@ -102,7 +102,7 @@ class RunFollower:
         self._record_times(at, fact)
         self.seq, self.at = seq, at
         if isinstance(fact, RoundCommitted):
-            self._evict_details()
+            self._forget_old_rounds()
 
     def _record_times(self, at: float, fact: AnyEvent) -> None:
         match fact:
@@ -117,7 +117,7 @@ class RunFollower:
                 if fact.round in self.turns:
                     self.turns[fact.round].took_s = fact.took_s
 
-    def _evict_details(self) -> None:
+    def _forget_old_rounds(self) -> None:
         found = self._parts.found
         count = sum(map(len, found.values()))
         for number in sorted(found)[:-LEAST]:
@@ -130,7 +130,7 @@ class RunFollower:
 
     def make_round_rows(self) -> list[dict[str, Any]]:
         """Return one row per round (`columns.ROUND`), thinned out evenly to at most DRAWN rows."""
-        rows = columns.make_rows(self.summary)
+        rows = columns.make_round_rows(self.summary)
         if len(rows) > DRAWN:
             rows = [rows[round(i * (len(rows) - 1) / (DRAWN - 1))] for i in range(DRAWN)]
         return rows
@@ -184,11 +184,16 @@ class RunFollower:
             part = self.parts[number].get(device)
             if part is not None:
                 found.append(
-                    {"round": number + 1, "code": part.code, "text": part.text, **self._split_time(number, device)}
+                    {
+                        "round": number + 1,
+                        "code": part.code,
+                        "text": part.text,
+                        **self._split_device_time(number, device),
+                    }
                 )
         return found
 
-    def _split_time(self, number: int, device: str) -> dict[str, Any]:
+    def _split_device_time(self, number: int, device: str) -> dict[str, Any]:
         # fetching and sending are reported as one time, which is divided by bytes
         turn = self.turns.get(number)
         if turn is None:

@@ -16,7 +16,7 @@ from fedquilt.host.connection_limits import Connection, ConnectionLimiter
 CHECK_S = 0.5  # between checks of deadlines
 
 
-def limited_protocol(connections: ConnectionLimiter) -> Callable[..., asyncio.Protocol]:
+def make_limited_protocol(connections: ConnectionLimiter) -> Callable[..., asyncio.Protocol]:
     """Return a protocol class for uvicorn whose connections are limited by `connections`."""
 
     class LimitedProtocol(H11Protocol):

@@ -160,7 +160,7 @@ class CertificateAuthority:
                 f"this key of {device} was revoked: remove device.key on the board, which then makes another"
             )
 
-    def sign(
+    def sign_certificate(
         self,
         name: str,
         kind: Kind,
@@ -243,7 +243,7 @@ class CertificateAuthority:
         """Return the signature (DER) of an upgrade's manifest."""
         return self._key.sign(archive.SIGNED + manifest, ec.ECDSA(hashes.SHA256()))
 
-    def issue(
+    def issue_with_new_key(
         self,
         name: str,
         kind: Kind,
@@ -253,7 +253,7 @@ class CertificateAuthority:
         days: float | None = None,
         right: SiteRight | None = None,
     ) -> tuple[IssuedCertificate, bytes]:
-        """Return a new certificate and its private key in PEM, for all kinds except devices.
+        """Return a new certificate and its new private key in PEM, for all kinds except devices.
 
         Raises:
             JobError: If the name or a host is invalid, the name is in use, or a site's boards belong to another.
@@ -270,7 +270,7 @@ class CertificateAuthority:
                 )
             if right is not None:
                 self._require_free_boards(name, right, now_s)
-            made = self.sign(name, kind, key.public_key(), now_s, hosts=hosts, days=days, right=right)
+            made = self.sign_certificate(name, kind, key.public_key(), now_s, hosts=hosts, days=days, right=right)
             return made, certificate_parts.key_to_pem(key)
 
     def _require_free_boards(self, name: str, right: SiteRight, now_s: float) -> None:
@@ -287,9 +287,7 @@ class CertificateAuthority:
 
     def valid_sites(self, now_s: float) -> list[tuple[str, SiteRight]]:
         known = [one for one in self.register.list_certificates() if one.kind == "site"]
-        return [
-            (one.name, _right_in_certificate(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s
-        ]
+        return [(one.name, _read_site_right(one.pem)) for one in known if one.revoked_s is None and one.ends_s > now_s]
 
     def valid_observers(self, now_s: float) -> list[str]:
         known = [one for one in self.register.list_certificates() if one.kind == "observer"]
@@ -297,7 +295,7 @@ class CertificateAuthority:
 
     # -- revoking ---------------------------------------------------------------------------------
 
-    def revoke(self, name: str, now_s: float) -> list[IssuedCertificate]:
+    def revoke_name(self, name: str, now_s: float) -> list[IssuedCertificate]:
         """Revoke the valid certificates of a name, delete its tokens and write the revocation list.
 
         Returns:
@@ -320,8 +318,7 @@ class CertificateAuthority:
     def write_crl(self, now_s: float) -> Path:
         """Write crl.pem, the list of revoked certificates that have not expired. Return its path.
 
-        It expires with the authority: a broker that refused everybody because its copy is old would be the worse
-        failure.
+        The list is valid as long as the authority, so that no broker refuses all devices because of an old copy.
         """
         builder = (
             x509.CertificateRevocationListBuilder()
@@ -354,7 +351,7 @@ class CertificateAuthority:
         return path
 
 
-def _right_in_certificate(pem: str) -> SiteRight:
+def _read_site_right(pem: str) -> SiteRight:
     """Return the site right in a certificate. Raise StoreError if it cannot be read."""
     names = x509.load_pem_x509_certificate(pem.encode()).extensions.get_extension_for_class(x509.SubjectAlternativeName)
     uris: list[str] = names.value.get_values_for_type(x509.UniformResourceIdentifier)

@@ -194,7 +194,7 @@ def write_config(
         begin = f"append {at}/fedquilt.conf to /etc/emqx/emqx.conf"
     said = []
     if not _is_certificate_current(authority, out, hosts, now_s):
-        issued, key = authority.issue("broker", "server", now_s, hosts=hosts)
+        issued, key = authority.issue_with_new_key("broker", "server", now_s, hosts=hosts)
         files |= {"broker.crt": issued.pem.encode()}
         enrolment.write_file_with_mode(out / "broker.key", key, 0o600)
         said.append(f"a new certificate of the broker, for {', '.join(hosts)}")

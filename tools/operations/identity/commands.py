@@ -31,7 +31,7 @@ def create_authority(folder: Path, crl_url: str | None) -> int:
     return 0
 
 
-def issue(
+def issue_and_write_certificate(
     folder: Path,
     name: str,
     hosts: Sequence[str],
@@ -57,7 +57,7 @@ def issue(
             f"(`fedquilt identity token {name}`)"
         )
     authority = CertificateAuthority(folder)
-    issued, key = authority.issue(name, kind, clock_s(), hosts=hosts, days=days, right=right)
+    issued, key = authority.issue_with_new_key(name, kind, clock_s(), hosts=hosts, days=days, right=right)
     with disk.disk_errors(f"make {out}"):
         out.mkdir(parents=True, exist_ok=True)
     enrolment.write_file_with_mode(out / f"{name}.key", key, 0o600)
@@ -98,7 +98,7 @@ def print_certificates(folder: Path, format: str) -> int:
 
 
 def revoke_certificates(folder: Path, name: str) -> int:
-    ended = CertificateAuthority(folder).revoke(name, clock_s())
+    ended = CertificateAuthority(folder).revoke_name(name, clock_s())
     print(f"{name}: {len(ended)} certificate{'' if len(ended) == 1 else 's'} revoked, its tokens forgotten")
     print(f"{folder / 'crl.pem'} is written; brokers refuse {name} once they have it:")
     for line in broker_config.reload_advice():
@@ -127,7 +127,7 @@ def serve_enrolment(folder: Path, listen: str, hosts: Sequence[str], days: float
     """Serve enrolment requests until SIGTERM or SIGINT. Return 0."""
     names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
     connection_limits.raise_descriptor_limit()
-    host, port = open_metrics.parse_address(listen)
+    host, port = open_metrics.parse_listen_address(listen)
     endpoint = EnrolmentServer(CertificateAuthority(folder), host, port, names, days=days)
     serve_until_signal(endpoint, lambda line: print(line, flush=True))
     return 0
@@ -150,7 +150,7 @@ def configure_broker(
     folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, listen: str, installed: str | None
 ) -> int:
     authority, now_s = CertificateAuthority(folder), clock_s()
-    at = open_metrics.parse_address(listen)
+    at = open_metrics.parse_listen_address(listen)
     made = broker_config.write_config(authority, broker, hosts, out, now_s, fleet=fleet, listen=at, installed=installed)
     print("\n".join(made))
     return 0

@@ -22,7 +22,7 @@ from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedEr
 from fedquilt.security import enrolment
 from fedquilt.security.enrolment import SigningRequest, SigningResponse
 from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
-from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService, response_for
+from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService, make_enrolment_response
 
 log = logging.getLogger("fedquilt.enrol")
 
@@ -91,13 +91,16 @@ class EnrolmentServer:
     def _renew_certificate(self) -> None:
         """Issue and load a new certificate and key of the endpoint itself."""
         authority = self._desk.authority
-        issued, key = authority.issue("enrolment", "server", self._clock(), hosts=self.hosts, days=3 * RENEW_S / DAY_S)
+        issued, key = authority.issue_with_new_key(
+            "enrolment", "server", self._clock(), hosts=self.hosts, days=3 * RENEW_S / DAY_S
+        )
         self._certified_s = self._clock()
         for name, data in (("enrolment.crt", issued.pem.encode()), ("enrolment.key", key)):
             enrolment.write_file_with_mode(authority.folder / name, data, 0o600)
         self._context.load_cert_chain(authority.folder / "enrolment.crt", authority.folder / "enrolment.key")
 
     def _current_context(self) -> ssl.SSLContext:
+        """Return the TLS context, with a new certificate if the present one is due for renewal."""
         with self._lock:
             if not 0 <= self._clock() - self._certified_s < RENEW_S:
                 self._renew_certificate()
@@ -135,9 +138,9 @@ class EnrolmentServer:
 
         with self._lock:
             if exchange.path == enrolment.ENROL:
-                status, said = response_for(lambda: self._desk.enrol_device(request), who)
+                status, said = make_enrolment_response(lambda: self._desk.enrol_device(request), who)
             else:
-                status, said = response_for(lambda: self._desk.renew_certificate(request, serial), who)
+                status, said = make_enrolment_response(lambda: self._desk.renew_certificate(request, serial), who)
         exchange.send_response(status, {"Content-Type": "application/json"}, msgspec.json.encode(said))
 
 

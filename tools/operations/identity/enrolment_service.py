@@ -23,7 +23,7 @@ class EnrolmentService:
         self.authority, self._days, self._clock = authority, days, clock
 
     def enrol_device(self, request: SigningRequest) -> IssuedCertificate:
-        """Sign a certificate for the holder of a token and revoke the device's earlier certificates.
+        """Sign a certificate and revoke those of other keys, or return the earlier one of the same key.
 
         Raises:
             JobError: If the token or the request is refused.
@@ -50,7 +50,7 @@ class EnrolmentService:
                     f"identity revoke {request.device}`) or give a token for this very id; if not, give this "
                     "board another id"
                 )
-            return self._grant_certificate(request.device, key, now_s)
+            return self._sign_and_revoke_others(request.device, key, now_s)
 
     def renew_certificate(self, request: SigningRequest, serial: str | None) -> IssuedCertificate:
         """Sign a certificate for the holder of certificate `serial`, or return that one if not yet due.
@@ -83,11 +83,11 @@ class EnrolmentService:
             begins, ends = (datetime.datetime.fromtimestamp(s, datetime.timezone.utc) for s in newest[4:6])
             if not is_renewal_due(begins, ends, datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)):
                 return newest
-            made = self.authority.sign(held.name, "device", key, now_s, days=self._days)
+            made = self.authority.sign_certificate(held.name, "device", key, now_s, days=self._days)
         log.info("renewed %s, certificate until %s", made.name, format_time(made.ends_s))
         return made
 
-    def _grant_certificate(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> IssuedCertificate:
+    def _sign_and_revoke_others(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> IssuedCertificate:
         others = [
             one
             for one in _valid_certificates(self.authority.register.list_certificates(device), now_s)
@@ -95,7 +95,7 @@ class EnrolmentService:
         ]
         for one in others:
             self.authority.register.revoke_certificate(one.serial, now_s)
-        made = self.authority.sign(device, "device", key, now_s, days=self._days)
+        made = self.authority.sign_certificate(device, "device", key, now_s, days=self._days)
         if others:
             self.authority.write_crl(now_s)
             log.warning("%s has a new key: its former certificate is revoked, give brokers the new crl.pem", device)
@@ -103,7 +103,7 @@ class EnrolmentService:
         return made
 
     def sign_request(self, csr: str, device: str) -> IssuedCertificate:
-        """Sign a request that the operator approves by naming the device, without a token.
+        """Sign an approved request without a token, and revoke the device's certificates of other keys.
 
         Raises:
             JobError: If the request is refused.
@@ -111,10 +111,10 @@ class EnrolmentService:
         now_s, key = self._clock(), parse_signing_request(csr, device)
         with self.authority.register.transaction():
             self.authority.require_enrollable(device, key, now_s)
-            return self._grant_certificate(device, key, now_s)
+            return self._sign_and_revoke_others(device, key, now_s)
 
 
-def response_for(decide: Callable[[], IssuedCertificate], who: str) -> tuple[int, SigningResponse]:
+def make_enrolment_response(decide: Callable[[], IssuedCertificate], who: str) -> tuple[int, SigningResponse]:
     """Return the HTTP status and body for the outcome of `decide`, and log a refusal."""
     try:
         return 200, SigningResponse(certificate=decide().pem)

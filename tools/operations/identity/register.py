@@ -139,8 +139,8 @@ class CertificateRegister:
         rows = self._db.execute("SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token ORDER BY made_s")
         return [EnrolmentToken(*row) for row in rows]
 
-    def is_unused(self, text: str, now_s: float) -> bool:
-        """Check that a token can still be redeemed by any key."""
+    def is_redeemable(self, text: str, now_s: float) -> bool:
+        """Return whether a token exists that has neither been used nor expired."""
         values = (_hash_token(text), now_s)
         row = self._db.execute("SELECT 1 FROM token WHERE digest = ? AND used_s IS NULL AND ends_s > ?", values)
         return row.fetchone() is not None

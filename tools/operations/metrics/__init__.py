@@ -31,7 +31,7 @@ def write_monitoring_files(folder: Path, target: str) -> list[Path]:
         JobError: If the address is invalid.
         StoreError: If the folder cannot be written.
     """
-    open_metrics.parse_address(target)
+    open_metrics.parse_listen_address(target)
     with disk.disk_errors(f"write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     for name in FILES:

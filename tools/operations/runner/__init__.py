@@ -21,7 +21,7 @@ ENDING_S: Final = 5.0  # for which requests that have begun are waited for at th
 LOOK_S: Final = 0.2  # between two looks for a new model
 
 
-def main(
+def serve_model(
     place: Path,
     listen: str,
     *,
@@ -51,12 +51,13 @@ def main(
             while True:
                 if models.reload_if_changed():
                     service.write_status()  # the agent waits for a word of the new model
-                service.write_if_due()
+                service.write_status_if_due()
                 time.sleep(LOOK_S)
 
 
 def _require_permitted_address(listen: str, anywhere: bool) -> tuple[str, int]:
-    host, port = open_metrics.parse_address(listen)
+    """Return host and port, or raise JobError if not a loopback address, unless `anywhere`."""
+    host, port = open_metrics.parse_listen_address(listen)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:

@@ -109,10 +109,10 @@ def make_reference(names: Sequence[str], values: np.ndarray, classes: np.ndarray
         tuple(names),
         edges,
         tuple(counts),
-        tuple(_compute_weight(column[:, None]) for column in values.T),
+        tuple(_estimate_effective_weight(column[:, None]) for column in values.T),
         own,
         (*(float(told[number]) for number in own), rest),
-        _compute_weight(hot.astype(np.float64)),
+        _estimate_effective_weight(hot.astype(np.float64)),
     )
 
 
@@ -121,7 +121,7 @@ def find_bin(edges: Sequence[float], value: float) -> int:
     return bisect_left(edges, value) + bisect_right(edges, value)
 
 
-def _compute_weight(columns: np.ndarray) -> float:
+def _estimate_effective_weight(columns: np.ndarray) -> float:
     # (1 - r) / (1 + r) with the correlation r of neighbouring examples
     centred = columns - columns.mean(axis=0)
     whole = float((centred**2).sum())
@@ -155,6 +155,7 @@ class DriftCounts:
         self._classes = [0.0] * len(known.class_counts)
 
     def add_examples(self, names: tuple[str, ...], values: np.ndarray, classes: Sequence[int]) -> None:
+        """Count examples, the first of which become the reference if there is none with these features."""
         if self.reference is not None and self.reference.names != names:  # made by another version
             self.reference = None
         for row, number in zip(values, classes, strict=True):
@@ -166,9 +167,9 @@ class DriftCounts:
                     self._first.clear()
                     self._reset_counts(self.reference)
             else:
-                self._count_example(self.reference, row.tolist(), number)
+                self._add_to_decayed_counts(self.reference, row.tolist(), number)
 
-    def _count_example(self, known: ReferenceDistribution, row: Sequence[float], number: int) -> None:
+    def _add_to_decayed_counts(self, known: ReferenceDistribution, row: Sequence[float], number: int) -> None:
         keep = self._keep
         self._sum, self._squares = self._sum * keep + 1, self._squares * keep * keep + 1
         for counts in (*self._counts, self._classes):

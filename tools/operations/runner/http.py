@@ -84,8 +84,7 @@ class RunnerServer:
         self._http.close()
 
     @contextmanager
-    def _counted_as_busy(self) -> Iterator[None]:
-        """Count a request in `busy` while the body runs."""
+    def _count_as_busy(self) -> Iterator[None]:
         with self._lock:
             self.busy += 1
         try:
@@ -95,7 +94,7 @@ class RunnerServer:
                 self.busy -= 1
 
     @contextmanager
-    def body_memory(self, address: str) -> Iterator[Callable[[int], None]]:
+    def reserve_body_memory(self, address: str) -> Iterator[Callable[[int], None]]:
         """Yield a function that reserves memory for received bytes, until the end of the context.
 
         Args:
@@ -126,9 +125,9 @@ class RunnerServer:
 
     def _answer_request(self, exchange: HttpExchange) -> None:
         """Send the result of a request as JSON, or its error with a status."""
-        with self._counted_as_busy():
+        with self._count_as_busy():
             try:
-                status, found = 200, self._result_of(exchange)
+                status, found = 200, self._compute_result(exchange)
             except UnknownClassificationError as error:
                 status, found = 404, {"error": str(error)}
             except DataError as error:
@@ -143,12 +142,12 @@ class RunnerServer:
             headers = {"content-type": "application/json", "cache-control": "no-store"}
             exchange.send_response(status, headers, msgspec.json.encode(found))
 
-    def _result_of(self, exchange: HttpExchange) -> Any:
+    def _compute_result(self, exchange: HttpExchange) -> Any:
         """Return the result of a request to classify, to label or for health."""
         self._require_own_page(exchange)
         match exchange.method, exchange.path:
             case "POST", "/v1/classify":
-                with self.body_memory(exchange.connection.address) as reserve:
+                with self.reserve_body_memory(exchange.connection.address) as reserve:
                     return self._service.classify_bytes(exchange.read_body(BODY_MOST, reserve))
             case "POST", "/v1/label":
                 try:

@@ -67,7 +67,7 @@ class ModelSwitcher:
         self._failed: Key | None = None
         self._failed_s = 0.0
         self.trouble = ""  # why the model that is there is not the one in use; "": it is
-        self.now = self._load_model(resolve_model_file(place))
+        self.now = self._load_and_try_model(resolve_model_file(place))
 
     def reload_if_changed(self) -> bool:
         """Load the model of the place if it has changed. Return whether a new model is in use.
@@ -83,14 +83,14 @@ class ModelSwitcher:
             if key == self._failed and self._clock() < self._failed_s + AGAIN_S:
                 return False
             self._failed, self._failed_s = key, self._clock()
-            self.now = self._load_model(path)
+            self.now = self._load_and_try_model(path)
         except (FedquiltError, OSError) as error:
             self.trouble = f"{error}; the one before answers meanwhile"
             return False
         self._failed, self.trouble = None, ""
         return True
 
-    def _load_model(self, path: Path) -> ServedModel:
+    def _load_and_try_model(self, path: Path) -> ServedModel:
         # the first run is the slowest, and shows whether the network is usable
         try:
             key, sha256 = _make_file_key(path), REAL.hash_file(path)

@@ -100,22 +100,23 @@ class ModelService:
         with self._count_failures():
             if data.startswith(ZIP):
                 held = classifier.read_arrays(data, BODY_MOST)
-                return self._classify_examples(self._models.now.network.examples_from_arrays(held))
+                return self._classify_and_record_labels(self._models.now.network.examples_from_arrays(held))
             if data.startswith(NPY):
                 one = classifier.read_array(data)[None]
-                return self._classify(lambda loaded: one)[0].to_dict()
+                return self._classify_and_count(lambda loaded: one)[0].to_dict()
             if self._models.now.network.takes_table_rows:
-                return self._classify_examples(self._models.now.network.read_uploaded_rows(data))
-            return self._classify(lambda loaded: loaded.network.read_example(data)[None])[0].to_dict()
+                return self._classify_and_record_labels(self._models.now.network.read_uploaded_rows(data))
+            return self._classify_and_count(lambda loaded: loaded.network.read_example(data)[None])[0].to_dict()
 
-    def _classify_examples(self, held: classifier.StoredExamples) -> dict[str, Any]:
-        found = self._classify(lambda loaded: held.x)
+    def _classify_and_record_labels(self, held: classifier.StoredExamples) -> dict[str, Any]:
+        found = self._classify_and_count(lambda loaded: held.x)
         for answer, truth in zip(found, () if held.y is None else held.y.tolist(), strict=held.y is not None):
             self.record_label(answer.id, truth)
         return {"model": found[0].model, "answers": [answer.to_dict() for answer in found]}
 
     @contextmanager
     def _count_failures(self) -> Iterator[None]:
+        """Count each FedquiltError of the body as a failed request, and raise it again."""
         try:
             yield
         except FedquiltError:
@@ -123,10 +124,10 @@ class ModelService:
                 self.failed += 1
             raise
 
-    def _classify(self, read: Callable[[ServedModel], np.ndarray]) -> list[Classification]:
+    def _classify_and_count(self, read: Callable[[ServedModel], np.ndarray]) -> list[Classification]:
         begun_s = time.perf_counter()
         with self._work:
-            loaded = self._follow_model()  # once: what begins with it ends with it
+            loaded = self._follow_current_model()  # once: what begins with it ends with it
             x = read(loaded)
             if not 0 < len(x) <= EXAMPLES_MOST:
                 raise DataError(f"{len(x)} examples in one request: 1 to {EXAMPLES_MOST} are answered")
@@ -176,7 +177,8 @@ class ModelService:
     def _make_drift(self, loaded: ServedModel) -> DriftCounts:
         return DriftCounts(self._references.get(loaded.sha256), self._size)
 
-    def _follow_model(self) -> ServedModel:
+    def _follow_current_model(self) -> ServedModel:
+        """Return the current model, and restart the counts of drift and accuracy if the model is new."""
         # statistics of the previous model are reset when the model has changed
         loaded = self._models.now
         if loaded.sha256 != self._of:
@@ -191,8 +193,9 @@ class ModelService:
         return sum(self._right) / len(self._right) if len(self._right) >= LABELLED_LEAST else None
 
     def make_status(self) -> dict[str, Any]:
+        """Return the model, counts, median latency, drift and accuracy, after loading a newer model."""
         with self._work:
-            loaded = self._follow_model()
+            loaded = self._follow_current_model()
             score = self._drift.compute_score()
             return {
                 "at": self._clock(),
@@ -214,7 +217,7 @@ class ModelService:
 
     # -- files --
 
-    def write_if_due(self) -> None:
+    def write_status_if_due(self) -> None:
         """Write the status file if due. Disk errors are logged once and reported by `make_health`."""
         if self._home is None:
             return
@@ -245,6 +248,7 @@ class ModelService:
             self._unwritable = said
 
     def _read_references(self) -> dict[str, ReferenceDistribution]:
+        """Return the stored reference distributions by model, or {} if missing or damaged."""
         if self._home is None:
             return {}
         try:

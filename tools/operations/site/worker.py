@@ -148,11 +148,11 @@ class SiteWorker:
         self._left = None if self._asked else self._left
         self._order, self._begun_s, self._outcome = order, now_s, None
 
-    def poll(self, now_s: float) -> list[Event]:
+    def poll_events(self, now_s: float) -> list[Event]:
         """Return the outcome when the round has been committed or has failed, and stop cancelled runs."""
         self._record_stopped_jobs()
         if self._left is not None:
-            self._request_stop(self._left.task.job)
+            self._request_stop_if_active(self._left.task.job)
             self._left = None
         order = self._order
         if order is None:
@@ -164,8 +164,8 @@ class SiteWorker:
                 self._outcome = self._begin_round(order)
             except FedquiltError as error:
                 self._outcome = WorkResult(code="failed", reason=shorten_error(str(error)))
-        elif not self._asked and self._outcome is None and not self._try_resume_round(order):
-            self._request_stop(order.task.job)
+        elif not self._asked and self._outcome is None and not self._adopt_running_round(order):
+            self._request_stop_if_active(order.task.job)
         if self._outcome is None or self.server.find_job(order.task.job) is not None:
             return []
         outcome, self._outcome, self._order = self._outcome, None, None
@@ -175,7 +175,7 @@ class SiteWorker:
         return math.inf if self._order is self._left is None else now_s + POLL_S
 
     def kill(self) -> None:
-        # the next `poll` stops the round
+        # the next `poll_events` stops the round
         if self._order is not None and self._asked and self._outcome is None:
             self._left = self._order
         self._order = self._outcome = None
@@ -193,7 +193,7 @@ class SiteWorker:
         A committed run is stopped until the next task.
         """
         if isinstance(fact, events.RoundCommitted):
-            self._request_stop(job.id)
+            self._request_stop_if_active(job.id)
             if self._is_ordered(job.id) and self._order is not None and fact.round == self._order.task.round:
                 self._outcome = self._make_outcome(job.id, fact)
         elif isinstance(fact, events.JobEnded) and fact.status == "stopped":
@@ -224,7 +224,7 @@ class SiteWorker:
     def _is_ordered(self, id: str) -> bool:
         return self._order is not None and id == self._order.task.job
 
-    def _request_stop(self, id: str) -> None:
+    def _request_stop_if_active(self, id: str) -> None:
         if self._store.stored_status(id) in ("queued", "running"):
             self._stopping.add(id)
             self._store.set_status(id, "stopping")
@@ -238,7 +238,7 @@ class SiteWorker:
             if self._is_ordered(id) and self._outcome is None:
                 self._asked, self._outcome = True, WorkResult(code="failed", reason=HALTED)
 
-    def _try_resume_round(self, order: WorkRequest) -> bool:
+    def _adopt_running_round(self, order: WorkRequest) -> bool:
         job = self.server.find_job(order.task.job)
         if job is None or job.id in self._stopping or job.rounds.state is None or sites.STATE not in order.bundles:
             return False
@@ -250,7 +250,7 @@ class SiteWorker:
         return self._asked
 
     def _begin_round(self, order: WorkRequest) -> WorkResult | None:
-        """Start the ordered round, or return its outcome if it has ended already.
+        """Start the ordered round and return None, or return its outcome if the round has ended already.
 
         Raises:
             FedquiltError: If a site cannot run the task.
@@ -267,9 +267,9 @@ class SiteWorker:
             job = self._make_site_job(task.params["job"])
             folder = (store.home / "sites" / id).resolve()
             store.add_job(job, folder, id=id)  # first: files of a run that is not in the list are removed
-            _write_bundle(folder, order)
+            _write_bundle_if_changed(folder, order)
         else:
-            _write_bundle(
+            _write_bundle_if_changed(
                 store.find_job(id).bundle, order
             )  # other files than before, or a restored home has the log alone
         known = self._read_log(id)
@@ -311,6 +311,7 @@ class SiteWorker:
         return found is not None and np.array_equal(found.inner, given.inner)
 
     def _read_state(self, ref: BlobRef) -> sites.SiteJobState | None:
+        """Read a site's state, with a large sum left on disk, or return None if the blob is missing or damaged."""
         # a large sum stays on disk. None if the blob is missing or damaged
         path, disk = self._store.depot.verified_path(ref.sha256), self._store.depot.disk
         return (
@@ -363,6 +364,7 @@ class SiteWorker:
         )
 
     def _yield_update_bundles(self, state: sites.SiteJobState, boards: Sequence[str]) -> Iterator[tuple[str, Tensors]]:
+        """Yield the partial sum of the devices or, without one, the bundles of their updates."""
         # the partial sum of the devices, or their updates
         if state.form:
             yield site_updates.SUM, site_updates.bundle_from_aggregate(state.total, state.form, boards)
@@ -378,7 +380,7 @@ def _get_round_identity(order: WorkRequest) -> tuple[str, int, str, tuple[str, .
     return task.job, task.round, task.state, task.actions
 
 
-def _write_bundle(folder: Path, order: WorkRequest) -> None:
+def _write_bundle_if_changed(folder: Path, order: WorkRequest) -> None:
     files = {name.removeprefix(sites.FILE): name for name in order.bundles if name.startswith(sites.FILE)}
     with contextlib.suppress(JobError):  # the file is missing or incomplete
         known = job_bundle.load_bundle(folder).files

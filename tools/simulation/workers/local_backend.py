@@ -60,6 +60,7 @@ class WorkExecutor(main.TaskExecutor):
         return adversaries.corrupt_method(self._methods(order.task.method), order.data)
 
     def load_engine(self, name: str, budget_bytes: int) -> Any:
+        """Return the cached or a new engine. Beyond ENGINES engines, the oldest is closed."""
         # at most ENGINES engines are cached, and the oldest is closed
         key = (name, budget_bytes)
         if key not in self._engines:
@@ -69,6 +70,7 @@ class WorkExecutor(main.TaskExecutor):
         return self._engines[key]
 
     def load_examples(self, spec: Mapping[str, Any], run: str) -> tuple[Examples, Examples]:
+        """Return training and held-out examples of the device `spec["share"]`, or raise DataError."""
         try:
             return self._shares(spec["share"])
         except KeyError:
@@ -130,6 +132,7 @@ def run_requests(
 
 
 def _run_in_batch(asked: Sequence[tuple[main.TaskExecutor, WorkRequest]]) -> list[tuple[WorkResult, bool]]:
+    """Run requests as one batch. Return each result with an equal share of the time, and whether batched."""
     # measured time is divided evenly between the requests
     began_s, cpu_s = time.perf_counter(), time.process_time()
     bench, first = asked[0]

@@ -169,6 +169,7 @@ class WorkerPool:
         return [len(part) for part in np.array_split(np.arange(count), math.ceil(count / TOGETHER))]
 
     def _run_packages(self, packages: Sequence[WorkAssignment]) -> Iterator[WorkerReply]:
+        """Assign packages to free workers, and yield the replies in the order of the packages."""
         # yields the replies in the order of the packages
         for wanted in packages:
             self._assign_packages(packages)
@@ -216,6 +217,7 @@ class WorkerPool:
         return package.sum or b""
 
     def _write_examples(self) -> dict[str, DeviceExamples]:
+        """Write the examples of all devices to one file, store held-out counts, and return the arrays' places."""
         shares: dict[str, DeviceExamples] = {}
         with (self.folder / "examples").open("wb") as file:
 

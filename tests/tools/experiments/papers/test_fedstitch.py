@@ -47,7 +47,7 @@ def how(row: GridRow) -> ExecutionOptions:
 
 def bundle(given: JobSettings, place: Path) -> Path:
     """A bundle with random weights."""
-    cells.make_bundle(msgspec.to_builtins(given), None, place)
+    cells.make_pretrained_bundle(msgspec.to_builtins(given), None, place)
     return place / "bundle"
 
 

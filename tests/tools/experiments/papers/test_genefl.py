@@ -22,7 +22,7 @@ pytest.importorskip("torch", reason="networks are built")
 def test_the_papers_bytes_follow_from_resnet18() -> None:
     """Tables II and III: 1,000 uploads by FedAvg in GiB, the layers of FedFina and FedLG in MiB."""
     narrow, wide = (
-        {name: value.detach().numpy() for name, value in registry.build(table).named_parameters()}
+        {name: value.detach().numpy() for name, value in registry.build_network(table).named_parameters()}
         for table in ({"name": "torchvision/resnet18", "classes": classes} for classes in (10, 100))
     )
     last = [narrow[f"layer4.{i}.conv{j}.weight"] for i in (0, 1) for j in (1, 2)]

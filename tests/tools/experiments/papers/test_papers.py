@@ -222,10 +222,10 @@ def test_a_picture_is_drawn_and_a_result_is_not_lost(
         told(monkeypatch, reached)
         monkeypatch.setattr(results, "draw_picture", lambda grid, result: f"<svg>{result['table']}</svg>")
         place = tmp_path / "new" / "folder" / f"{reached}.svg"
-        assert papers.main("fedsdg", **options, out=None, picture=place) == (0 if reached else 1)
+        assert papers.list_or_run_tables("fedsdg", **options, out=None, picture=place) == (0 if reached else 1)
         assert place.read_text() == "<svg>t</svg>"
         assert "What it is." in capsys.readouterr().out
     (tmp_path / "no").write_text("a file is in the folder's place")
     with pytest.raises(StoreError, match="cannot write"):
-        papers.main("fedsdg", **options, out=None, picture=tmp_path / "no" / "p.svg")
+        papers.list_or_run_tables("fedsdg", **options, out=None, picture=tmp_path / "no" / "p.svg")
     assert "What it is." in capsys.readouterr().out

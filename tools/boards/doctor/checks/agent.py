@@ -83,6 +83,7 @@ class Facts:
 
     @property
     def certificate(self) -> identity.Certificate | None:
+        """Return the device's certificate, or None if none is set or it cannot be read."""
         file = None if self.settings is None else self.settings.broker.cert
         try:
             return None if file is None else identity.load_certificate(file)
@@ -91,6 +92,7 @@ class Facts:
 
     @property
     def memory_bytes(self) -> int | None:
+        """Return the memory that the settings simulate, or else that of the machine."""
         try:
             simulated = None if self.settings is None else simulated_memory_bytes(self.settings)
         except FedquiltError:  # FQ308 tells
@@ -177,7 +179,7 @@ def _check_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -
     )
 
 
-def _check_other_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
+def _check_profile_fits_board(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
     if settings.board != "auto" or not machine.tegra or settings.profile is None:
         return None
     fits = jetson.find_profile(machine.root)
@@ -219,7 +221,7 @@ def _is_empty(place: Path) -> bool:
     return not any(names for _, _, names in os.walk(place))
 
 
-def _check_budget(budget_bytes: int, memory_bytes: int, path: Path) -> Verdict:
+def _check_memory_budget(budget_bytes: int, memory_bytes: int, path: Path) -> Verdict:
     said = f"the budget is {budget_bytes / 1e6:.0f} MB of {memory_bytes / 1e6:.0f} MB of memory"
     fix = f'budget = "{memory_bytes // 2 // 10**6}MB" in {path}'
     if budget_bytes > memory_bytes:
@@ -234,7 +236,7 @@ def _usable_engines(packages: InstalledPackages) -> list[str]:
     return [name for name in NEEDS if any(each in packages.versions for each in needs.get(name, ()))]
 
 
-def _check_engines(budget_bytes: int, path: Path, packages: InstalledPackages) -> Verdict:
+def _check_engines_fit_budget(budget_bytes: int, path: Path, packages: InstalledPackages) -> Verdict:
     known = _usable_engines(packages)
     if short := memory_budget.describe_engine_shortage(budget_bytes, known):
         return error(short, f'budget = "512MB" in {path}' if known else "pip install 'fedquilt[onnx]'")
@@ -289,8 +291,8 @@ AGENT: Final = (
     *identity.IDENTITY,
     Check("FQ308", ("settings", "path"), _check_board),
     Check("FQ309", ("settings", "path"), check_examples),
-    Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_budget),
-    Check("FQ311", ("budget_bytes", "path", "packages"), _check_engines),
+    Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_memory_budget),
+    Check("FQ311", ("budget_bytes", "path", "packages"), _check_engines_fit_budget),
     Check("FQ312", ("budget_bytes", "path", "packages"), _check_other_engines),
     Check("FQ313", ("settings", "budget_bytes", "machine"), _check_available_memory, FREE_MEMORY),
     Check(
@@ -301,6 +303,6 @@ AGENT: Final = (
     ),
     Check("FQ315", ("settings", "machine"), _check_clock_helper, "sudo systemctl enable --now fedquilt-clocks"),
     Check("FQ316", ("settings", "path", "machine"), _check_profile),
-    Check("FQ317", ("settings", "path", "machine"), _check_other_profile),
+    Check("FQ317", ("settings", "path", "machine"), _check_profile_fits_board),
     Check("FQ162", ("settings", "machine"), power_mode.check_deadlines),
 )

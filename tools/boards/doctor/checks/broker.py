@@ -50,7 +50,8 @@ Steps = Generator[Numbered, None, bool]
 # -- the whole of a device and of a coordinator ---------------------------------------------------
 
 
-def check_device(settings: AgentSettings, clock_s: float, timer: ExaminationDeadline) -> Iterator[Numbered]:
+def check_broker_for_device(settings: AgentSettings, clock_s: float, timer: ExaminationDeadline) -> Iterator[Numbered]:
+    """Yield findings on a device's connection, access rules and handshake, up to an error that hides the rest."""
     try:
         broker = Broker.from_url(**msgspec.structs.asdict(settings.broker))
     except FedquiltError:
@@ -76,10 +77,10 @@ def check_device(settings: AgentSettings, clock_s: float, timer: ExaminationDead
         yield "FQ414", told
 
 
-def check_coordinator(
+def check_broker_for_coordinator(
     table: Mapping[str, Any], home: Path | None, fleet: str, clock_s: float, timer: ExaminationDeadline
 ) -> Iterator[Numbered]:
-    """Check the connection of a coordinator or an observer.
+    """Yield findings on the connection and access rules of a coordinator or an observer.
 
     Args:
         table: [broker] table.
@@ -118,7 +119,7 @@ def check_coordinator(
 
 
 def check_connection(broker: Broker, clock_s: float, timer: ExaminationDeadline) -> Steps:
-    """Check name, port and TLS of a broker, up to the first error."""
+    """Yield findings on name, port and TLS up to the first error. Return True without errors."""
     try:
         found = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as problem:
@@ -148,7 +149,7 @@ def _check_tls(broker: Broker, line: socket.socket, clock_s: float, timer: Exami
             if broker.cert is not None and (refusal := _receive_tls_alert(secure, timer)) is not None:
                 return "FQ408", error(str(unreachable_error(broker, refusal)), _login_fix(broker))
     except ssl.SSLCertVerificationError as problem:
-        return _name_untrusted(broker, problem, show)
+        return _explain_untrusted_certificate(broker, problem, show)
     except OSError as problem:
         return "FQ403", error(str(unreachable_error(broker, problem)), show)
     except FedquiltError as problem:
@@ -160,6 +161,7 @@ def _check_tls(broker: Broker, line: socket.socket, clock_s: float, timer: Exami
 
 
 def _receive_tls_alert(secure: ssl.SSLSocket, timer: ExaminationDeadline) -> ssl.SSLError | None:
+    """Return the broker's TLS alert against this side's certificate, or None if it sends none in time."""
     # TLS 1.3 checks the client's certificate after the handshake
     secure.settimeout(timer.remaining_s(ALERT_S))
     try:
@@ -171,7 +173,7 @@ def _receive_tls_alert(secure: ssl.SSLSocket, timer: ExaminationDeadline) -> ssl
     return None
 
 
-def _name_untrusted(broker: Broker, problem: ssl.SSLCertVerificationError, show: str) -> Numbered:
+def _explain_untrusted_certificate(broker: Broker, problem: ssl.SSLCertVerificationError, show: str) -> Numbered:
     said = str(unreachable_error(broker, problem))
     if problem.verify_code == _NOT_YET:
         return "FQ404", error(said, "sudo timedatectl set-ntp true")
@@ -210,6 +212,7 @@ def _login_fix(broker: Broker) -> str:
 
 
 def check_packet_limit(broker: Broker, link: MqttLink) -> Iterator[Numbered]:
+    """Yield findings on the login, the broker's packet limit and the configured `max_payload`."""
     yield "FQ408", f"{broker} lets us in, by MQTT {'5' if link.level == 5 else '3.1.1'}"
     most, raise_it = link.max_payload, "max_packet_size 1048576 in mosquitto.conf, or what your broker calls it"
     takes = f"{broker} takes no more than {most} bytes"

@@ -118,6 +118,7 @@ def _check_waiting_jobs(home: Path, store: Store) -> Iterator[Numbered]:
 
 
 def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
+    """Return the problem of a job that waits for more eligible devices, or None if it has enough."""
     last, asked = None, 0
     with contextlib.suppress(JobError):  # of a log that cannot be read, which is a finding of its own
         for _, _, fact in store.read_events(row.id):
@@ -135,6 +136,7 @@ def _check_stuck_job(row: StoredJob, store: Store) -> Problem | None:
 
 
 def _check_blobs(store: Store) -> Iterator[Numbered]:
+    """Yield errors for missing bundles of unfinished jobs, and for missing or damaged states of runs."""
     for row in store.readable_jobs():
         if row.status in UNDER_WAY and not (row.bundle / "bundle.json").is_file():
             said = f"the bundle of {row.id} is gone: {row.bundle}"
@@ -149,6 +151,7 @@ def _check_blobs(store: Store) -> Iterator[Numbered]:
 
 
 def _is_blob_intact(path: Path, sha256: str) -> bool:
+    """Return whether a file has this sha256. Unlike the blob store, move nothing."""
     # unlike the blob store, this does not move a damaged blob
     try:
         return REAL.hash_file(path) == sha256

@@ -266,7 +266,7 @@ MACHINE: Final = tuple(
 )
 
 
-def _require_module(name: str, why: str) -> Callable[[], Verdict]:
+def _make_module_check(name: str, why: str) -> Callable[[], Verdict]:
     def check() -> Verdict:
         return f"{name} is installed" if find_spec(name) is not None else Problem(f"{name} is not installed: {why}")
 
@@ -279,9 +279,9 @@ def _check_ssh() -> Verdict:
     return Problem("there is no ssh program: `fedquilt board flash --ssh` reaches no board, --rootfs and an archive do")
 
 
-_RESOLVES = _require_module("packaging", "`fedquilt board flash` resolves wheels with it")
-_DOWNLOADS = _require_module("pip", "`fedquilt board flash` downloads wheels with it")
-_SIGNS = _require_module("cryptography", "`fedquilt identity` and `enrol` need it")
+_RESOLVES = _make_module_check("packaging", "`fedquilt board flash` resolves wheels with it")
+_DOWNLOADS = _make_module_check("pip", "`fedquilt board flash` downloads wheels with it")
+_SIGNS = _make_module_check("cryptography", "`fedquilt identity` and `enrol` need it")
 OPERATOR: Final = (
     Check("FQ601", (), _RESOLVES, "pip install 'fedquilt[flash]'"),
     Check("FQ602", (), _DOWNLOADS, "python3 -m ensurepip"),

@@ -38,7 +38,7 @@ def read_packages(paths: Sequence[Path]) -> InstalledPackages:
         versions=versions,
         torch_cuda=_read_string_constant(torch / "version.py", "cuda") if torch else None,
         onnx_cuda=bool(onnx and (onnx / "capi/libonnxruntime_providers_cuda.so").is_file()),
-        torch_numpy=_numpy_major_version(torch / "lib/libtorch_python.so") if torch else None,
+        torch_numpy=_find_required_numpy_version(torch / "lib/libtorch_python.so") if torch else None,
     )
 
 
@@ -60,7 +60,7 @@ def _check_onnx(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
     if plain is not None and gpu is not None:
         return Problem(
             f"onnxruntime {plain} and onnxruntime-gpu {gpu} are both installed, each with some of the other's files",
-            _fix_command(machine, "gpu" if machine.gpu else "onnx", drop="onnxruntime onnxruntime-gpu"),
+            _installation_command(machine, "gpu" if machine.gpu else "onnx", drop="onnxruntime onnxruntime-gpu"),
         )
     if plain is None and gpu is None:
         return None
@@ -72,7 +72,7 @@ def _check_onnx_gpu(machine: MachineFacts, packages: InstalledPackages) -> Verdi
     if len(found) != 1 or packages.onnx_cuda or not is_gpu_expected(machine):
         return None
     said = f"onnxruntime {found[0]} runs on the CPU alone, and there is a GPU: stitching is slow"
-    return Problem(said, _fix_command(machine, "gpu", drop="onnxruntime"))
+    return Problem(said, _installation_command(machine, "gpu", drop="onnxruntime"))
 
 
 def _check_torch(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
@@ -80,7 +80,7 @@ def _check_torch(machine: MachineFacts, packages: InstalledPackages) -> Verdict:
         return None
     if is_gpu_expected(machine) and packages.torch_cuda is None:
         said = f"torch {version} runs on the CPU alone, and there is a GPU: training is slow"
-        return Problem(said, _fix_command(machine, "train"))
+        return Problem(said, _installation_command(machine, "train"))
     return f"torch {version}" + (f", CUDA {packages.torch_cuda}" if packages.torch_cuda else ", on the CPU")
 
 
@@ -91,7 +91,7 @@ def _check_torch_cuda(machine: MachineFacts, packages: InstalledPackages) -> Ver
     return Problem(
         f"torch {packages.versions.get('torch')} is for CUDA {cuda}, and JetPack {machine.jetpack} has CUDA {driver}: "
         "it will not find the GPU",
-        _fix_command(machine, "train"),
+        _installation_command(machine, "train"),
     )
 
 
@@ -121,7 +121,7 @@ PACKAGES: Final = tuple(
 )
 
 
-def _fix_command(machine: MachineFacts, extra: str, drop: str = "") -> str:
+def _installation_command(machine: MachineFacts, extra: str, drop: str = "") -> str:
     # a flashed board does not have pip
     jp6 = machine.jetpack == 6
     if machine.flashed:
@@ -143,6 +143,7 @@ def _find_folder(paths: Sequence[Path], name: str) -> Path | None:
 
 
 def _read_string_constant(path: Path, name: str) -> str | None:
+    """Return the string assigned to a name at the top level of a Python file, or None without one."""
     try:
         body = ast.parse(path.read_text(encoding="utf-8")).body
     except (OSError, ValueError, SyntaxError):
@@ -157,7 +158,8 @@ def _read_string_constant(path: Path, name: str) -> str | None:
     return None
 
 
-def _numpy_major_version(library: Path) -> int | None:
+def _find_required_numpy_version(library: Path) -> int | None:
+    """Return 2 or 1 for the NumPy that a library was built for, or None if unknown."""
     try:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             if text.find(NUMPY_2) >= 0:

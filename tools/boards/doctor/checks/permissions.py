@@ -237,6 +237,7 @@ def _receive_until(link: MqttLink, heard: list[Message], enough: Callable[[], bo
 
 
 def _is_coordinator_online(heard: list[Message], topics: wire.Topics) -> bool | None:
+    """Return the coordinator's latest state among the messages, or None if unknown."""
     for one in reversed(heard):
         if one.topic == topics.coord:
             try:

@@ -39,13 +39,17 @@ def check_deadlines(settings: AgentSettings, machine: MachineFacts) -> Verdict:
     for workload, learned in known.items():
         latest = learned.latest
         takes_s = (
-            None if board is None or latest is None else _shortest_duration_s(board, levers, mode, learned, latest)
+            None
+            if board is None or latest is None
+            else _estimate_shortest_duration_s(board, levers, mode, learned, latest)
         )
         if board is None or latest is None or takes_s is None or latest.left_s <= 0:
             continue
         met = True
         if takes_s > latest.left_s:
-            others = {each: _shortest_duration_s(board, levers, each, learned, latest) for each in levers.modes}
+            others = {
+                each: _estimate_shortest_duration_s(board, levers, each, learned, latest) for each in levers.modes
+            }
             enough = {each: told_s for each, told_s in others.items() if told_s is not None and told_s <= latest.left_s}
             return _describe_slow_mode(mode, workload, takes_s, latest.left_s, enough)
     return f"power mode {mode.name} is fast enough for the latest deadlines" if met else None
@@ -64,9 +68,10 @@ def _describe_slow_mode(
     return Problem(f"{said}; in {least.name} it takes {enough[least]:.1f} s", f"sudo nvpmodel -m {least.id}")
 
 
-def _shortest_duration_s(
+def _estimate_shortest_duration_s(
     board: profiles.BoardProfile, levers: ClockControls, mode: PowerMode, learned: LearnedModel, latest: LatestTask
 ) -> float | None:
+    """Return the shortest time of the latest task at permitted points of a mode, or None if unknown."""
     most = owner_limits.permitted_hz(levers, owner_limits.control_limits(levers, mode))
     points = owner_limits.permitted_points(board.operating_points(), levers, mode, most)
     told = [each.seconds for each in estimate_points(learned, points, latest.work) if each is not None]

@@ -141,7 +141,7 @@ def measure(
         for done, (work, turn, each) in enumerate(turns):
             tell = partial(show, f"{work.name}, turn {turn + 1} of {repeats}: {each.title}", done, len(turns))
             runs[work.name].setdefault(each.name, []).append(
-                _run_contestant(each, Path(scratch) / work.name, work, tell)
+                _run_and_measure_contestant(each, Path(scratch) / work.name, work, tell)
             )
         for work in workloads:
             found["workloads"][work.name] = _summarise_runs(runs[work.name], contestants)
@@ -154,6 +154,7 @@ BARE = ("bare_1", "bare_n")
 
 
 def _prepare_contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
+    """Return the contestants that can run, and for each other one the reason that it cannot."""
     bare = (sys.executable, str(HERE / "torch_loop.py"))
     ours = (sys.executable, str(HERE / "fedquilt_app.py"))
     found = [
@@ -232,9 +233,10 @@ def _draw_weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
     return tensors.decode_tensors(shown.stdout)
 
 
-def _run_contestant(
+def _run_and_measure_contestant(
     each: Contestant, folder: Path, work: FederationWorkload, tell: Callable[[], None]
 ) -> dict[str, Any]:
+    """Run a contestant, and return its rate, times and peak memory, or raise FedquiltError if it fails."""
     env = {**os.environ, "BENCH_BEGAN": repr(time.time()), "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
         began_s = time.perf_counter()

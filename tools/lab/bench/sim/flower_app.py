@@ -31,6 +31,7 @@ class TimedFedAvg(FedAvg):  # type: ignore[misc]
         self.start_s = 0.0
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
+        """Record the begin of a round and, in the first one, the start time, then continue as FedAvg."""
         if not self.began_s:
             self.start_s = seconds_since_start()
         self.began_s.append(time.perf_counter())
