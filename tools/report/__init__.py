@@ -30,7 +30,8 @@ def write_run_page(store: Store, run: str, out: Path | None) -> Path:
     return file
 
 
-def render_run_page(found: RunData) -> str:
+def render_run_page(found: RunData, donors: page.PageSection | None = None) -> str:
+    """Return the page of a run, with a section on its donors if there is one."""
     row = found.row
     return page.render_page(
         "run.html",
@@ -42,6 +43,7 @@ def render_run_page(found: RunData) -> str:
         time=sections.make_time_section(found),
         devices=sections.make_device_section(found),
         bytes=sections.make_bytes_section(found),
+        donors=donors,
         front=candidate_costs.make_candidate_section(found.candidates, row.job),
         matrix=matrix.make_device_matrix(found.parts) if found.parts else None,
         reasons=sections.make_reason_table(found),

@@ -52,8 +52,8 @@ def test_the_donors_are_small_differ_and_are_those_of_the_job() -> None:
 
 @pytest.fixture
 def little_mnist(tmp_path: Path) -> Path:
-    """256 images to train on and 16 to test on, in MNIST's own files: bars whose height is the digit."""
-    for part, count in (("train", 256), ("t10k", 16)):
+    """512 images to train on and 16 to test on, in MNIST's own files: bars whose height is the digit."""
+    for part, count in (("train", 512), ("t10k", 16)):
         y = np.arange(count, dtype=np.uint8) % 10
         x = np.zeros((count, 28, 28), np.uint8)
         for image, digit in zip(x, y, strict=True):
