@@ -5,6 +5,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 ARGS ?=
+# before an environment is made, as pip would refuse an older Python only after a while
+NEWER = @$(PYTHON) -c 'import sys; sys.version_info < (3, 10) and sys.exit("fedquilt needs Python 3.10 or newer, and \
+	$(PYTHON) is " + sys.version.split()[0] + ": name another, as in make PYTHON=python3.12")'
 
 .PHONY: demo test check docs tree wheels nightly rehearsal clean
 
@@ -49,16 +52,19 @@ rehearsal: .venv/ready
 	.venv/bin/python -m tests.rehearsal $(ARGS)
 
 .venv-demo/ready: pyproject.toml
+	$(NEWER)
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
 	touch $@
 
 .venv-docs/ready: pyproject.toml
+	$(NEWER)
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@
 
 .venv/ready: pyproject.toml
+	$(NEWER)
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(TORCHVISION)

@@ -101,7 +101,7 @@ class Shell:
         """A command's words, with this machine's broker and without TLS where one is given."""
         self.ran.append(typed)
         if broker:
-            typed = re.sub(r" --(ca|cert|key) \S+", "", typed.replace("mqtts://broker.site:8883", broker))
+            typed = re.sub(r" --(ca|cert|key) \S+", "", re.sub(r"mqtts?://broker\.site:\d+", broker, typed))
         if port:
             typed = typed.replace("1883", port)
         words = shlex.split(typed)
