@@ -185,7 +185,7 @@ def import_plugin(plugin: Plugin) -> Any:
 
 def wrong_kind_error(plugin: Plugin, wanted: str, found: Any) -> JobError:
     """Return the error for a plug-in with an object that is not of the kind `wanted`."""
-    return JobError(f"{plugin} is a {type(found).__name__}, and {wanted} is wanted: mend {plugin.target}")
+    return JobError(f"{plugin} is a {type(found).__name__}, and {wanted} is wanted: correct {plugin.target}")
 
 
 # -- what a board allows --------------------------------------------------------------------------

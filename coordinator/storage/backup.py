@@ -110,7 +110,7 @@ def _add_database_and_blobs(store: Store, archive: _BackupArchive, snapshot: Pat
             if lost := gone & before:
                 raise StoreError(
                     f"blob {min(lost)[:12]} of {store.home} is missing or damaged: let a coordinator serve this home, "
-                    "which mends it or names the run; keep your earlier backups"
+                    "which repairs it or names the run; keep your earlier backups"
                 )
             if not gone:
                 archive.add_file(DATABASE, snapshot)
@@ -186,7 +186,7 @@ class _BackupArchive:
             size = os.fstat(file.fileno()).st_size
             digest = self._add_member(name, size, file)
         if sha256 and digest != sha256:
-            raise StoreError(f"{path} is damaged: it is not what its name says")
+            raise StoreError(f"{path} is damaged: its content does not match its name")
         self._files[name] = (size, digest)
         return True
 

@@ -181,7 +181,7 @@ def test_a_blob_that_is_damaged_after_it_was_looked_at_is_not_saved(
         state = min(store.latest_state_hashes())
     (home / "blobs" / state).write_bytes(b"x")
     monkeypatch.setattr(BlobStore, "blob_path", lambda depot, sha256: depot.folder / sha256)
-    with pytest.raises(StoreError, match=f"{state} is damaged: it is not what its name says"):
+    with pytest.raises(StoreError, match=f"{state} is damaged: its content does not match its name"):
         saved(home, tmp_path / "backup.tar")
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 

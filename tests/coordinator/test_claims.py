@@ -133,8 +133,8 @@ RIGHT = SiteRight(("cam-*", "door-7"), 2)
         (("cam-1", "door-7"), (10.0, 10.0), ""),
         (("cam-1", "door-8"), (10.0, 10.0), "site has no right to speak for door-8"),
         (("cam-1", "cam-2", "cam-3"), (1.0, 1.0, 1.0), "site speaks for 3 boards, and may speak for 2"),
-        (("cam-1", "cam-2"), (101.0, 0.0), "cam-1 wants to count as 101 examples, and 100 are the most"),
-        (("cam-1", "cam-2"), (0.0, 0.0), "site wants to count as 202 examples, and 200 are the most"),
+        (("cam-1", "cam-2"), (101.0, 0.0), "cam-1 claims to count as 101 examples, and 100 are the most"),
+        (("cam-1", "cam-2"), (0.0, 0.0), "site claims to count as 202 examples, and 200 are the most"),
     ],
 )
 def test_a_site_speaks_within_its_right(names: tuple[str, ...], weights: tuple[float, ...], said: str) -> None:

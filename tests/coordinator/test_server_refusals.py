@@ -59,8 +59,8 @@ def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(
 @pytest.mark.parametrize(
     ("weight", "examples", "said"),
     [
-        (1e24, None, "a wants to count as 1e+24 examples, and 1e+07 are the most here"),
-        (40.0, 30, "a wants to count as 40 examples and says that it has 30"),
+        (1e24, None, "a claims to count as 1e+24 examples, and 1e+07 are the most here"),
+        (40.0, 30, "a claims to count as 40 examples and says that it has 30"),
     ],
 )
 def test_a_device_counts_as_no_more_examples_than_it_has(
@@ -249,7 +249,7 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
     a.answer(ones(5.0), weight=5.1e7, usage=Usage(examples=51_000_000))
     b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
-    assert "a wants to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(UpdateRejected)[0].reason
+    assert "a claims to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(UpdateRejected)[0].reason
     stage.store.close()
 
 

@@ -159,7 +159,7 @@ def test_tensors_of_another_network_are_refused(engine):
     with pytest.raises(ModelError, match=r"1 names differ, they lack '3.bias'"):
         engine(AMPLE).train(MLP, fewer, table(), Fit(), tensors.seeded_rng(0))
     wider = {**start, "3.bias": np.zeros(9, np.float32)}
-    with pytest.raises(ModelError, match=r"'3.bias' has shape \(9,\), the network wants \(4,\)"):
+    with pytest.raises(ModelError, match=r"'3.bias' has shape \(9,\), the network expects \(4,\)"):
         engine(AMPLE).evaluate(MLP, wider, table())
 
 

@@ -29,7 +29,7 @@ def test_the_last_text_is_wrapped_into_what_is_left() -> None:
 
 
 def test_a_table_that_is_too_wide_is_told_in_blocks_with_its_first_column() -> None:
-    """A single column wider than the width is told as it is."""
+    """A single column wider than the width is described as it is."""
     rows = [["who", "aaaa", "bbbb", "cccc"], ["x", "1", "2", "3"]]
     assert table.format_table(rows, "<>", 16) == ["who  aaaa  bbbb", "x       1     2", "", "who  cccc", "x       3"]
     assert table.format_table([["w" * 30, "1"]], "<", 16) == ["w" * 30 + "  1"]

@@ -77,7 +77,7 @@ def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out() -> 
     ("payload", "given", "said"),
     [
         (graph(lacking()), {}, "'w' is missing"),
-        (graph(lacking()), {"w": np.zeros((3, 2), np.float32)}, r"of shape \(3, 2\), the network wants float32"),
+        (graph(lacking()), {"w": np.zeros((3, 2), np.float32)}, r"of shape \(3, 2\), the network expects float32"),
         (graph(lacking()), {"w": np.zeros((2, 3))}, "is float64 of shape"),
         (graph(lacking(kind=8)), {}, "'w' is of type 8"),
         (graph(lacking())[:-3], {}, "no ONNX file"),

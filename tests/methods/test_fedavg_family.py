@@ -296,9 +296,9 @@ def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
     [
         ("fedavg", {"nesterov": True}, "wants a momentum above 0"),
         ("fedavg", {"optimizer": "rmsprop"}, r"optimizer = "),
-        ("scaffold", {"momentum": 0.9}, "SCAFFOLD wants sgd and no momentum"),
+        ("scaffold", {"momentum": 0.9}, "SCAFFOLD requires sgd and no momentum"),
         ("scaffold", {"nesterov": True}, "wants a momentum above 0"),
-        ("scaffold", {"optimizer": "adam"}, "SCAFFOLD wants sgd and no momentum"),
+        ("scaffold", {"optimizer": "adam"}, "SCAFFOLD requires sgd and no momentum"),
         ("fednova", {"optimizer": "adam"}, "not how far adam does"),
         ("fedopt", {"server": "lamb"}, r"server = "),
         ("fedopt", {"tau": 0.0}, r"tau = "),

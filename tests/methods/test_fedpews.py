@@ -316,10 +316,10 @@ def test_the_mask_learning_rate_does_not_decay() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("fedpews", {"momentum": 0.9}, "FedPeWS wants sgd without momentum"),
-        ("fedpews", {"weight_decay": 0.1}, "FedPeWS wants sgd without momentum"),
-        ("fedpews", {"optimizer": "adam"}, "FedPeWS wants sgd without momentum"),
-        ("fedpews", {"clip": 1.0}, "FedPeWS wants sgd without momentum"),
+        ("fedpews", {"momentum": 0.9}, "FedPeWS requires sgd without momentum"),
+        ("fedpews", {"weight_decay": 0.1}, "FedPeWS requires sgd without momentum"),
+        ("fedpews", {"optimizer": "adam"}, "FedPeWS requires sgd without momentum"),
+        ("fedpews", {"clip": 1.0}, "FedPeWS requires sgd without momentum"),
         ("fedpews", {"publish": "scores"}, r"publish = "),
         ("fedpews", {"diversity": -1.0}, r"diversity = "),
         ("fedpews", {"first_score": 1e9}, r"first_score = "),

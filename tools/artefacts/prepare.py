@@ -248,7 +248,7 @@ def _count_validated_outputs(model: Any, network: Mapping[str, Any]) -> int:
     if network.get("classes", scores.shape[1]) != scores.shape[1]:
         raise ModelError(
             f"network {name!r} returns {scores.shape[1]} scores for an example, and its [model] table has classes = "
-            f"{network['classes']}: mend the network's last layer, or the table"
+            f"{network['classes']}: correct the network's last layer, or the table"
         )
     return int(scores.shape[1])
 

@@ -180,8 +180,8 @@ def run_fleet_on_broker(
         )
     if broker is not None and broker.get("cert"):
         raise JobError(
-            "simulated boards cannot share one certificate, which is one board's: leave --cert and --key out, with a "
-            "broker that does not ask for them, or start `fedquilt agent` for each"
+            "simulated boards cannot share the certificate of one board: leave --cert and --key out and use a "
+            "broker that needs no certificates, or start `fedquilt agent` for each"
         )
     with contextlib.ExitStack() as stack:
         if broker is None:
@@ -285,7 +285,7 @@ class _StallDetector:
         elif now_s > self._busy_s + WAITS_S:
             raise JobError(
                 f"{self._run} has waited for boards since its round {job.rounds.round + 1}, and no others will come: "
-                "see `fedquilt why`, and mend [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
+                "see `fedquilt why`, and correct [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
             )
 
 

@@ -124,7 +124,7 @@ class HttpClient:
             if source.token and self._identity is not None:
                 return self._identity.tls_context(server=False)
             if source.token:
-                raise BlobLocationError(f"{source.origin} wants a certificate, and this board has none", later=False)
+                raise BlobLocationError(f"{source.origin} requires a certificate, and this board has none", later=False)
             context = ssl.create_default_context()
             if self._ca is not None:
                 context.load_verify_locations(self._ca)

@@ -223,7 +223,7 @@ def _read_csv(file: Path) -> Iterator[TableChunk]:
     except UnicodeDecodeError:
         raise DataError(f"{file} is not text in UTF-8{encoding_hint(file)}") from None
     except csv.Error as error:
-        raise DataError(f"{file}, line {begun[0] + 1}: {error}: mend this line's quotes or separators") from None
+        raise DataError(f"{file}, line {begun[0] + 1}: {error}: correct this line's quotes or separators") from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
 
@@ -240,7 +240,7 @@ def _chunk_rows(file: Path, head: Sequence[str], rows: Iterator[list[str]], ende
             continue  # an empty line
         if len(row) != len(head):
             raise DataError(
-                f"{file}, line {line}: {len(row)} values, and the head names {len(head)} columns: mend the line"
+                f"{file}, line {line}: {len(row)} values, and the head names {len(head)} columns: correct the line"
             )
         lines.append(line)
         held.append(row)

@@ -166,9 +166,9 @@ def test_fewer_users_than_devices_are_an_error(tmp_path: Path) -> None:
         ("temp,y\n1,0\n", {"x": ["tmp"]}, r"has no column 'tmp' \(\[data\] x\): it has temp, y; did you mean 'temp'"),
         ("x,y\n", {}, r"a\.csv has a head and no rows"),
         ("", {}, r"a\.csv is empty"),
-        ('x,y\n1,0\n"2,1\n3,1\n', {}, r"a\.csv, line 3: unexpected end of data: mend this line's quotes"),
+        ('x,y\n1,0\n"2,1\n3,1\n', {}, r"a\.csv, line 3: unexpected end of data: correct this line's quotes"),
         ("x;y\n0,5;1\n", {}, r"a\.csv, line 2, column 'x': '0,5' is not a number: write it with a point, 0\.5$"),
-        ('x,y\n"1,0\n', {}, r"a\.csv, line 2: unexpected end of data: mend this line's quotes"),
+        ('x,y\n"1,0\n', {}, r"a\.csv, line 2: unexpected end of data: correct this line's quotes"),
         (
             "x,y\n1,hot\n2,cold\n",
             {},

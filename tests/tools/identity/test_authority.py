@@ -66,7 +66,7 @@ def test_a_missing_damaged_or_mixed_up_authority_says_so(authority: CertificateA
         CertificateAuthority(tmp_path)
     other = CertificateAuthority.create(tmp_path / "other", "other", NOW_S)
     shutil.copy(other.folder / "ca.crt", authority.folder / "ca.crt")
-    with pytest.raises(StoreError, match="not of one pair"):
+    with pytest.raises(StoreError, match="do not belong together"):
         CertificateAuthority(authority.folder)
     (authority.folder / "ca.key").write_text("nothing")
     with pytest.raises(StoreError, match="damaged"):

@@ -224,7 +224,7 @@ class GridTable:
                 _require_known(f"row of the claim {claim.name!r}", claim.list_rows(found.rows), found.rows)
                 _require_known(f"column of the claim {claim.name!r}", claim.columns, found.columns)
                 if not claim.told and (claim.at_least is None) == (claim.at_most is None):
-                    raise JobError(f"the claim {claim.name!r} wants one of at_least and at_most")
+                    raise JobError(f"the claim {claim.name!r} requires one of at_least and at_most")
             for name, points in found.columns.items():
                 for point in points:
                     _require_known(f"row of the paper's numbers in {name!r}", point.paper, found.rows)

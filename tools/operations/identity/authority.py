@@ -81,9 +81,9 @@ class CertificateAuthority:
             self.cert = x509.load_pem_x509_certificate(cert)
             loaded = serialization.load_pem_private_key(key, None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
-            raise StoreError(f"ca.key or ca.crt in {folder} is damaged: bring back a copy of the folder") from None
+            raise StoreError(f"ca.key or ca.crt in {folder} is damaged: restore the folder from a copy") from None
         if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != self.cert.public_key():
-            raise StoreError(f"ca.key and ca.crt in {folder} are not of one pair: bring back a copy of the folder")
+            raise StoreError(f"ca.key and ca.crt in {folder} do not belong together: restore the folder from a copy")
         self._key = loaded
         self.register = CertificateRegister(folder / "register.db")
 
@@ -358,7 +358,7 @@ def _read_site_right(pem: str) -> SiteRight:
     try:
         return handshake.right_from_uri(uris[0])
     except (IndexError, WireError) as error:
-        raise StoreError(f"a site's certificate in the register cannot be read ({error}): bring back a copy") from None
+        raise StoreError(f"a site's certificate in the register cannot be read ({error}): restore a copy") from None
 
 
 def describe_state(issued: IssuedCertificate, now_s: float) -> str:

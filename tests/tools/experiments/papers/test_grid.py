@@ -69,7 +69,10 @@ def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) ->
         ("[colour]", r"made\.toml, table made: there is no key 'colour'; keys of the table: about, job, rows"),
         ("[rows.odd]\nmor = 1", r"made\.toml, table made: there is no key 'mor'; .*did you mean 'more'\?"),
         ("[[claims]]\nname = 'x'\nvalue = 'test'\nrow = 'plan'\nat_least = 0", r"no 'plan'; there are: .*mean 'plain'"),
-        ("[[claims]]\nname = 'x'\nvalue = 'test'\nrow = 'plain'", r"the claim 'x' wants one of at_least and at_most"),
+        (
+            "[[claims]]\nname = 'x'\nvalue = 'test'\nrow = 'plain'",
+            r"the claim 'x' requires one of at_least and at_most",
+        ),
         (
             "[[claims]]\nname = 'x'\nvalue = 'test'\ncolumns = ['lo']\nat_most = 1",
             r"column of the claim 'x': there is no",
