@@ -120,8 +120,7 @@ def is_current(path: Path, bundle: Path) -> bool:
     """Return whether a bundle exists, and neither the job file nor a file that it names has changed since.
 
     A bundle without a record was made by hand, and is used as it is. A damaged record says nothing: the bundle is not
-    current. An input that is not on this machine has not
-    changed, because a bundle may be carried to another.
+    current. An input that is not on this machine has not changed, because a bundle may be carried to another.
     """
     if not (bundle / "bundle.json").exists():
         return False
