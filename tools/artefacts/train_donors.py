@@ -67,7 +67,7 @@ AUGMENTATIONS: Mapping[str, Augmentation] = {
 
 
 def train_donors(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str, float]:
-    """Train all donors of the demo's job, and return their accuracy on MNIST's test images of their own digits.
+    """Train all donors of the demo's job, and return their accuracy on test images of their own digits.
 
     Writes `out`/weights/<name>.safetensors and the bundle `out`/bundle.
 

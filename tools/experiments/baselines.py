@@ -92,7 +92,6 @@ class BaselineSetup:
         ]
 
     def evaluate_new_heads(self) -> list[BaselineResult]:
-        """Evaluate each donor's body with a new head."""
         return [
             BaselineResult(name, self.mark_correct(self.fit_new_head(StitchedNetwork((donor.blocks[:-1],), {}))))
             for name, donor in self.stock.donors.items()

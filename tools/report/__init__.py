@@ -31,7 +31,6 @@ def write_run_page(store: Store, run: str, out: Path | None) -> Path:
 
 
 def render_run_page(found: RunData, donors: page.PageSection | None = None) -> str:
-    """Return the page of a run, with a section on its donors if there is one."""
     row = found.row
     return page.render_page(
         "run.html",

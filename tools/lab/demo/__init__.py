@@ -180,7 +180,6 @@ def _format_results(networks: Sequence[NetworkResult], others: DemoComparison) -
 
 
 def make_donor_table(donors: Sequence[DonorContribution]) -> list[list[str]]:
-    """Return head and rows of the table of what each donor contributes."""
     rows = [
         [
             donor.name,

@@ -48,7 +48,7 @@ class DeviceAccuracy(msgspec.Struct, frozen=True):
 
 
 class DonorContribution(msgspec.Struct, frozen=True):
-    """What a donor knows, and what the network gains by its blocks. Accuracies are on the test digits.
+    """What a donor knows and adds to the network. Accuracies are on the test digits.
 
     Attributes:
         labels: Labels that the donor was trained on.
@@ -77,7 +77,6 @@ class DemoComparison:
 
     @property
     def best_donor(self) -> DonorContribution:
-        """Donor that is the best one with a new last layer."""
         return max(self.donors, key=lambda donor: donor.head)
 
 
@@ -129,14 +128,6 @@ def compare_networks(
 def measure_contributions(
     setup: BaselineSetup, network: StitchedNetwork, correct: np.ndarray, heads: Mapping[str, float]
 ) -> list[DonorContribution]:
-    """Measure each donor alone, and the network without each donor.
-
-    Args:
-        setup: Examples and blocks.
-        network: The stitched network.
-        correct: For each test digit, whether the network predicts its label.
-        heads: Accuracy of each donor with a new last layer.
-    """
     unmodified = {row.name: row.accuracy for row in setup.evaluate_unmodified()}
     found = []
     for name, donor in setup.stock.donors.items():
