@@ -86,7 +86,7 @@ def draw_dashboard(folder: Path, out: Path) -> None:
     with Dashboard(home) as dash, Browser(folder) as browser:
         tab = browser.open(f"{dash.url}/runs/{job.id}", *SIZE)
         tab.until("Number(document.body?.dataset.shown ?? 0) > 0 && document.querySelectorAll('svg').length > 3")
-        tab.call("Emulation.setScrollbarsHidden", hidden=True)
+        tab.value("document.documentElement.style.overflow = 'hidden'")  # no scrollbar
         tab.picture(out)
 
 
