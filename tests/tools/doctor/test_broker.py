@@ -21,6 +21,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator.delivery.executor import LinkExecutor
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import Store
+from fedquilt.edge_agent.storage.agent_state import AgentState
 from fedquilt.security import authenticated_link
 from fedquilt.tools.boards import doctor
 from fedquilt.tools.boards.doctor import ExaminationTarget
@@ -103,6 +104,12 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
         thread.join()
 
 
+def examined(folder: Path, **broker: Any) -> list[Finding]:
+    """All that is found about a broker without settings of an agent."""
+    groups = doctor.select_groups(ExaminationTarget(broker=broker, root=folder))
+    return doctor.run_groups({"broker": groups["broker"]}, limit_s=20.0)
+
+
 def asked(board: Any, **broker: Any) -> list[Finding]:
     """All that is found about the device's broker, in the order of the numbers."""
     board.table |= {"broker": broker, "home": str(board.root / "var/lib/fedquilt")}
@@ -133,7 +140,6 @@ def test_a_name_that_nobody_knows_is_found(board: Any) -> None:
 
 
 def test_a_port_where_nobody_listens_is_found(board: Any) -> None:
-    """The name was all right, and that is said."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         found = asked(board, url=f"mqtt://127.0.0.1:{probe.getsockname()[1]}")
@@ -148,28 +154,22 @@ def test_a_port_without_tls_is_found(board: Any, mosquitto: Callable[..., Any], 
     assert (found.number, found.severity) == ("FQ403", "error")
 
 
-def test_a_broker_of_another_authority_is_found(board: Any, site: Site, stranger: Any) -> None:
-    """The fix shows who signed it."""
-    found = last(asked(board, url=site.serve(), ca=str(stranger.ca)))
+def test_a_brokers_certificate_of_another_authority_name_or_time_is_found(
+    board: Any, site: Site, stranger: Any
+) -> None:
+    """The broker's was made for the address, and is called by a name; this machine's clock may be what is wrong."""
+    url, ca = site.serve(), str(site.authority.folder / "ca.crt")
+    found = last(asked(board, url=url, ca=str(stranger.ca)))
     assert (found.number, found.severity) == ("FQ405", "error")
     assert "openssl" in (found.fix or "")
-
-
-def test_a_broker_whose_certificate_has_ended_is_found(board: Any, site: Site) -> None:
-    """By this machine's clock, which may be what is wrong."""
+    found = last(asked(board, url=url.replace("127.0.0.1", "localhost"), ca=ca))
+    assert (found.number, found.severity) == ("FQ406", "error")
     issued, key = site.authority.issue_with_new_key("broker", "server", clock_s() - 900 * DAY_S, hosts=["127.0.0.1"])
     (site.out / "broker.crt").write_text(issued.pem)
     (site.out / "broker.key").write_bytes(key)
-    found = last(asked(board, url=site.serve(), ca=str(site.authority.folder / "ca.crt")))
+    found = last(asked(board, url=site.serve(), ca=ca))
     assert (found.number, found.severity) == ("FQ404", "error")
     assert "set the clock" in found.sentence
-
-
-def test_a_broker_whose_certificate_is_for_another_name_is_found(board: Any, site: Site) -> None:
-    """It was made for the address, and is called by a name."""
-    url = site.serve().replace("127.0.0.1", "localhost")
-    found = last(asked(board, url=url, ca=str(site.authority.folder / "ca.crt")))
-    assert (found.number, found.severity) == ("FQ406", "error")
 
 
 def test_a_brokers_certificate_that_ends_soon_is_found(authority: Any) -> None:
@@ -295,8 +295,6 @@ def test_an_open_broker_on_a_network_is_found() -> None:
 
 def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., Any]) -> None:
     """While its home is held, nobody connects with its identity."""
-    from fedquilt.edge_agent.storage.agent_state import AgentState
-
     broker = mosquitto()
     lock = AgentState(board.root / "var/lib/fedquilt").lock_home()
     found = asked(board, url=broker.url)
@@ -310,8 +308,6 @@ def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
     board: Any, site: Site, stranger: Any
 ) -> None:
     """As a revoked one is; no message is sent, and the agent stays connected."""
-    from fedquilt.edge_agent.storage.agent_state import AgentState
-
     url = site.serve()
     lock = AgentState(board.root / "var/lib/fedquilt").lock_home()
     assert bad(asked(board, url=url, **site.certified("orin-07"))) == []
@@ -322,25 +318,15 @@ def test_a_certificate_that_the_broker_refuses_is_found_beside_a_running_agent(
     assert "refuses" in last(found).sentence
 
 
-def test_a_coordinators_certificate_that_ends_soon_is_found(site: Site, tmp_path: Path) -> None:
-    """Nothing renews it by itself."""
-    wanted = ExaminationTarget(
-        broker={"url": site.serve(), **site.certified("coordinator", "coordinator", 20)}, root=tmp_path
-    )
-    found = doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0)
-    assert bad(found) == [("FQ414", "warning")]
-
-
-def test_a_coordinators_rights_are_tried_as_well(site: Site, tmp_path: Path) -> None:
-    """As the coordinator's certificate has them; and as a device's has not."""
+def test_a_coordinators_rights_and_certificate_are_examined(site: Site, tmp_path: Path) -> None:
+    """As the coordinator's certificate has them, and as a device's has not; nothing renews one that ends soon."""
     url = site.serve()
-
-    def found(name: str, kind: str) -> list[tuple[str, str]]:
-        wanted = ExaminationTarget(broker={"url": url, **site.certified(name, kind)}, root=tmp_path)
-        return bad(doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0))
-
-    assert found("coordinator", "coordinator") == []
-    assert found("orin-07", "device") == [("FQ413", "error"), ("FQ414", "error")]
+    for name, kind, days, found in (
+        ("coordinator", "coordinator", None, []),
+        ("orin-07", "device", None, [("FQ413", "error"), ("FQ414", "error")]),
+        ("coordinator", "coordinator", 20, [("FQ414", "warning")]),
+    ):
+        assert bad(examined(tmp_path, url=url, **site.certified(name, kind, days))) == found
 
 
 def test_an_observer_examines_a_fleet_and_throws_nobody_off(
@@ -352,15 +338,10 @@ def test_an_observer_examines_a_fleet_and_throws_nobody_off(
     url = site.serve()
     broker = Broker.from_url(url, **site.certified("coordinator", "coordinator"))
     serving(broker)
-
-    def found(files: dict[str, str]) -> list[Finding]:
-        wanted = ExaminationTarget(broker={"url": url, **files}, root=tmp_path)
-        return doctor.run_groups({"broker": doctor.select_groups(wanted)["broker"]}, limit_s=20.0)
-
-    told = found(watcher)
+    told = examined(tmp_path, url=url, **watcher)
     assert bad(told) == []
     assert "hears 0 devices, and writes nothing; the coordinator is online" in told[-1].sentence
-    unknown = found(site.certified("unknown", "observer"))
+    unknown = examined(tmp_path, url=url, **site.certified("unknown", "observer"))
     assert bad(unknown) == [("FQ415", "error")]
     (fix,) = [one.fix for one in unknown if one.number == "FQ415"]
     command = fix.partition(",")[0].replace("BROKER", "127.0.0.1").replace("FOLDER", str(site.out / "again"))
