@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import ordinary
 import pytest
 from federation import LIMIT_S, Agents, Federation, digits, facts, job_of
 from ordinary import User
@@ -28,13 +27,6 @@ from fedquilt.transport.mqtt.link import MqttLink
 
 METHODS = ("fedbn", "genefl", "fedrep")
 SHARES = {"canary": 0.4, "phases": (1.0,), "soak_s": 1.0}
-
-
-@pytest.fixture
-def user() -> Iterator[User]:
-    """Whose the agents are."""
-    with ordinary.made() as found:
-        yield found
 
 
 @pytest.fixture

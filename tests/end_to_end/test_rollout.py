@@ -23,7 +23,6 @@ from fedquilt.coordinator.rounds.rollout import RolloutPlan
 from fedquilt.coordinator.storage.store import Store, is_served
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.settings import AgentSettings
-from fedquilt.formats import toml
 
 COUNT = 200
 
@@ -170,12 +169,7 @@ def test_a_run_is_deployed_to_the_boards_that_made_it_and_taken_back(
     """Agents and coordinator are processes; the coordinator is killed midway, and one board is off at first."""
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     plan, broker, home = make_job(tmp_path), mosquitto(), tmp_path / "runs"
-    agents = {}
-    for table in plan.make_agent_tables():
-        name, path = str(table["device"]), tmp_path / f"{table['device']}.toml"
-        path.write_text(toml.format_toml({**table, "home": str(tmp_path / name), "broker": {"url": broker.url}}))
-        agents[name] = ("agent", str(path))
-        processes.start(name, tmp_path / "agents.log", *agents[name])
+    agents = processes.start_agents(tmp_path, plan.make_agent_tables(), broker.url)
     serve = ("serve", "--home", str(home), "--broker", broker.url)
     processes.start("coordinator", tmp_path / "serve.log", *serve)
     until(lambda: home.is_dir() and is_served(home), "the coordinator has its home")  # else `run` would be one itself
