@@ -64,7 +64,9 @@ def test_a_run_without_a_server_moves_its_blobs_by_http_too(
     relay.close()
 
 
-@pytest.mark.parametrize("killed", ["coordinator", "broker", "agent"])
+@pytest.mark.parametrize(
+    "killed", ["coordinator", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("broker", "agent"))]
+)
 def test_a_job_whose_blobs_go_by_http_outlives_a_kill_in_the_middle_of_one(
     tmp_path: Path, processes: Processes, mosquitto: Callable[..., Any], killed: str
 ) -> None:

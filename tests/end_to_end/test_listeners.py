@@ -32,7 +32,7 @@ BODY = "POST {} HTTP/1.1\nHost: 127.0.0.1\nOrigin: http://127.0.0.1\nContent-Len
 ROOT = Path(__file__).parents[2]
 FLOODER, OTHER = "127.0.0.1", "127.0.0.2"
 LIMITS = ConnectionLimits(connections=8, per_address=4)
-SHORT, LONG = (0.5, 3.0), (3600.0, 3600.0)  # seconds for a header, and for a request
+SHORT, LONG = (0.5, 1.5), (3600.0, 3600.0)  # seconds for a header, and for a request
 HEAVY = [MetricFamily("fq_large", "gauge", "large", ("n",), [((f"{n:0600}",), 1.0) for n in range(10_000)])]
 
 
@@ -44,12 +44,18 @@ class Listener:
         request: Header of a request that is answered with 200.
         large: Header of a request whose answer does not fit the buffers of a socket, or None if there is none.
         context: TLS of a client, or None.
+        log: File with the errors of a listener that is a process, or None.
     """
 
     def __init__(
-        self, port: int, request: str, large: str | None = None, context: ssl.SSLContext | None = None
+        self,
+        port: int,
+        request: str,
+        large: str | None = None,
+        context: ssl.SSLContext | None = None,
+        log: Path | None = None,
     ) -> None:
-        self.port, self.request, self.large, self.context = port, request, large, context
+        self.port, self.request, self.large, self.context, self.log = port, request, large, context, log
 
     def connect(self, address: str, sends: str = "", *, buffer: int | None = None) -> socket.socket:
         """Return a connection from `address` that has sent the bytes of `sends` after the TLS handshake, if any."""
@@ -130,13 +136,15 @@ def dashboard(folder: Path, stack: ExitStack, connections: ConnectionLimiter) ->
     dashes.add_boards(folder, dashes.names(15_000))
     deadlines = [str(connections._header_s), str(connections._request_s)]
     command = [sys.executable, "-c", DASH, str(folder), *deadlines]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    log = folder / "errors.log"
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stack.enter_context(log.open("w")), text=True)
     stack.callback(process.wait)
     stack.callback(process.terminate)
     assert process.stdout is not None
     stack.callback(process.stdout.close)
     port = int(re.findall(r":(\d+)/", process.stdout.readline())[0])
-    return Listener(port, "GET / HTTP/1.1\nHost: 127.0.0.1\n\n", "GET /api/events HTTP/1.1\nHost: 127.0.0.1\n\n")
+    root, events = (f"GET {path} HTTP/1.1\nHost: 127.0.0.1\n\n" for path in ("/", "/api/events"))
+    return Listener(port, root, events, log=log)
 
 
 LISTENERS: dict[str, Callable[[Path, ExitStack, ConnectionLimiter], Listener]] = {
@@ -159,16 +167,16 @@ def made(name: str, folder: Path, deadlines: tuple[float, float]) -> Iterator[Li
         yield LISTENERS[name](folder / "listener", stack, connections)
 
 
-@pytest.fixture(params=LISTENERS)
-def patient(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
+@pytest.fixture(scope="module", params=LISTENERS)
+def patient(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
     """A listener that ends nothing by a deadline in the time of a test."""
-    yield from made(request.param, tmp_path, LONG)
+    yield from made(request.param, tmp_path_factory.mktemp("patient"), LONG)
 
 
-@pytest.fixture(params=LISTENERS)
-def strict(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Listener]:
+@pytest.fixture(scope="module", params=LISTENERS)
+def strict(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
     """A listener with short deadlines."""
-    yield from made(request.param, tmp_path, SHORT)
+    yield from made(request.param, tmp_path_factory.mktemp("strict"), SHORT)
 
 
 @contextmanager
@@ -272,7 +280,7 @@ def test_connections_beyond_all_places_end_without_a_traceback(
     with flood(patient, 40, BODY.format("/v1/classify")), flood(patient, 40, patient.large or "GET "):
         assert patient.status(OTHER) == 200
     until(lambda: patient.status(FLOODER) == 200, "a place")
-    said = "".join((caplog.text, *capfd.readouterr()))
+    said = "".join((caplog.text, *capfd.readouterr(), patient.log.read_text() if patient.log else ""))
     assert "Traceback" not in said
 
 
@@ -297,9 +305,9 @@ def test_half_open_requests_are_ended_by_a_deadline(strict: Listener) -> None:
 
 def test_a_body_that_does_not_come_is_not_waited_for(strict: Listener) -> None:
     """The listener answers at once or ends the connection by a deadline."""
-    for path in BODIES:
-        with strict.connect(FLOODER, BODY.format(path)) as sock:
-            assert ended(sock)
+    with ExitStack() as stack:
+        socks = [stack.enter_context(strict.connect(FLOODER, BODY.format(path))) for path in BODIES]
+        assert all(ended(sock) for sock in socks)
 
 
 def test_a_connection_serves_requests_and_does_not_wait_for_ever_for_the_next_one(strict: Listener) -> None:
