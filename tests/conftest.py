@@ -9,6 +9,7 @@ import os
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 
 import datetime
+import gc
 import ipaddress
 import time
 from collections import defaultdict
@@ -36,6 +37,12 @@ forks.refuse_with_threads()
 # a slow moment of the machine is no fault of the code
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of each garbage collection what thousands of collected tests hold."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
