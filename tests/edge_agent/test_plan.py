@@ -97,7 +97,6 @@ def test_a_later_round_lets_go_of_blobs_and_fetches_on_what_both_need() -> None:
 
 
 def test_an_earlier_round_that_comes_late_is_ignored() -> None:
-    """Messages overtake each other."""
     state, _ = after(TaskReceived(task(2)))
     assert advance(state, TaskReceived(task(1)), 0.0) == (state, ())
 

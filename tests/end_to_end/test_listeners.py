@@ -223,7 +223,6 @@ def test_idle_connections_of_one_address_leave_others_served(patient: Listener) 
 
 
 def test_half_open_requests_of_one_address_leave_others_served(patient: Listener) -> None:
-    """After the TLS handshake, where there is one."""
     with flood(patient, 16, "GET / HTTP/1.1\nHost: 127.0.0.1\nX: "):
         assert patient.status(OTHER) == 200
         assert patient.status(FLOODER) == 200
@@ -258,7 +257,6 @@ def test_clients_of_many_addresses_that_never_read_leave_the_next_address_served
 
 
 def test_bodies_of_one_address_that_do_not_come_leave_others_served(patient: Listener) -> None:
-    """Whether the listener waits for them or not."""
     with ExitStack() as stack:
         for path in BODIES:
             stack.enter_context(flood(patient, 8, BODY.format(path)))
@@ -276,7 +274,6 @@ def test_a_huge_header_is_refused(patient: Listener) -> None:
 def test_connections_beyond_all_places_end_without_a_traceback(
     patient: Listener, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever the listener was doing for them."""
     with flood(patient, 40, BODY.format("/v1/classify")), flood(patient, 40, patient.large or "GET "):
         assert patient.status(OTHER) == 200
     until(lambda: patient.status(FLOODER) == 200, "a place")

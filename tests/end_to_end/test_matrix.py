@@ -91,7 +91,6 @@ CELLS = [pytest.param(name, network, id=f"{name}-{network}") for name in EVERY f
 @pytest.mark.nightly
 @pytest.mark.parametrize(("method", "network"), CELLS)
 def test_every_method_trains_every_network(federation: Federation, method: str, network: str, tmp_path: Path) -> None:
-    """The whole matrix."""
     require_same_bits(federation, method, network, tmp_path)
 
 

@@ -72,7 +72,6 @@ def committed(home: Path, wire: bool = True) -> list[RoundCommitted]:
 
 
 def test_an_outside_method_network_and_data_set_take_at_most_60_lines() -> None:
-    """All three in one file."""
     assert len((sites.EXAMPLE / "outside_fl.py").read_text().splitlines()) <= 60
 
 

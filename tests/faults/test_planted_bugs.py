@@ -360,7 +360,6 @@ def require_sound(environment: ScheduleEnvironment, plan: FaultSchedule) -> None
 
 @each_planted
 def test_a_planted_bug_is_found(environment: ScheduleEnvironment, planted: Planted) -> None:
-    """By a schedule that holds without the bug."""
     assert first(environment, planted, planted.near) is not None, f"not found from seed {planted.near} on"
 
 
@@ -376,7 +375,6 @@ def test_a_planted_bug_is_found_from_any_seed_on(environment: ScheduleEnvironmen
 def test_what_is_found_is_found_again_by_the_text_of_its_shortest_schedule(
     environment: ScheduleEnvironment, plant: Callable[[Patch], None]
 ) -> None:
-    """And that too holds without the bug."""
     planted = next(each for each in PLANTS if each.plant is plant)
     found = first(environment, planted, planted.near)
     assert found is not None

@@ -99,7 +99,6 @@ def test_tools_are_packages_only() -> None:
 
 
 def test_shared_code_and_coordinator_import_nothing_heavy() -> None:
-    """numpy is the heaviest they may hold."""
     modules = (
         "cli",
         "transport.mqtt.link",

@@ -113,7 +113,6 @@ def test_a_site_evaluates_and_its_boards_pack_what_they_send(tmp_path: Path, cod
 
 
 def test_a_job_of_a_sites_own_is_refused_with_the_place_where_it_belongs() -> None:
-    """No state has come for it from above."""
     job = settings.parse_job({"name": "own", "method": "fedavg"})
     below = sites.adapt_for_parent(methods.load("fedavg"), job, {})
     with pytest.raises(JobError, match="submit own to the coordinator above"):

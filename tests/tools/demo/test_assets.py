@@ -99,7 +99,6 @@ def test_each_donor_sees_the_images_its_own_way_and_none_leaves_the_range() -> N
 
 
 def test_a_folder_without_mnist_is_refused(tmp_path: Path) -> None:
-    """Before anything is trained or written."""
     pytest.importorskip("torch", reason="training donors takes torch")
     from fedquilt.tools.artefacts.train_donors import train_donors
 

@@ -125,7 +125,6 @@ def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
 
 
 def test_a_key_that_others_can_read_is_found(board: Any) -> None:
-    """With the command that shuts it."""
     enrol(board, "orin-07", board.clock_s - DAY_S)
     key = board.root / "etc/fedquilt/device.key"
     key.chmod(0o644)
@@ -154,7 +153,6 @@ def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) ->
 
 
 def test_two_names_in_one_part_of_a_certificates_subject_are_read(tmp_path: Path) -> None:
-    """As other authorities issue them."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -172,7 +170,6 @@ def test_two_names_in_one_part_of_a_certificates_subject_are_read(tmp_path: Path
 
 @pytest.mark.parametrize("cut", range(0, 900, 99))
 def test_what_is_no_certificate_is_refused_in_one_way(board: Any, cut: int) -> None:
-    """However it is cut short, and whatever is in its place."""
     enrol(board, "orin-07", board.clock_s)
     file = board.root / "etc/fedquilt/device.crt"
     text = file.read_bytes()[: -900 + cut]

@@ -131,7 +131,6 @@ def test_a_port_where_nobody_listens_is_found(board: Any) -> None:
 
 
 def test_a_port_without_tls_is_found(board: Any, mosquitto: Callable[..., Any], authority: Any) -> None:
-    """mqtts:// to a plain port."""
     url = mosquitto().url.replace("mqtt://", "mqtts://")
     found = last(asked(board, url=url, ca=str(authority.ca)))
     assert (found.number, found.severity) == ("FQ403", "error")
@@ -347,7 +346,6 @@ def test_a_device_whose_certificate_is_of_another_authority_is_refused_by_the_co
 
 
 def test_a_fleet_without_certificates_on_a_network_is_told_that_it_is_unsigned() -> None:
-    """On this machine alone that is all right."""
     told = told_by(("FQ414", checks_broker.load_identity(Broker(host, 1883))[1]) for host in ("10.0.0.9", "127.0.0.1"))
     assert [each.severity for each in told] == ["warning", "ok"]
     assert all("unsigned" in each.sentence for each in told)

@@ -164,7 +164,6 @@ def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> No
 
 
 def test_a_folder_of_examples_that_is_empty_is_found(board: Any) -> None:
-    """As a mount point whose disk is missing."""
     (board.root / "srv/images/data.npz").unlink()
     board.require("FQ309", "error", "is empty")
     board.table["data"] = {"path": "/srv/none.npz"}

@@ -90,7 +90,6 @@ def test_one_planted_condition_is_the_one_finding(
 
 
 def test_a_python_that_is_too_old_is_found_with_what_to_do(board: Any) -> None:
-    """JetPack 5's."""
     (board.root / "usr/bin/python3.10").rename(board.root / "usr/bin/python3.8")
     board.write("etc/nv_tegra_release", "# R35 (release), REVISION: 4.1")
     board.require("FQ101", "error", "Python 3.8", fix="--target jetpack5 --python /opt")
@@ -180,7 +179,6 @@ def test_a_clock_helper_is_asked_what_it_owes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_what_flash_and_the_authority_need_is_looked_for(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three packages and one program."""
     monkeypatch.setattr(machine, "find_spec", lambda name: there or None)
     monkeypatch.setattr(machine.shutil, "which", lambda name: there or None)
     told = [(one.number, one.severity) for one in run_checks(machine.OPERATOR, None)]

@@ -132,7 +132,6 @@ def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refuse
 def test_what_cannot_be_compared_is_refused_before_anything_runs(
     folder: Path, job: JobSettings, names: list[str], changes: dict[str, Any], said: str
 ) -> None:
-    """Each names what is wrong, or what there is."""
     with pytest.raises(JobError, match=said):
         comparison.make_cases(job, folder, names, [0], changes=changes)
 
@@ -209,7 +208,6 @@ def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> Non
 
 
 def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_path: Path) -> None:
-    """Ctrl-C in the second run."""
     todo = comparison.make_cases(JOB, folder, ["fedavg", "fedprox"], [0])
     played: list[ComparisonCase] = []
 
@@ -259,7 +257,6 @@ def test_what_one_run_does_not_know_has_no_mean() -> None:
 
 
 def test_without_a_test_set_accuracy_is_on_held_out_shares() -> None:
-    """And the result says so."""
     run = msgspec.structs.replace(made("fedavg", 0, 0.9), tested=0, marks=(mark(1, None, held=0.6),))
     found = tables.make_result("j", [run], None)
     assert (found["table"][0]["accuracy"], found["accuracy_on"]) == (0.6, "held-out shares")

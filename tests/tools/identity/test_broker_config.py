@@ -226,7 +226,6 @@ def test_the_rules_that_the_pages_show_are_those_that_are_written() -> None:
 
 
 def test_hosts_and_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    """Before anything is written."""
     authority = CertificateAuthority.create(tmp_path / "ca", "site", clock_s())
     for hosts, installed, match in ((["b"], "etc", "full path"), (["b"], '/a"b', "full path"), ([], None, "--host")):
         with pytest.raises(JobError, match=match):

@@ -164,7 +164,6 @@ def test_a_grid_of_ones_own_is_run_shown_and_judged(
 
 
 def test_fewer_rounds_or_columns_are_run_and_nothing_is_claimed(own: Path, tmp_path: Path) -> None:
-    """Seeds are those that are given, too."""
     table = grid.read_tables(own)["own"]
     result = papers.run_table(table, seeds=[1], rounds=1, columns=["none"], out=tmp_path / "kept")
     assert (result["seeds"], list(result["columns"]), result["figures"]) == ([1], ["none"], {})
@@ -180,7 +179,6 @@ def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Pa
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: Path) -> None:
-    """A fleet that nobody of has the room."""
     own.write_text(OWN + '[rows.large]\njob.fleet.budgets = ["1MB"]\n')
     table = grid.read_tables(own)["own"]
     with pytest.raises(JobError, match=r"1 of 3 runs failed, the others are kept in .*runs: all large, seed 4: "):
