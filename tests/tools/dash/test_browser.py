@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import dashes
@@ -40,15 +41,26 @@ def browser(chromium: Browser) -> Iterator[Browser]:
     chromium.close_tabs()
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
+def planted(folder: Path) -> Path:
     """Forty boards, and a run whose third round runs."""
-    home, names = tmp_path / "runs", dashes.names(40)
+    home, names = folder / "runs", dashes.names(40)
     run = dashes.add_run(home, dashes.facts(names))
     dashes.add_boards(home, names, run)
     dashes.add_rollout(home, names, bad=True)
     dashes.add_rollout(home, names, ROLLED)
     return home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return planted(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    """A dashboard of a home that does not change."""
+    with Dashboard(planted(tmp_path_factory.mktemp("shown"))) as dash:
+        yield dash
 
 
 def opened(browser: Browser, dash: Dashboard, path: str, size: tuple[int, int] = WIDE) -> Tab:
@@ -65,8 +77,14 @@ def fine(tab: Tab) -> bool:
     return bool(wide)
 
 
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-@pytest.mark.parametrize("count", [10, 1000, 10_000])
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [
+        (10, NARROW),
+        (10_000, WIDE),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in product((10, 1000, 10_000), (WIDE, NARROW))),
+    ],
+)
 def test_a_fleet_of_any_size_is_shown(browser: Browser, tmp_path: Path, count: int, size: tuple[int, int]) -> None:
     """As a table and as a grid, a page at a time; a board is found by its name."""
     home, names = tmp_path / "runs", dashes.names(count)
@@ -91,20 +109,19 @@ def test_a_fleet_of_any_size_is_shown(browser: Browser, tmp_path: Path, count: i
 @pytest.mark.parametrize(
     "path", ["/", "/?view=grid", "/boards/board-00001", "/runs", "/runs/digits", "/rollouts", "/log"]
 )
-def test_every_page_is_whole(browser: Browser, home: Path, path: str, size: tuple[int, int]) -> None:
+def test_every_page_is_whole(browser: Browser, shown: Dashboard, path: str, size: tuple[int, int]) -> None:
     """One heading, landmarks, named tables and fields, a place that speaks, and no complaint of the console."""
-    with Dashboard(home) as dash:
-        tab = opened(browser, dash, path, size)
-        tab.until("document.querySelector('#link').textContent === 'live'")
-        assert fine(tab)
-        for selector, count in (("h1", 1), ("main", 1), ("header nav", 1), ("[aria-current=page]", 1), ("a.skip", 1)):
-            assert tab.value(f"document.querySelectorAll({selector!r}).length") == count
-        assert tab.value("[...document.querySelectorAll('table')].every((each) => each.caption && each.tHead)")
-        assert tab.value("[...document.querySelectorAll('th')].every((each) => each.scope)")
-        named = "each.labels?.length || each.getAttribute('aria-label')"
-        assert tab.value(f"[...document.querySelectorAll('input, select, meter')].every((each) => {named})")
-        assert tab.value("[...document.querySelectorAll('svg')].every((each) => each.getAttribute('aria-label'))")
-        assert tab.value("[...document.querySelectorAll('[aria-live]')].length") == 2
+    tab = opened(browser, shown, path, size)
+    tab.until("document.querySelector('#link').textContent === 'live'")
+    assert fine(tab)
+    for selector, count in (("h1", 1), ("main", 1), ("header nav", 1), ("[aria-current=page]", 1), ("a.skip", 1)):
+        assert tab.value(f"document.querySelectorAll({selector!r}).length") == count
+    assert tab.value("[...document.querySelectorAll('table')].every((each) => each.caption && each.tHead)")
+    assert tab.value("[...document.querySelectorAll('th')].every((each) => each.scope)")
+    named = "each.labels?.length || each.getAttribute('aria-label')"
+    assert tab.value(f"[...document.querySelectorAll('input, select, meter')].every((each) => {named})")
+    assert tab.value("[...document.querySelectorAll('svg')].every((each) => each.getAttribute('aria-label'))")
+    assert tab.value("[...document.querySelectorAll('[aria-live]')].length") == 2
 
 
 def test_a_change_comes_to_the_screen_by_itself(browser: Browser, home: Path) -> None:
