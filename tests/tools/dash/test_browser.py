@@ -140,21 +140,20 @@ def test_a_change_comes_to_the_screen_by_itself(browser: Browser, home: Path) ->
         assert tab.value("document.querySelector('[data-key=board-00003]').mine")
 
 
-def test_from_the_page_alone_a_stranger_finds_why(browser: Browser, home: Path) -> None:
+def test_from_the_page_alone_a_stranger_finds_why(browser: Browser, shown: Dashboard) -> None:
     """From the fleet to the board, to the round, to the sentence."""
-    with Dashboard(home) as dash:
-        tab = opened(browser, dash, "/boards/board-00005")
-        tab.until("document.querySelectorAll('.turns tbody tr').length === 3")
-        assert "offline" in tab.value("document.querySelector('.turns tbody tr').textContent")
-        link = tab.value("document.querySelectorAll('.turns tbody tr')[1].querySelector('a').getAttribute('href')")
-        tab = opened(browser, dash, link)
-        assert tab.value("document.querySelector('input[type=number]').value") == "2"
-        search = "document.querySelector('#why input[type=search]')"
-        tab.value(f"{search}.value = 'board-00030'; {search}.dispatchEvent(new Event('input'))")
-        tab.until("document.querySelectorAll('table.why tbody tr').length === 1")
-        assert "offline" in tab.value("document.querySelector('table.why tbody').textContent")
-        tab.value(f"{search}.value = 'board-00039'; {search}.dispatchEvent(new Event('input'))")
-        tab.until("document.querySelector('table.why tbody').textContent.includes('not drawn: place')")
+    tab = opened(browser, shown, "/boards/board-00005")
+    tab.until("document.querySelectorAll('.turns tbody tr').length === 3")
+    assert "offline" in tab.value("document.querySelector('.turns tbody tr').textContent")
+    link = tab.value("document.querySelectorAll('.turns tbody tr')[1].querySelector('a').getAttribute('href')")
+    tab = opened(browser, shown, link)
+    assert tab.value("document.querySelector('input[type=number]').value") == "2"
+    search = "document.querySelector('#why input[type=search]')"
+    tab.value(f"{search}.value = 'board-00030'; {search}.dispatchEvent(new Event('input'))")
+    tab.until("document.querySelectorAll('table.why tbody tr').length === 1")
+    assert "offline" in tab.value("document.querySelector('table.why tbody').textContent")
+    tab.value(f"{search}.value = 'board-00039'; {search}.dispatchEvent(new Event('input'))")
+    tab.until("document.querySelector('table.why tbody').textContent.includes('not drawn: place')")
 
 
 def test_markup_is_text(browser: Browser, home: Path) -> None:
@@ -191,22 +190,23 @@ def test_a_run_is_stopped_by_whoever_opens_the_address_with_the_token(browser: B
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_rollouts_show_who_has_them_and_why_some_have_not(browser: Browser, home: Path, size: tuple[int, int]) -> None:
+def test_rollouts_show_who_has_them_and_why_some_have_not(
+    browser: Browser, shown: Dashboard, size: tuple[int, int]
+) -> None:
     """The list leads to the aborted rollout, with the reasons and numbers that boards gave."""
-    with Dashboard(home) as dash:
-        tab = opened(browser, dash, "/rollouts", size)
-        assert "2 have it" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
-        assert "4 have said nothing" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
-        assert "waits for a coordinator" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
-        link = "document.querySelectorAll('.rollouts tbody tr')[1].querySelector('a')"
-        tab = opened(browser, dash, tab.value(f"{link}.getAttribute('href')"), size)
-        assert tab.value("document.querySelector('.notice.bad').textContent") == "2 of 2 boards failed"
-        row = tab.value("document.querySelector('[data-key=board-00000]').innerText")
-        assert "3 points less" in row
-        assert "91.0 % (before 94.0 %)" in row
-        assert "12.3 ms" in row
-        assert "aborted: 2 of 2 boards failed" in tab.text
-        assert fine(tab)
+    tab = opened(browser, shown, "/rollouts", size)
+    assert "2 have it" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
+    assert "4 have said nothing" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
+    assert "waits for a coordinator" in tab.value("document.querySelector('.rollouts tbody tr').textContent")
+    link = "document.querySelectorAll('.rollouts tbody tr')[1].querySelector('a')"
+    tab = opened(browser, shown, tab.value(f"{link}.getAttribute('href')"), size)
+    assert tab.value("document.querySelector('.notice.bad').textContent") == "2 of 2 boards failed"
+    row = tab.value("document.querySelector('[data-key=board-00000]').innerText")
+    assert "3 points less" in row
+    assert "91.0 % (before 94.0 %)" in row
+    assert "12.3 ms" in row
+    assert "aborted: 2 of 2 boards failed" in tab.text
+    assert fine(tab)
 
 
 def test_a_rollout_is_ended_by_whoever_opens_the_address_with_the_token(browser: Browser, home: Path) -> None:
