@@ -338,7 +338,14 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     assert "is unknown; there are: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (signal.SIGTERM, signal.SIGHUP)),
+        signal.SIGINT,
+        signal.SIGKILL,
+    ],
+)
 def test_a_comparison_that_is_killed_leaves_no_folders_behind(
     folder: Path, tmp_path: Path, kind: signal.Signals
 ) -> None:

@@ -107,7 +107,7 @@ def test_a_schedule_takes_what_training_takes(tmp_path: Path, method: str) -> No
         data={"path": str(DEMO / "digits.npz"), "limit": 80, "partition": "iid", "seed": 7},
     )
     folder = bundle(given, tmp_path)
-    last = cells.run_with_options(given, folder, how(TRAINED), workers=1).marks[-1]
+    last = cells.run_with_options(given, folder, how(TRAINED), workers=0).marks[-1]
     found = custom.measure_schedule(given, folder)
     assert last.rounds == 3
     assert found["planned_s"] == pytest.approx(last.seconds, rel=1e-9)
