@@ -45,6 +45,7 @@ class Listener:
         large: Header of a request whose answer does not fit the buffers of a socket, or None if there is none.
         context: TLS of a client, or None.
         log: File with the errors of a listener that is a process, or None.
+        renew: Function that lets the requests be made again, where they are limited.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Listener:
         large: str | None = None,
         context: ssl.SSLContext | None = None,
         log: Path | None = None,
+        renew: Callable[[], object] = lambda: None,
     ) -> None:
-        self.port, self.request, self.large, self.context, self.log = port, request, large, context, log
+        self.port, self.request, self.large, self.context = port, request, large, context
+        self.log, self.renew = log, renew
 
     def connect(self, address: str, sends: str = "", *, buffer: int | None = None) -> socket.socket:
         """Return a connection from `address` that has sent the bytes of `sends` after the TLS handshake, if any."""
@@ -92,11 +95,13 @@ def blobs(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Lis
     stack.callback(site.server.close)
     head = "GET /blobs/{} HTTP/1.1\nHost: x\nAuthorization: Bearer {}\n\n"
     small, large = site.depot.store_bytes(b"small"), site.depot.store_bytes(noise(16_000_000, 1))
-    return Listener(
-        site.server.port,
-        head.format(small.sha256, site.server.issue_token("b", small)),
-        head.format(large.sha256, site.server.issue_token("a", large)),
-    )
+
+    def issue_tokens() -> tuple[str, str]:
+        return site.server.issue_token("b", small), site.server.issue_token("a", large)
+
+    own, others = issue_tokens()
+    requests = head.format(small.sha256, own), head.format(large.sha256, others)
+    return Listener(site.server.port, *requests, renew=issue_tokens)
 
 
 def enrolling(folder: Path, stack: ExitStack, connections: ConnectionLimiter) -> Listener:
@@ -168,15 +173,27 @@ def made(name: str, folder: Path, deadlines: tuple[float, float]) -> Iterator[Li
 
 
 @pytest.fixture(scope="module", params=LISTENERS)
-def patient(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
-    """A listener that ends nothing by a deadline in the time of a test."""
+def lasting_patient(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
     yield from made(request.param, tmp_path_factory.mktemp("patient"), LONG)
 
 
 @pytest.fixture(scope="module", params=LISTENERS)
-def strict(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
-    """A listener with short deadlines."""
+def lasting_strict(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Listener]:
     yield from made(request.param, tmp_path_factory.mktemp("strict"), SHORT)
+
+
+@pytest.fixture
+def patient(lasting_patient: Listener) -> Listener:
+    """A listener that ends nothing by a deadline in the time of a test."""
+    lasting_patient.renew()
+    return lasting_patient
+
+
+@pytest.fixture
+def strict(lasting_strict: Listener) -> Listener:
+    """A listener with short deadlines."""
+    lasting_strict.renew()
+    return lasting_strict
 
 
 @contextmanager
