@@ -47,9 +47,38 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+# files that take a worker longest, as measured; then come these folders
+LONGEST = (
+    "examples/test_kinds_of_data.py",
+    "fedquilt/cli/test_simulate.py",
+    "fedquilt/cli/test_init.py",
+    "end_to_end/test_outside.py",
+    "end_to_end/test_upgrade.py",
+    "tools/experiments/papers/test_fedstitch.py",
+    "tools/experiments/papers/test_papers.py",
+    "methods/test_fedsq.py",
+    "methods/test_fedstitch_scores.py",
+    "models/stitching/test_blocks.py",
+    "tools/dash/test_browser.py",
+    "tools/flash/test_fleet.py",
+    "tools/flash/test_flash.py",
+    "methods/test_settling.py",
+    "tools/experiments/test_compare.py",
+    "methods/test_awkward.py",
+    "fedquilt/api/test_simulate.py",
+    "coordinator/test_absence.py",
+    "edge_agent/power/test_governed.py",
+    "tools/experiments/papers/test_genefl.py",
+)
+LONG_FOLDERS = ("end_to_end", "faults", "simulation")
+ROOT = Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no worker ends long after the others."""
-    items.sort(key=lambda item: item.path.parent.name not in ("end_to_end", "faults", "simulation"))
+    places = {ROOT / name: place for place, name in enumerate(LONGEST)}
+    later = len(LONGEST)
+    items.sort(key=lambda item: places.get(item.path, later + (item.path.parent.name not in LONG_FOLDERS)))
 
 
 @pytest.fixture(scope="session", autouse=True)
