@@ -19,7 +19,6 @@ from fedquilt.edge_agent.engines.numpy import engine as numpy_engine
 
 # -- making them ----------------------------------------------------------------------------------
 def test_engines_are_made_by_name():
-    """Each calls itself what it was asked for by."""
     for name in engines.available_engines():
         engine = engines.create_engine(name, AMPLE)
         assert engine.name == name
@@ -27,7 +26,6 @@ def test_engines_are_made_by_name():
 
 
 def test_an_unknown_engine_lists_those_there_are():
-    """The mend is in the message."""
     with pytest.raises(JobError, match=r"'tensorflow' is unknown; there are: numpy, onnx, torch"):
         engines.create_engine("tensorflow", AMPLE)
 
@@ -180,7 +178,6 @@ def test_examples_that_do_not_fit_are_refused(engine):
 
 
 def test_the_numpy_engine_says_what_it_cannot_train():
-    """And which engine can."""
     with pytest.raises(ModelError, match=r"not 'cnn': torch trains it \(fedquilt\[train\]\)"):
         numpy_engine.init_tensors(CNN, 0)
     with pytest.raises(ModelError, match=r"network 'mlp': key 'inputs' is missing"):

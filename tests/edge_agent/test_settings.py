@@ -29,7 +29,6 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
-    """So that a daemon may be started from anywhere."""
     loaded = settings.load_settings(write(tmp_path, GOOD))
     assert loaded.home == str(tmp_path / "state")
     assert loaded.broker.ca == str(tmp_path / "ca.crt")
@@ -55,7 +54,6 @@ def test_a_profile_is_a_name_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_job_in_place_of_settings_is_told(tmp_path: Path) -> None:
-    """By what only a job has."""
     with pytest.raises(JobError, match=r"agent\.toml: this is a job, and a board's settings"):
         settings.load_settings(write(tmp_path, "name = 'a'\nmethod = 'fedavg'\n"))
 
@@ -149,13 +147,11 @@ def test_a_wrong_file_is_named_with_its_key_and_what_is_expected(
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """With what it was to be."""
     with pytest.raises(JobError, match=r"cannot read .*none.toml: No such file"):
         settings.load_settings(tmp_path / "none.toml")
 
 
 def test_a_vocabularys_path_is_taken_from_the_settings_own_folder(tmp_path: Path) -> None:
-    """As the path of the examples is."""
     path = tmp_path / "agent.toml"
     text = '[data]\npath = "notes.csv"\n\n[data.text]\nvocabulary = "v.txt"\n'
     path.write_text(f'device = "a"\nhome = "home"\nbudget = "1GB"\n\n[broker]\nurl = "mqtt://b"\n\n{text}')

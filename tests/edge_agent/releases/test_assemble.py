@@ -115,7 +115,6 @@ def test_without_data_it_is_put_together_as_well(place: Place) -> None:
 def test_a_private_state_that_is_lost_is_told_or_refused_as_the_method_has_it(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a task does: FedRep begins its head anew; a method that does not allow that declines."""
     parted = place.keep(HEAD)
     place.private.write_bytes(place.private.read_bytes()[:-1] + b"x")
     found = place.checked(parted)

@@ -219,7 +219,6 @@ def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path
 
 
 def test_the_bundle_without_an_accepted_graph_is_refused(both: tuple[Path, Path]) -> None:
-    """As it is without any other file of a block."""
     made = job_bundle.load_bundle(both[1])
     name = f"{min(in_int8(made))}.int8.onnx"
     left = {file: ref for file, ref in made.files.items() if file != name}
@@ -283,7 +282,6 @@ def test_a_table_that_cannot_be_done_is_refused_before_donors_are_cut(
 
 
 def test_images_are_found_from_where_the_job_file_is(tmp_path: Path) -> None:
-    """As those of [data] are."""
     text = 'name = "j"\nmethod = "fedstitch"\n[int8]\npath = "some.npz"\n'
     (tmp_path / "job.toml").write_text(text)
     assert settings.load_job(tmp_path / "job.toml").int8 == {"path": str(tmp_path / "some.npz")}

@@ -59,7 +59,6 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
 
 
 def test_images_that_do_not_do_are_refused(images: Path) -> None:
-    """Too few of them, and nothing at all."""
     with pytest.raises(DataError, match="600 images of 28x28 are needed, not 300"):
         sim.write_workload(replace(TINY, clients=15), images, images / "out")
     with pytest.raises(DataError):
@@ -75,7 +74,6 @@ def test_one_workload_can_be_run_by_itself() -> None:
 
 
 def test_a_simulator_that_nobody_knows_is_refused_before_anything_runs(images: Path) -> None:
-    """And the known ones are named."""
     with pytest.raises(JobError, match="--with abacus: there are flower, pfl"):
         sim.measure(images, beside=("abacus",))
 

@@ -134,13 +134,11 @@ def test_a_long_list_comes_page_by_page(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_there_is_refused_by_name(dash: Dashboard, path: str, status: int, says: str) -> None:
-    """In a sentence."""
     found, said = dash.problem(path)
     assert (found, says in said) == (status, True), said
 
 
 def test_a_stranger_finds_why_a_board_was_not_asked_in_a_round(dash: Dashboard) -> None:
-    """On the run's page, and on the board's."""
     told = dash.values("/api/runs/digits/why?round=2&text=board-00005")
     assert [(each["device"], each["text"]) for each in told["devices"]] == [("board-00005", "offline")]
     told = dash.values("/api/runs/digits/why?round=2&code=drawn")

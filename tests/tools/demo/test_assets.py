@@ -64,11 +64,15 @@ def little_mnist(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_training_the_donors_twice_gives_the_same_bytes(little_mnist: Path, tmp_path: Path) -> None:
+def test_training_the_donors_twice_gives_the_same_bytes(
+    little_mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights and bundle; what is written is what the demo's job names."""
     pytest.importorskip("torch", reason="training donors takes torch")
+    from fedquilt.tools.artefacts import train_donors as command
     from fedquilt.tools.artefacts.train_donors import train_donors
 
+    monkeypatch.setattr(command, "EPOCHS", 1)
     for out in ("one", "two"):
         said: list[str] = []
         accuracies = train_donors(little_mnist, tmp_path / out, said.append)
@@ -99,7 +103,6 @@ def test_each_donor_sees_the_images_its_own_way_and_none_leaves_the_range() -> N
 
 
 def test_a_folder_without_mnist_is_refused(tmp_path: Path) -> None:
-    """Before anything is trained or written."""
     pytest.importorskip("torch", reason="training donors takes torch")
     from fedquilt.tools.artefacts.train_donors import train_donors
 

@@ -110,7 +110,6 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
 
 
 def test_a_defeat_is_told_as_one() -> None:
-    """By how much, and by what."""
     networks = [NetworkResult("ours", 0.9), NetworkResult("a", 0.8), NetworkResult("b", 0.95)]
     assert demo.format_verdict(networks) == "The boards' network is not the best here: b is 5.0 points better."
     assert (

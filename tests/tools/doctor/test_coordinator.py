@@ -52,7 +52,6 @@ def found(home: Path, free: Callable[[Path], int] = free) -> list[Finding]:
 
 
 def test_a_healthy_folder_has_no_finding(home: Path) -> None:
-    """Served or not."""
     assert bad(home) == []
     with Store(home) as store:
         assert store.acquire_lock()
@@ -60,13 +59,11 @@ def test_a_healthy_folder_has_no_finding(home: Path) -> None:
 
 
 def test_a_folder_that_is_none_is_found_and_not_made(tmp_path: Path) -> None:
-    """Looking changes nothing."""
     assert bad(tmp_path / "none") == [("FQ502", "warning")]
     assert not (tmp_path / "none").exists()
 
 
 def test_a_folder_that_everybody_can_read_is_found(home: Path) -> None:
-    """A group may read."""
     home.chmod(0o750)
     assert bad(home) == []
     home.chmod(0o755)
@@ -74,14 +71,12 @@ def test_a_folder_that_everybody_can_read_is_found(home: Path) -> None:
 
 
 def test_a_full_disk_is_found(home: Path) -> None:
-    """500 MB is little, 5 MB too little."""
     assert bad(home, lambda folder: 5 * 10**8) == [("FQ505", "warning")]
     assert bad(home, lambda folder: 5 * 10**6) == [("FQ505", "error")]
 
 
 @pytest.mark.parametrize("at", [0, 30])
 def test_a_damaged_database_is_found(home: Path, at: int) -> None:
-    """Its head, or pages in the middle."""
     database = home / "fedquilt.db"
     whole = database.read_bytes()
     begin = at * len(whole) // 100
@@ -103,7 +98,6 @@ def test_a_job_of_another_version_is_found(home: Path) -> None:
 
 
 def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:
-    """Queued, and no coordinator."""
     with Store(home) as store:
         id = add(store, tmp_path)
     (waits,) = [one for one in found(home) if one.severity != "ok"]

@@ -132,7 +132,6 @@ def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refuse
 def test_what_cannot_be_compared_is_refused_before_anything_runs(
     folder: Path, job: JobSettings, names: list[str], changes: dict[str, Any], said: str
 ) -> None:
-    """Each names what is wrong, or what there is."""
     with pytest.raises(JobError, match=said):
         comparison.make_cases(job, folder, names, [0], changes=changes)
 
@@ -209,7 +208,6 @@ def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> Non
 
 
 def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_path: Path) -> None:
-    """Ctrl-C in the second run."""
     todo = comparison.make_cases(JOB, folder, ["fedavg", "fedprox"], [0])
     played: list[ComparisonCase] = []
 
@@ -259,7 +257,6 @@ def test_what_one_run_does_not_know_has_no_mean() -> None:
 
 
 def test_without_a_test_set_accuracy_is_on_held_out_shares() -> None:
-    """And the result says so."""
     run = msgspec.structs.replace(made("fedavg", 0, 0.9), tested=0, marks=(mark(1, None, held=0.6),))
     found = tables.make_result("j", [run], None)
     assert (found["table"][0]["accuracy"], found["accuracy_on"]) == (0.6, "held-out shares")
@@ -341,7 +338,14 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     assert "is unknown; there are: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in (signal.SIGTERM, signal.SIGHUP)),
+        signal.SIGINT,
+        signal.SIGKILL,
+    ],
+)
 def test_a_comparison_that_is_killed_leaves_no_folders_behind(
     folder: Path, tmp_path: Path, kind: signal.Signals
 ) -> None:

@@ -204,7 +204,6 @@ def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> 
 
 
 def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """And a run that is not there is an error with its own exit code."""
     run = begun(store)
     store.append_event(run, JobStarted(put(store, run, RIGHT)))
     store.set_status(run, "done")

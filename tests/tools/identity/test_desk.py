@@ -116,7 +116,6 @@ def test_a_pattern_that_matches_no_id_makes_no_token(office: Office, pattern: st
 
 
 def test_tokens_are_nowhere_on_disk(office: Office) -> None:
-    """Their digests are."""
     token = office.token("orin-7")
     office.enrol("orin-7", token)
     for path in office.authority.folder.iterdir():
@@ -153,7 +152,6 @@ def test_renewal_takes_a_valid_certificate_and_is_only_done_when_due(office: Off
 
 
 def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(office: Office) -> None:
-    """Each with its own sentence."""
     key = new_key()
     held = office.enrol("orin-7", office.token("orin-7"), key)
     server, _ = office.authority.issue_with_new_key("broker", "server", NOW_S, hosts=["site"])

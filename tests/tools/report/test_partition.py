@@ -140,7 +140,6 @@ def test_a_job_names_its_classes(tmp_path: Path) -> None:
 
 
 def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None:
-    """As a plain path is."""
     for name in ("a", "b"):
         np.savez(tmp_path / f"{name}.npz", x=np.zeros((8, 2)), y=np.arange(8) % 2)
     listed = 'sources = [{ path = "a.npz", labels_from = 0 }, { path = "b.npz", labels_from = 2 }]'
@@ -172,7 +171,6 @@ def test_what_cannot_be_shared_out_ends_with_its_exit_code(
 
 
 def test_a_job_without_data_is_told(tmp_path: Path) -> None:
-    """There is nothing to share out."""
     file = tmp_path / "job.toml"
     file.write_text('name = "none"\nmethod = "fedavg"\n')
     with pytest.raises(JobError, match=r"\[data\] table"):

@@ -321,7 +321,6 @@ def test_the_partition_is_drawn_for_the_devices_that_took_part_and_for_no_others
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As is a run that is not there; both with the exit code of folders."""
     (tmp_path / "file").write_text("")
     with Store(tmp_path / "runs") as store:
         run_of(store, FACTS)

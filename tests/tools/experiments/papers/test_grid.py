@@ -92,7 +92,6 @@ def test_a_wrong_file_is_told_with_its_place_and_the_mend(tmp_path: Path, wrong:
 
 
 def test_a_wrong_job_names_the_file_and_the_row(tmp_path: Path) -> None:
-    """Before anything is run."""
     table = made(tmp_path, GRID + "[rows.odd]\njob.params.momentun = 1")
     with pytest.raises(JobError, match=r"made\.toml, row 'odd': .*momentun: fedavg has no such parameter.*momentum"):
         papers.run_table(table, out=tmp_path)
@@ -102,7 +101,6 @@ def test_a_wrong_job_names_the_file_and_the_row(tmp_path: Path) -> None:
 
 
 def test_mnist_is_found_where_its_files_or_torchvision_put_it(tmp_path: Path) -> None:
-    """Packed or not."""
     with pytest.raises(DataError, match="t1 needs --data: a folder with MNIST's files"):
         grid.resolve_mark("t1", "mnist", "", None)
     with pytest.raises(DataError, match=r"there is no MNIST in .*train-images-idx3-ubyte, .*MNIST/raw below it"):

@@ -163,14 +163,15 @@ def test_a_grid_of_ones_own_is_run_shown_and_judged(
     assert again == first
 
 
+@pytest.mark.usefixtures("runs_here")
 def test_fewer_rounds_or_columns_are_run_and_nothing_is_claimed(own: Path, tmp_path: Path) -> None:
-    """Seeds are those that are given, too."""
     table = grid.read_tables(own)["own"]
     result = papers.run_table(table, seeds=[1], rounds=1, columns=["none"], out=tmp_path / "kept")
     assert (result["seeds"], list(result["columns"]), result["figures"]) == ([1], ["none"], {})
     assert {row["rounds"] for row in result["columns"]["none"].values()} == {1}
 
 
+@pytest.mark.usefixtures("runs_here")
 def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Path, tmp_path: Path) -> None:
     """The claims of `own` compare both rows; with both chosen, none is left out."""
     table = grid.read_tables(own)["own"]
@@ -179,8 +180,8 @@ def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Pa
     assert table.grid.select_rows(["moves", "still"]) == table.grid
 
 
+@pytest.mark.usefixtures("runs_here")
 def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: Path) -> None:
-    """A fleet that nobody of has the room."""
     own.write_text(OWN + '[rows.large]\njob.fleet.budgets = ["1MB"]\n')
     table = grid.read_tables(own)["own"]
     with pytest.raises(JobError, match=r"1 of 3 runs failed, the others are kept in .*runs: all large, seed 4: "):
@@ -188,6 +189,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: 
     assert len(list((tmp_path / "kept" / "runs").glob("*.json"))) == 2
 
 
+@pytest.mark.usefixtures("runs_here")
 def test_a_table_whose_runs_may_fail_has_no_value_for_those_that_did(
     own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,7 +133,6 @@ def test_a_spread_is_that_of_several_seeds() -> None:
 
 
 def test_a_claim_is_told_as_before() -> None:
-    """Its name, mean, interval and verdict."""
     told = results.judge_claim([1.0, 2.0], "points", at_least=0.0)
     assert msgspec.json.decode(msgspec.json.encode(told)) == told
 
