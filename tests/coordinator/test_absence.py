@@ -29,7 +29,6 @@ def _begun(folder: Path, **cohort: object) -> tuple[Stage, list[Hand]]:
 
 
 def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path: Path) -> None:
-    """Boards come back up to a back-off later than the coordinator, and answer in the first attempt still."""
     stage, hands = _begun(tmp_path)
     _away(stage, 2 * 3600.0)
     stage.play(RECONNECT.most_s + 15.0)  # of the 30 s, 20 were left
@@ -43,7 +42,6 @@ def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path: Path) -> Non
 
 
 def test_a_round_ends_at_its_later_deadline(tmp_path: Path) -> None:
-    """Two of three answer; after 5 s away the deadline is 10 s later: the absence, and as long for their return."""
     stage, hands = _begun(tmp_path, quorum=0.5)
     _away(stage, 5.0)
     for hand in hands[:2]:
@@ -56,7 +54,6 @@ def test_a_round_ends_at_its_later_deadline(tmp_path: Path) -> None:
 
 
 def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_away(tmp_path: Path) -> None:
-    """No time is waited out: past the deadline of the clock on the wall, the last answer ends it."""
     stage, hands = _begun(tmp_path)
     _away(stage, 40.0)
     for hand in hands:
@@ -67,7 +64,6 @@ def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_awa
 
 
 def test_an_attempt_that_begins_after_an_absence_has_its_own_deadline(tmp_path: Path) -> None:
-    """Earlier absences are not counted again."""
     stage, _ = _begun(tmp_path)
     _away(stage, 10.0)
     stage.play(41.0)  # 20 were left, 20 are lost
@@ -78,7 +74,6 @@ def test_an_attempt_that_begins_after_an_absence_has_its_own_deadline(tmp_path: 
 
 
 def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_path: Path) -> None:
-    """It goes on with an open round when the broker is there."""
     stage, hands = _begun(tmp_path)
     stage.restart()
     stage.link.connected = False
@@ -112,7 +107,6 @@ def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_b
 
 
 def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_is_away(tmp_path: Path) -> None:
-    """Its boards are back within their back-off; without them it fails once its own time is over."""
     for name, comes, status in (("back", True, "running"), ("gone", False, "failed")):
         stage = Stage(tmp_path / name, cohort={"start_timeout_s": 20.0, "deadline_s": 300.0})
         stage.play(1.0)
@@ -132,7 +126,6 @@ def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_i
 def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start_is(
     took_s: float, lost_s: float
 ) -> None:
-    """No longer back-off follows a connection that takes its moment; an absence after that is as long as it is."""
     absence = BrokerOutage()
     absence.record_connection(False, 5.0)
     absence.record_connection(True, 5.0 + took_s)
@@ -144,7 +137,6 @@ def test_a_first_connection_is_no_absence_but_a_broker_that_is_away_at_the_start
 
 @pytest.mark.parametrize(("gone_s", "lost_s"), [(4.0, 8.0), (3600.0, 3600.0 + RECONNECT.most_s)])
 def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_s: float) -> None:
-    """Noted as often as one likes."""
     absence = BrokerOutage()
     for at_s, reached in ((0.0, True), (1.0, False), (1.5, False), (1.0 + gone_s, True), (9999.0, True)):
         absence.record_connection(reached, at_s)
@@ -156,7 +148,6 @@ def test_each_absence_counts_with_the_back_off_that_follows(gone_s: float, lost_
 
 
 def test_a_rollout_goes_no_further_while_the_broker_is_away(ground: Ground) -> None:
-    """A board that the broker lost too has its patience again from the broker's return on, and holds up the phase."""
     boards = ground.fleet(4)
     id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
     while not ground.state(id).offered:

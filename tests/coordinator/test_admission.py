@@ -138,7 +138,6 @@ def fetching(situation: str) -> Update | None:
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_what_follows_from_an_event_may_happen_and_touches_no_other_device(situation: str) -> None:
-    """Facts are legal and of the running round, only who is asked can cause one, and nobody is answered twice."""
     state = SITUATIONS[situation]
     for event, arriving in itertools.product(EVENTS.values(), (None, fetching(situation))):
         step = hear(situation, event, arriving)
@@ -165,7 +164,6 @@ def test_a_device_that_appears_gets_its_task_where_it_is_asked(situation: str) -
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(situation: str) -> None:
-    """Its task is taken back, and its update is fetched no further; of a round that did not ask it nothing changes."""
     state, arriving = SITUATIONS[situation], fetching(situation)
     step = hear(situation, RateLimitExceeded("a"), arriving)
     if state is None or "a" not in state.asked:
@@ -180,7 +178,6 @@ def test_a_device_that_floods_is_out_of_the_round_with_what_it_has_under_way(sit
 @pytest.mark.parametrize("accepted", [True, False])
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_a_task_that_nobody_waits_for_is_taken_back(situation: str, accepted: bool) -> None:
-    """The broker had kept it; of a device that is asked this holds for no claim, and of a stranger for each."""
     state, code = SITUATIONS[situation], "ok" if accepted else "data"
     step = hear(situation, ClaimReceived("a", claim(accepted, job=OTHER, round=0, code=code)))
     assert step == Decision(None, (), () if state is not None and "a" in state.asked else (CancelTask("a"),))
@@ -190,14 +187,12 @@ def test_a_task_that_nobody_waits_for_is_taken_back(situation: str, accepted: bo
 
 
 def test_who_takes_a_task_is_left_alone_with_it_whatever_the_attempt() -> None:
-    """A task of the attempt before is the same work."""
     for situation, attempt in itertools.product(("asked", "asked again"), (0, 1)):
         assert hear(situation, ClaimReceived("a", claim(attempt=attempt))) == Decision(None, (), (SlowResends("a"),))
 
 
 @pytest.mark.parametrize("code", [code for code in CODES if code not in ("ok", "cleared", "counted")])
 def test_who_declines_is_asked_no_more_in_this_attempt(code: Any) -> None:
-    """With its words; what it had been asked for is noted where its memory was too small."""
     ask = DeviceWorkload(WorkEstimate(flops=9.0, peak_bytes=5), PROFILE)
     step = hear("asked", ClaimReceived("a", claim(False, code=code, reason="too little"), ask), fetching("asked"))
     short = MemoryShortage(5, 9.0, 1) if code in ("budget", "memory") else None
@@ -207,7 +202,6 @@ def test_who_declines_is_asked_no_more_in_this_attempt(code: Any) -> None:
 
 
 def test_who_has_counted_the_round_is_asked_again_as_by_a_later_coordinator() -> None:
-    """The log has lost the round; an old claim, or one of a device that is not asked, changes nothing."""
     told = claim(False, code="counted", counted=3, epoch=7)
     assert hear("asked", ClaimReceived("a", told)) == Decision(None, (), (RenewTask("a", 7),))
     old = claim(False, code="counted", counted=3, epoch=7, round=0)
@@ -215,7 +209,6 @@ def test_who_has_counted_the_round_is_asked_again_as_by_a_later_coordinator() ->
 
 
 def test_an_update_of_another_state_is_refused() -> None:
-    """It was worked for when the log was another: a copy of this one, which went on without it."""
     same, other = update(state=STATE.sha256), update(state="f" * 64)
     assert hear("asked", UpdateAnnounced("a", same)).actions[-1] == FetchUpdate("a", same)
     (answer,) = hear("asked", UpdateAnnounced("a", other)).actions
@@ -225,14 +218,12 @@ def test_an_update_of_another_state_is_refused() -> None:
 
 
 def test_a_refusal_of_another_attempt_or_round_or_job_is_old() -> None:
-    """The task that is out now gets an answer of its own."""
     for changes in ({"attempt": 0}, {"attempt": 1, "round": 0}, {"attempt": 1, "job": OTHER}):
         assert hear("asked again", ClaimReceived("a", claim(False, code="data", **changes))) == Decision(None)
     assert hear("asked again", ClaimReceived("a", claim(False, code="data", attempt=1))).facts
 
 
 def test_a_task_that_was_cleared_by_somebody_else_is_sent_again() -> None:
-    """The device is still asked, whichever attempt it speaks of; of another round it is old."""
     for attempt in (0, 1):
         assert hear("asked again", ClaimReceived("a", claim(False, code="cleared", attempt=attempt))).actions == (
             SendTask("a"),
@@ -246,7 +237,6 @@ def test_a_task_that_was_cleared_by_somebody_else_is_sent_again() -> None:
 
 @pytest.mark.parametrize("situation", WAITED_FOR)
 def test_an_update_that_is_waited_for_is_fetched_then_examined_then_counted(situation: str) -> None:
-    """One without blobs is examined at once."""
     given = update()
     offered = hear(situation, UpdateAnnounced("a", given))
     assert offered == Decision(given, (), (SlowResends("a"), FetchUpdate("a", given)))
@@ -263,14 +253,12 @@ def test_an_update_that_is_waited_for_is_fetched_then_examined_then_counted(situ
 
 
 def test_an_update_of_the_attempt_before_counts() -> None:
-    """It is of this round, so it is the same work."""
     assert hear("asked again", UpdateAnnounced("a", update(attempt=0))).actions[-1] == FetchUpdate(
         "a", update(attempt=0)
     )
 
 
 def test_an_update_that_is_offered_again_takes_the_place_of_the_first() -> None:
-    """Also while that is fetched; what was examined of the first counts no more."""
     first, second = update(), update(weight=2.0)
     step = hear("asked", UpdateAnnounced("a", second), first)
     assert step.arriving == second
@@ -306,7 +294,6 @@ def test_an_update_of_a_round_that_has_asked_nobody_yet_stays_with_its_device() 
     ["another was asked", "tried again without it", "declined", "rejected", "closed without it"],
 )
 def test_an_update_that_nobody_asked_for_is_turned_down_and_its_task_taken_back(situation: str) -> None:
-    """Its round is closed, or it was not asked, or not any more."""
     answer, idle = hear(situation, UpdateAnnounced("a", update())).actions
     assert isinstance(answer, AckUpdate)
     assert not answer.accepted
@@ -315,7 +302,6 @@ def test_an_update_that_nobody_asked_for_is_turned_down_and_its_task_taken_back(
 
 
 def test_an_update_of_another_round_is_turned_down_and_the_task_stays_out() -> None:
-    """Round 2 has not begun; "b" has no part in a round before the first."""
     for given in (update(round=2), update("b", round=3)):
         (answer,) = hear("asked", UpdateAnnounced(given.device, given)).actions
         assert isinstance(answer, AckUpdate)
@@ -324,7 +310,6 @@ def test_an_update_of_another_round_is_turned_down_and_the_task_stays_out() -> N
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_nobody_speaks_for_another(situation: str) -> None:
-    """Whatever is under way, and whoever is asked."""
     step = hear(situation, UpdateAnnounced("stranger", update("a")))
     assert step.actions == (
         AckUpdate("stranger", update("a"), False, "it names another device, a"),
@@ -336,7 +321,6 @@ def test_nobody_speaks_for_another(situation: str) -> None:
 @pytest.mark.parametrize("situation", ["no job", "asked", "closed"])
 @pytest.mark.parametrize("status", ["queued", "running", "stopping", "stopped", "done", "failed", ""])
 def test_an_update_of_another_job_is_kept_by_its_device_as_long_as_that_may_go_on(situation: str, status: str) -> None:
-    """Of one that is over, or that nobody here knows, it is refused."""
     step = hear(situation, UpdateAnnounced("a", update(job=OTHER), status))
     if status in ("done", "failed", ""):
         assert isinstance(step.actions[0], AckUpdate)
@@ -346,7 +330,6 @@ def test_an_update_of_another_job_is_kept_by_its_device_as_long_as_that_may_go_o
 
 
 def test_an_update_whose_manifest_does_not_fit_is_rejected_before_it_is_fetched() -> None:
-    """Also in place of one that is being fetched; one that fits is fetched."""
     both = update(bundles={"model": BLOB, "more": msgspec.structs.replace(BLOB, sha256="d" * 64)})
     assert FetchUpdate("a", both) in hear("asked", UpdateAnnounced("a", both)).actions
     step = hear("asked", UpdateAnnounced("a", both, unfit="a: too large"), update())
@@ -378,7 +361,6 @@ def test_an_update_that_could_not_be_fetched_is_waited_for_again() -> None:
 
 
 def test_an_update_that_may_not_be_folded_is_rejected_with_the_reason() -> None:
-    """Its blobs go."""
     given = update()
     step = hear("asked", UpdateValidated("a", given, None, "not finite"), given)
     assert step.facts == (UpdateRejected(1, "a", "not finite"),)
@@ -386,7 +368,6 @@ def test_an_update_that_may_not_be_folded_is_rejected_with_the_reason() -> None:
 
 
 def test_an_update_that_was_decoded_is_kept_as_that_and_acknowledged_as_it_came() -> None:
-    """What it came as is discarded; how long it took is counted from when it was asked for."""
     given = update(usage=Usage(wall_s=3.0))
     taken = msgspec.structs.replace(given, bundles={"model": DECODED})
     step = hear("asked", UpdateValidated("a", given, taken), given)

@@ -49,7 +49,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_home_that_is_restored_from_a_backup_of_its_live_run_gives_the_same_result(
     tmp_path: Path, calm: list[str], moment: type[AnyEvent]
 ) -> None:
-    """The backup is made by another store while the coordinator is between two of its facts, in round 3 of 6."""
     federation = Federation(tmp_path).make()
     home, file = federation.folder / "coordinator", tmp_path / "backup.tar"
 
@@ -137,7 +136,6 @@ def test_both_are_for_their_owner_alone_and_hold_only_what_is_needed(home: Path,
 def test_a_blob_that_is_dropped_while_it_is_saved_is_taken_from_a_later_moment(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator commits between our copy of the database and that of the state, and drops what is old."""
     later: list[Callable[[], None]] = []
     real = backup._copy_database
 
@@ -176,7 +174,6 @@ def test_a_needed_blob_that_is_damaged_is_named_and_no_backup_is_left(home: Path
 def test_a_blob_that_is_damaged_after_it_was_looked_at_is_not_saved(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is hashed is what is written into the backup."""
     with Store(home) as store:
         state = min(store.latest_state_hashes())
     (home / "blobs" / state).write_bytes(b"x")
@@ -244,7 +241,6 @@ def dies(at: int, act: Callable[..., Any], given: Sequence[Any]) -> None:
 
 
 def test_a_kill_at_any_step_leaves_the_whole_or_nothing(home: Path, tmp_path: Path) -> None:
-    """And the next command for the same name does what the killed one was about to do."""
     sound = contents_of(saved(home, tmp_path / "sound.tar"), tmp_path / "sound")
     for die_at in range(100):
         file, again = tmp_path / f"{die_at}.tar", tmp_path / f"home-{die_at}"
@@ -278,7 +274,6 @@ def files_of(limit_bytes: int) -> Iterator[None]:
 
 
 def test_a_disk_that_takes_no_more_is_told_and_nothing_is_left(home: Path, tmp_path: Path) -> None:
-    """As a full disk: writing fails in the database's copy, in the archive, and in the restored files."""
     file = saved(home, tmp_path / "backup.tar")
     for limit_bytes in (0, 5_000, file.stat().st_size - 1):
         with files_of(limit_bytes), pytest.raises(StoreError, match="cannot"):
@@ -325,5 +320,4 @@ def saves_and_restores(folder: Path) -> None:
 
 
 def test_an_ordinary_user_saves_and_restores(user: User) -> None:
-    """In folders of its own; another's home is refused by name."""
     user.does(saves_and_restores, user.home)

@@ -25,7 +25,6 @@ def refusal(file: Path, home: Path) -> str | None:
 
 
 def test_every_flipped_bit_and_every_cut_is_named_and_leaves_no_home(home: Path, tmp_path: Path) -> None:
-    """Or it changes nothing that is restored, as in the archive's padding and dates."""
     whole = saved(home, tmp_path / "backup.tar").read_bytes()
     backup.restore_backup(tmp_path / "backup.tar", tmp_path / "sound")
     sound = contents(tmp_path / "sound")

@@ -144,7 +144,6 @@ def put_by_relay(site: Site, intake: BlobWriter, token: str, relay: Relay, folde
 
 
 def test_an_upload_whose_reply_is_lost_has_ended_well(site: Site, tmp_path: Path) -> None:
-    """All bytes have arrived: none goes again."""
     payload, lost = noise(4 * CHUNK, 7), [1]
     intake, token = site.upload(payload)
     relay = Relay(site.server.port, change=lambda offset, data: b"" if lost and lost.pop() else data)

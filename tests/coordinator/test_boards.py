@@ -100,7 +100,6 @@ def test_a_board_is_known_soon_by_what_it_says(watched: Watched) -> None:
 
 
 def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched: Watched) -> None:
-    """Of the board, however often it is said again, or of the coordinator; giving up a task on request is none."""
     refused = wire.Claim(job="j", round=3, attempt=0, accepted=False, code="memory", reason="12 MB short")
     began = watched.now
     watched.noted.record_task("a", TASK)
@@ -124,7 +123,6 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched:
 
 
 def test_a_late_message_makes_no_clock_slow(watched: Watched) -> None:
-    """The fastest of some minutes is believed; later than that, the latest."""
     watched.say("a", Telemetry(clock_s=watched.now))
     watched.wait(30.0)
     watched.say("a", Telemetry(clock_s=watched.now - 20.0))
@@ -164,7 +162,6 @@ def test_what_a_broker_keeps_of_boards_long_gone_is_no_news(watched: Watched) ->
 
 
 def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: Watched) -> None:
-    """And online again with its next one, even if the coordinator has begun anew in between."""
     watched.say("a", wire.Presence(online=True, boot="1"), PROFILE)
     heard = watched.now
     watched.wait(35.0)
@@ -190,7 +187,6 @@ def test_a_board_that_does_not_answer_is_silent_since_its_last_message(watched: 
 
 
 def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does_not_answer(watched: Watched) -> None:
-    """Its message to the new coordinator says that it is back."""
     watched.say("a", wire.Presence(online=True, boot="1"))
     watched.noted.record_message(DeviceSilent("a"), watched.now_s)
     watched.noted.close()
@@ -202,7 +198,6 @@ def test_a_board_that_was_silent_is_online_to_the_next_coordinator_until_it_does
 
 
 def test_a_board_is_removed_by_request_until_its_next_message(watched: Watched) -> None:
-    """With its readings; the request is taken once."""
     watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
     watched.wait(LATER_S)
     with TelemetryStore(watched.home, writes=True) as store:
@@ -218,7 +213,6 @@ def test_a_board_is_removed_by_request_until_its_next_message(watched: Watched) 
 
 
 def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
-    """Means of watts, the hottest, the least free memory; as many rows as there are steps, however long it goes on."""
     watched.now = 1_800_000_000.0 // 3600 * 3600
     began = int(watched.now)
     for minute in range(180):
@@ -242,7 +236,6 @@ def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
 
 
 def test_a_coarser_reading_is_made_of_all_finer_ones_of_its_time(tmp_path: Path) -> None:
-    """Means of watts and battery, the most, the hottest, the least free memory; and so it stays as finer ones go."""
     with TelemetryStore(tmp_path, writes=True) as store:
         store.write_telemetry([DeviceStatus("a")], [])
         for tenth in range(5 * 3600 // 30):
@@ -281,7 +274,6 @@ def test_what_is_forgotten_of_a_board_is_nobody_elses(tmp_path: Path) -> None:
 
 
 def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None:
-    """With all their readings."""
     watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
     watched.say("b", wire.Presence(online=True, boot="1"))
     watched.wait(LATER_S)
@@ -295,7 +287,6 @@ def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None
 
 
 def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path: Path) -> None:
-    """No board has come yet."""
     with TelemetryStore(tmp_path) as store:
         assert (store.load_statuses(), store.latest_readings(0.0), store.load_readings("a", 0, 100)) == ([], {}, [])
     assert list(tmp_path.iterdir()) == []
@@ -304,7 +295,6 @@ def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path: Path)
 def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither keeps a coordinator from its rounds."""
     (tmp_path / telemetry_store.NAME).write_bytes(b"no database" * 1000)
     with pytest.raises(StoreError, match="no run depends on it"):
         TelemetryStore(tmp_path)
@@ -326,8 +316,6 @@ def test_a_database_of_another_version_is_refused_and_one_that_is_damaged_put_as
 def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rounds do not hear of it."""
-
     def full(*given: object) -> None:
         raise StoreError("no space left")
 
@@ -343,7 +331,6 @@ def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(
 
 
 def test_it_is_read_while_it_is_written(watched: Watched) -> None:
-    """By another connection, in the middle of a change."""
     watched.say("a", PROFILE)
     watched.wait(SOON_S)
     with TelemetryStore(watched.home) as reader:
@@ -370,12 +357,10 @@ def test_a_row_that_cannot_be_read_hides_no_other(watched: Watched) -> None:
 
 
 def test_a_reading_of_one_message_is_that_message() -> None:
-    """And a value that is not told is none."""
     assert device_status.add_sample(None, 1, Telemetry(power_w=3.0), 30) == TelemetrySample(30, 3.0, 3.0)
 
 
 def test_a_fleet_that_is_looked_at_while_its_tables_are_made_is_empty(tmp_path: Path) -> None:
-    """The file of boards is there before its tables are, and one table before the other."""
     for words in ((), ("create table boards (id integer primary key, device text unique not null, body blob)",)):
         with contextlib.closing(sqlite3.connect(tmp_path / "boards.db")) as db:
             for word in words:

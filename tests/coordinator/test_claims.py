@@ -60,12 +60,10 @@ def update(**usage: float) -> Update:
     ],
 )
 def test_a_board_takes_no_more_than_three_times_what_its_profile_says(profile: Profile | None, watts: float) -> None:
-    """At least 100 W are believed, and never more than 3000."""
     assert claim_bounds.highest_power_w(profile) == watts
 
 
 def test_what_an_honest_board_claims_stays_as_it_is() -> None:
-    """Each claim just within its bound; the same object comes back."""
     ask, limit_s = DeviceWorkload(WorkEstimate(), of(60.0), 1000), claim_bounds.longest_work_s(10.0, 30.0, 1)
     assert limit_s == 120.0
     assert claim_bounds.longest_work_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
@@ -76,7 +74,6 @@ def test_what_an_honest_board_claims_stays_as_it_is() -> None:
 
 
 def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
-    """Joules that are wrong say nothing; bytes and seconds are bounded."""
     found, odd = claim_bounds.limit_claims(
         update(wall_s=1e9, energy_j=1e24, idle_j=1.0, energy_error_j=1.0, down_bytes=10**9, up_bytes=51),
         claim_bounds.ClaimBounds(limit_s=120.0),
@@ -89,7 +86,6 @@ def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
 
 @pytest.mark.parametrize("name", ["energy_j", "idle_j", "energy_error_j"])
 def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name: str) -> None:
-    """Each is held to the same bound by itself."""
     found, odd = claim_bounds.limit_claims(update(**{name: 1e24}), claim_bounds.ClaimBounds(limit_s=120.0))
     assert (found.usage.energy_j, found.usage.idle_j, found.usage.energy_error_j) == (None, None, None)
     assert "1e+24 J" in odd
@@ -115,7 +111,6 @@ def test_a_share_beyond_0_to_1_does_not_count(name: str, value: float) -> None:
 
 @pytest.mark.parametrize("name", profiles.board_names())
 def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
-    """A task that takes all of the longest time at the highest watts of the board's own table."""
     watts = [point.busy_w.value for point in profiles.load_board_profile(name).points if point.busy_w is not None]
     if watts:
         assert max(watts) <= claim_bounds.highest_power_w(of(*watts))
@@ -156,7 +151,6 @@ def test_a_device_without_a_right_is_no_site_whatever_its_profile_says() -> None
 
 
 def test_a_site_that_answers_for_itself_counts_as_one_device() -> None:
-    """Its right makes no update of its own heavier."""
     heavy = msgspec.structs.replace(update(), weight=101.0)
     with pytest.raises(UpdateError, match="101 examples, and 100 are the most"):
         claim_bounds.require_plausible(heavy, claim_bounds.ClaimBounds(examples=100.0, right=RIGHT), work=True)
@@ -170,7 +164,6 @@ def weighed(**weights: float) -> claim_bounds.DeviceWeights:
 
 
 def test_a_device_counts_as_a_hundred_others_at_most() -> None:
-    """Of the median of at least three others; its own weights raise nothing."""
     assert weighed(a=10.0, b=20.0).largest_allowed("z", None) == claim_bounds.MOST_EXAMPLES
     assert weighed(a=10.0, b=20.0, c=3000.0).largest_allowed("z", None) == 2000.0
     assert weighed(a=10.0, b=20.0, c=30.0, z=1e6).largest_allowed("z", None) == 2000.0
@@ -183,7 +176,6 @@ def test_a_device_counts_as_a_hundred_others_at_most() -> None:
 
 
 def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_the_same() -> None:
-    """SCAFFOLD and pFedMe give every device the weight 1, which says nothing about how many examples it has."""
     honest = msgspec.structs.replace(update(examples=1200), evaluation=of_classes(0.5, 300))
     bounds = claim_bounds.ClaimBounds(examples=100.0, reported=120_000.0)
     claim_bounds.require_plausible(honest, bounds, work=True)
@@ -207,7 +199,6 @@ def test_a_device_reports_as_many_examples_as_others_report_where_each_weighs_th
     ],
 )
 def test_metrics_have_few_and_plain_names(metrics: dict[str, float], said: str) -> None:
-    """Those of a device, and those of a board within the blob of its site."""
     with pytest.raises(UpdateError, match=said):
         claim_bounds.require_plausible(
             msgspec.structs.replace(update(), metrics=metrics), claim_bounds.ClaimBounds(), work=False
@@ -277,7 +268,6 @@ def test_an_evaluation_that_nobody_asked_for_does_not_count() -> None:
 
 
 def test_the_documented_table_has_each_field_that_a_device_sends() -> None:
-    """A new field needs a row that says whether it is verified, bounded or informational."""
     text = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
     section = text.split("## What a device claims\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.splitlines() if "|" in line]

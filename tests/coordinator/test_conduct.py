@@ -34,7 +34,6 @@ def test_what_a_device_may_send_at_once_and_for_good() -> None:
 
 
 def test_a_device_that_goes_on_is_set_aside_and_read_again_after_a_while() -> None:
-    """Once told; nothing of it is read for ASIDE_S, whatever it does; then it begins anew."""
     conduct = RateLimiter()
     found = said(conduct, round(BURST_S / MESSAGE_S) + DROPPED_MOST + 5000, 0.0)
     assert found["aside"] == 1
@@ -52,7 +51,6 @@ def test_a_device_that_is_slowed_now_and_then_is_not_set_aside() -> None:
 
 
 def test_one_device_costs_another_nothing() -> None:
-    """Accounts are each device's own."""
     conduct = RateLimiter()
     said(conduct, 100_000, 0.0)
     assert said(conduct, 100, 0.0, "b") == {"taken": 100}
@@ -68,7 +66,6 @@ def test_other_work_for_a_device_counts_and_its_debt_is_bounded() -> None:
 
 
 def test_devices_that_are_quiet_are_not_remembered() -> None:
-    """A broker that invents names fills no memory."""
     conduct = RateLimiter()
     for number in range(20_000):
         said(conduct, 1, number * 1.0, f"d{number}")
@@ -76,7 +73,6 @@ def test_devices_that_are_quiet_are_not_remembered() -> None:
 
 
 def test_who_was_slowed_of_late_is_remembered_though_it_has_its_time_back() -> None:
-    """Its count of dropped messages goes on within CALM_S, however many others come meanwhile."""
     conduct, later_s = RateLimiter(), BURST_S / RATE + 1
     assert later_s < CALM_S
     flood = round(BURST_S / MESSAGE_S) + DROPPED_MOST
@@ -87,7 +83,6 @@ def test_who_was_slowed_of_late_is_remembered_though_it_has_its_time_back() -> N
 
 
 def test_a_message_costs_by_its_bytes() -> None:
-    """As much as BURST_S of decoding at once: the next one has to wait."""
     conduct = RateLimiter()
     assert conduct.admit_message("a", round(BURST_S / BYTE_S), 0.0) == "taken"
     assert conduct.admit_message("a", 0, 0.0) == "slowed"
@@ -105,14 +100,12 @@ def test_who_is_set_aside_stays_so_however_many_others_come() -> None:
 
 
 def test_a_clock_that_is_set_back_costs_a_device_nothing() -> None:
-    """A device's account does not shrink by time that the clock went back."""
     conduct = RateLimiter()
     said(conduct, 1, 10 * BURST_S / RATE)
     assert said(conduct, 10, 0.0) == {"taken": 10}
 
 
 def test_what_the_coordinator_wants_of_a_device_pays_for_itself() -> None:
-    """A round that is granted in time is never short, however fast rounds follow each other; nothing is laid up."""
     conduct = RateLimiter()
     for number in range(1000):
         conduct.charge_time("a", -ROUND_S, number * 0.01)

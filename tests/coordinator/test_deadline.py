@@ -41,12 +41,10 @@ ONE = {
 
 
 def test_a_devices_pace_is_its_slowest_of_late() -> None:
-    """20 s for a unit, 3 units, half as much again: 90 s."""
     assert allowed_s(cohort(), ONE, asks({"a": 3.0})) == pytest.approx(90.0)
 
 
 def test_what_is_long_past_is_forgotten() -> None:
-    """A first round that brought all the blocks counts for five rounds."""
     known: deadline.Known = {}
     for round, seconds in enumerate([500.0, 20.0, 20.0, 20.0, 20.0]):
         known = add_duration(known, "a", TaskDuration(round, seconds, 1.0))
@@ -56,14 +54,12 @@ def test_what_is_long_past_is_forgotten() -> None:
 
 
 def test_a_device_never_seen_is_as_slow_as_the_slowest() -> None:
-    """b takes 50 s for a unit; so does c, for all that is known."""
     known = {**ONE, "b": (TaskDuration(0, 50.0, 1.0),)}
     assert allowed_s(cohort(), known, asks({"a": 1.0, "c": 1.0})) == pytest.approx(75.0)
     assert allowed_s(cohort(), known, asks({"a": 1.0})) == pytest.approx(30.0)
 
 
 def test_one_device_in_ten_may_be_late_unless_the_quorum_needs_it() -> None:
-    """Nine take 20 s, one 200 s: 30 s suffice for a quorum of 0.8, and all are waited for where all are needed."""
     known = {f"d{i}": (TaskDuration(0, 200.0 if i == 9 else 20.0, 1.0),) for i in range(10)}
     asked = asks(dict.fromkeys(known, 1.0))
     assert allowed_s(cohort(quorum=0.8), known, asked) == pytest.approx(30.0)
@@ -72,14 +68,12 @@ def test_one_device_in_ten_may_be_late_unless_the_quorum_needs_it() -> None:
 
 
 def test_with_nothing_known_there_is_no_prediction() -> None:
-    """Nor ever with a fixed deadline."""
     for policy in ("fixed", "predicted", "paper"):
         assert allowed_s(cohort(policy), {}, asks({"a": 1.0})) is None
     assert allowed_s(cohort("fixed"), ONE, asks({"a": 1.0})) is None
 
 
 def test_no_prediction_is_shorter_than_the_floor_or_longer_than_the_cohorts_deadline() -> None:
-    """10 s at least, unless the job wants less."""
     assert allowed_s(cohort(), ONE, asks({"a": 1e-6})) == 10.0
     assert allowed_s(cohort(), ONE, asks({"a": 1e9})) == 600.0
     assert allowed_s(cohort(deadline_s=4.0), ONE, asks({"a": 1e-6})) == 4.0
@@ -114,7 +108,6 @@ def test_before_anybody_has_answered_the_profile_speaks_for_itself_with_a_wide_m
 
 
 def test_work_that_grows_with_a_devices_own_examples_is_not_guessed_from_a_profile_alone() -> None:
-    """Nobody but the device knows how many it has, until one has answered."""
     ask = DeviceWorkload(WorkEstimate(flops_per_example=100.0), FAST)
     assert allowed_s(cohort(**SURE), {}, {"a": ask}) is None
     known = {"b": (TaskDuration(0, 500.0, 100.0, 500.0, 50.0),)}  # 10 examples
@@ -129,7 +122,6 @@ def test_a_board_that_is_slower_than_its_profile_is_given_so_much_longer() -> No
 
 
 def test_a_board_whose_times_scatter_is_given_longer_than_one_that_is_steady() -> None:
-    """The same middle; 90 % of the time it should be in time."""
     ask = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST)}
 
     def after(*ratios: float) -> float | None:
@@ -141,7 +133,6 @@ def test_a_board_whose_times_scatter_is_given_longer_than_one_that_is_steady() -
 
 
 def test_a_new_board_is_taken_for_the_middle_of_the_fleet() -> None:
-    """Of 1, 2 and 30 times the profile 2, with the spread between boards; the longest transfer seen is added."""
     known = {
         name: (TaskDuration(0, 20.0 * ratio + rest, 40.0, 20.0 * ratio, 20.0),)
         for name, ratio, rest in (("x", 1.0, 1.0), ("y", 2.0, 7.0), ("z", 30.0, 2.0))
@@ -154,7 +145,6 @@ def test_a_new_board_is_taken_for_the_middle_of_the_fleet() -> None:
 
 
 def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next() -> None:
-    """Held at the slow point they took what it says: the next deadline is that of the fast point, round after round."""
     known: deadline.Known = {}
     ask = {"a": DeviceWorkload(WorkEstimate(flops=100.0), FAST)}
     slow_s = predict_duration_s(WorkEstimate(flops=100.0), FAST, "slow")
@@ -167,14 +157,12 @@ def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next() -> 
 
 
 def test_a_device_whose_profile_says_nothing_is_told_by_its_pace_among_others_with_profiles() -> None:
-    """Its own 30 s for 2 units; one that is unseen besides is as slow as the slowest."""
     known = {"a": (TaskDuration(0, 40.0, 2.0, 40.0, 20.0),), "b": (TaskDuration(0, 30.0, 2.0),)}
     assert allowed_s(cohort(**SURE), known, asks({"b": 2.0})) == pytest.approx(30.0)
     assert allowed_s(cohort(**SURE), known, asks({"c": 2.0})) == pytest.approx(40.0)
 
 
 def test_the_papers_deadline_is_the_slowest_of_the_last_round_scaled_by_the_work() -> None:
-    """Round 2 took a 30 s and b 50 s for 2 units; 3 units are to be done: 75 s. What b did before does not count."""
     known = {**ONE, "b": (TaskDuration(1, 500.0, 2.0), TaskDuration(2, 50.0, 2.0)), "c": (TaskDuration(0, 900.0, 2.0),)}
     assert allowed_s(cohort("paper"), known, asks({"a": 3.0, "b": 1.0})) == pytest.approx(75.0)
 
@@ -189,7 +177,6 @@ def test_the_papers_deadline_never_falls_once_devices_just_meet_it() -> None:
 
 
 def test_work_is_one_number_also_where_only_the_device_knows_its_examples() -> None:
-    """5 operations, and 3 for each example: as for one."""
     assert work_amount(WorkEstimate(flops=5.0, flops_per_example=3.0)) == 8.0
     assert work_amount(WorkEstimate()) == 0.0
     assert work_amount(WorkEstimate(flops=5.0, flops_per_example=3.0, examples=4)) == 17.0  # it uses no more than four
@@ -205,7 +192,6 @@ def test_a_first_round_is_predicted_where_the_task_says_how_many_examples_it_use
 
 
 def test_every_policy_that_a_job_may_name_exists() -> None:
-    """And no other."""
     with pytest.raises(msgspec.ValidationError):
         cohort("guessed")
     for policy in deadline.POLICIES:
@@ -213,7 +199,6 @@ def test_every_policy_that_a_job_may_name_exists() -> None:
 
 
 def test_a_profile_predicts_with_the_examples_that_a_device_has_told() -> None:
-    """100 examples in batches of 50: what does not grow with them, a task of 10 s, is not multiplied by its pace."""
     point = msgspec.structs.replace(FAST.points[0], task_s=10.0)
     profile = msgspec.structs.replace(FAST, points=(point,))
     speed = point.flops_per_s

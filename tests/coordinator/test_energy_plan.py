@@ -54,7 +54,6 @@ def near(plan: EnergyPlan | None, seconds: float, joules: float) -> bool:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_is_what_trying_everything_finds(seed: int) -> None:
-    """Fewest joules with and without a bound on time, the shortest within joules, and the whole front."""
     boards, passes = drawn(seed)
     every = tried(boards, passes)
     cheapest = min((joules, seconds) for seconds, joules in every)
@@ -87,7 +86,6 @@ def test_a_plan_is_what_trying_everything_finds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_plan_does_all_the_work_by_choices_that_there_are(seed: int) -> None:
-    """Its joules are those of its own epochs, each at the cheapest choice in time, and idle until the end."""
     boards, passes = drawn(seed)
     for plan in pareto_front(boards, passes):
         assert sum(boards[device].examples * epochs for device, epochs in plan.epochs.items()) >= passes
@@ -100,7 +98,6 @@ def test_a_plan_does_all_the_work_by_choices_that_there_are(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed: int) -> None:
-    """The law of a bound: what was possible within it stays possible within a wider one."""
     boards, passes = drawn(seed)
     limits = [2.0 * step for step in range(1, 60)]
     plans = [plan_least_energy(boards, passes, limit) for limit in limits]
@@ -114,7 +111,6 @@ def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed: int)
 
 
 def test_waiting_is_paid_for() -> None:
-    """Slow is 20 J cheaper for one board, and keeps another one waiting for 10 s: that costs 10 J or 30 J."""
     worker = DeviceForecast((EpochChoice(10.0, 100.0), EpochChoice(20.0, 80.0)))
     for idle_w, seconds, joules in ((1.0, 20.0, 80.0 + 20.0 + 5.0), (3.0, 10.0, 100.0 + 30.0 + 5.0)):
         waiting = DeviceForecast((EpochChoice(1.0, 5.0),), idle_w=idle_w)
@@ -122,7 +118,6 @@ def test_waiting_is_paid_for() -> None:
 
 
 def test_energy_adds() -> None:
-    """Two cohorts that last as long cost together what each costs, and twice the cohort twice as much."""
     one = {"a": DeviceForecast((EpochChoice(10.0, 50.0),), idle_w=1.0)}
     other = {"b": DeviceForecast((EpochChoice(10.0, 30.0),), idle_w=2.0)}
     plans = [plan_least_energy(boards, len(boards)) for boards in (one, other, {**one, **other})]
@@ -139,7 +134,6 @@ def test_work_moves_to_the_board_that_needs_less_for_it() -> None:
 
 
 def test_bounds_that_cannot_be_kept_give_the_nearest_plan() -> None:
-    """No time within 1 s: the shortest one; none within 1 J: the cheapest one; no work possible: none."""
     boards = {"a": DeviceForecast((EpochChoice(5.0, 50.0), EpochChoice(9.0, 20.0)))}
     assert near(plan_least_energy(boards, 1, 1.0), 5.0, 50.0)
     assert near(plan_least_time(boards, 1, 1.0), 9.0, 20.0)
@@ -149,7 +143,6 @@ def test_bounds_that_cannot_be_kept_give_the_nearest_plan() -> None:
 
 
 def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> None:
-    """The bound is by Lagrange: each board alone does what is best for it at one price of an example."""
     roll = random.Random(5)
     boards = {}
     for index in range(200):
@@ -168,7 +161,6 @@ def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> N
 
 
 def test_a_limit_may_be_reached_to_the_second() -> None:
-    """A choice that takes exactly as long as is allowed is within it."""
     board = DeviceForecast((EpochChoice(1.0, 3.0), EpochChoice(2.0, 1.0)))
     found = plan_least_energy({"a": board}, 1, limit_s=2.0)
     assert found is not None

@@ -89,7 +89,6 @@ def test_without_work_to_move_only_the_time_is_chosen() -> None:
 
 
 def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_unless_it_is_bounded() -> None:
-    """40 s, within 30 s only 20 s; and within 200 J above idle the shortest of all."""
     resting = {
         device: ask._replace(profile=msgspec.structs.replace(ask.profile, idle_w=0.0)) for device, ask in BOTH.items()
     }
@@ -99,7 +98,6 @@ def test_where_idling_costs_nothing_a_round_is_as_long_as_the_calm_point_takes_u
 
 
 def test_before_anybody_has_answered_it_is_the_predicted_rule() -> None:
-    """The energy rule needs each device's number of examples, which only the device knows, and its profile's watts."""
     predicted = msgspec.structs.replace(cohort(), deadline="predicted")
     mute = {"dear": training(profile("dear", ("fast", 1.0, None)))}
     for known, asked in (({}, BOTH), (KNOWN, mute)):
@@ -123,7 +121,6 @@ def test_a_new_board_keeps_its_epochs_until_it_has_told_its_examples() -> None:
 
 
 def test_another_number_of_epochs_is_so_many_times_their_work_and_nothing_else() -> None:
-    """An evaluation and what a task costs besides stay as they are."""
     order = TaskSpec({"epochs": 2}, {}, WorkEstimate(flops=4.0, flops_per_example=6.0, launches_per_batch=2.0, batch=5))
     ask = tasks.predict_workload(order, ("work",), "numpy", 0.2, uneven=True)
     assert (ask.epochs, ask.with_epochs(2)) == (2, ask)
@@ -137,7 +134,6 @@ def test_another_number_of_epochs_is_so_many_times_their_work_and_nothing_else()
 
 
 def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without() -> None:
-    """The amounts of work are those of the planned epochs; times of later rounds are compared with them."""
     blob = BlobRef(sha256="a" * 64, size=1)
     plan = JobConstants(0, 5, cohort(), 0)
     state = msgspec.structs.replace(apply_event(JobState(plan), JobStarted(blob), 0.0), took=KNOWN)
@@ -157,7 +153,6 @@ def test_a_round_is_asked_with_its_epochs_and_the_next_one_begins_without() -> N
 
 @pytest.mark.parametrize(("method", "uneven"), [("fednova", True), ("fedprox", True), ("fedavg", False)])
 def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path: Path, method: str, uneven: bool) -> None:
-    """The log says them. Methods that count all epochs alike are not asked for other ones."""
     network = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
     model = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
     job_bundle.write_bundle(
@@ -181,7 +176,6 @@ def test_a_task_has_the_planned_epochs_also_after_a_restart(tmp_path: Path, meth
 
 
 def test_the_log_tells_the_planned_epochs() -> None:
-    """The sentence of a round's cohort has each board's epochs."""
     told = event_messages._describe_event(CohortSelected(3, 0, ("a", "b"), deadline_s=42.0, epochs={"b": 8, "a": 1}))
     assert told == [
         "round 4: cohort a, b; deadline 42 s, chosen for it",
@@ -198,11 +192,9 @@ def test_the_log_tells_the_planned_epochs() -> None:
     ],
 )
 def test_a_bound_that_nothing_heeds_is_refused(keys: dict[str, object], told: str) -> None:
-    """The job's settings are refused as they are read, before any board is asked."""
     with pytest.raises(JobError, match=told):
         settings.parse_job({"name": "j", "method": "fedavg", "cohort": keys})
 
 
 def test_every_rule_is_found_by_its_name() -> None:
-    """ "energy" is one of the deadline rules."""
     assert deadline.POLICIES["energy"] is deadline.decide_by_energy

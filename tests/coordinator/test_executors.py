@@ -109,7 +109,6 @@ def site(tmp_path: Path) -> Site:
 
 
 def test_an_update_has_arrived_when_its_last_blob_has(site: Site) -> None:
-    """Once, and not with the first; each blob is what the device had."""
     both = [site.has(FIRST), site.has(SECOND)]
     site.executor.fetch_blobs("a", both)
     assert site.play() == [UpdateReceived("a")]
@@ -126,7 +125,6 @@ def test_an_update_whose_blobs_are_all_here_has_arrived_without_asking(site: Sit
 
 
 def test_an_update_without_bundles_fetches_nothing_and_lets_go_of_the_one_before(site: Site) -> None:
-    """Admission examines it at once; that nothing arrives later is for the executor to keep."""
     ref = site.has(FIRST)
     site.executor.fetch_blobs("a", [ref])
     site.until_begun(ref)
@@ -151,7 +149,6 @@ def test_one_blob_of_two_that_fails_ends_the_fetch_with_its_error_and_the_next_o
 
 
 def test_an_update_of_which_nothing_can_be_had_fails_once(site: Site) -> None:
-    """Not once for each blob."""
     both = [site.has(FIRST), site.has(SECOND)]
     site.given.clear()
     site.executor.fetch_blobs("a", both)
@@ -161,7 +158,6 @@ def test_an_update_of_which_nothing_can_be_had_fails_once(site: Site) -> None:
 
 
 def test_what_had_come_for_an_update_that_is_wanted_no_more_is_not_taken_for_the_next(site: Site) -> None:
-    """Between two turns: the first update's blob was here already, and its end had not been told yet."""
     here, other = site.depot.store_bytes(FIRST), site.has(SECOND)
     site.executor.fetch_blobs("a", [here])
     site.executor.fetch_blobs("a", [other])
@@ -183,7 +179,6 @@ def test_the_same_update_offered_twice_while_it_is_fetched_arrives_once(site: Si
 
 
 def test_another_update_of_the_device_takes_the_place_of_the_one_that_is_fetched(site: Site) -> None:
-    """What only the first was made of is not waited for."""
     first, second, shared = site.has(FIRST), site.has(SECOND), site.has(b"both have it")
     site.given.remove(first.sha256)
     site.executor.fetch_blobs("a", [first, shared])
@@ -193,7 +188,6 @@ def test_another_update_of_the_device_takes_the_place_of_the_one_that_is_fetched
 
 
 def test_a_session_that_is_lost_while_fetching_is_told_and_the_fetch_goes_on(site: Site) -> None:
-    """All is to be said again, and no chunk that is here is fetched again."""
     ref = site.has(FIRST)
     site.executor.fetch_blobs("a", [ref])
     site.until_begun(ref)
@@ -207,7 +201,6 @@ def test_a_session_that_is_lost_while_fetching_is_told_and_the_fetch_goes_on(sit
 
 
 def test_a_task_that_is_taken_back_while_its_update_is_fetched_is_not_heard_of_again(site: Site) -> None:
-    """And what another device is fetched from goes on."""
     ref = site.has(FIRST)
     site.executor.fetch_blobs("a", [ref])
     site.until_begun(ref)
@@ -219,7 +212,6 @@ def test_a_task_that_is_taken_back_while_its_update_is_fetched_is_not_heard_of_a
 def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each for chunks of another size: there are few sizes, and a manifest of each is made once for everybody."""
     cut = []
     ref = site.depot.store_bytes(bytes(range(256)) * 200)
 
@@ -244,7 +236,6 @@ def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
 def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhile(
     site: Site, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
-    """Whoever has asked for it is answered at the end, also where it turns out to be damaged."""
     monkeypatch.setattr(upload, "CUT_BYTES", 1)  # one chunk
     site.link._link.max_payload = 1 << 18
     monkeypatch.setattr(site.executor._transfers._sender, "_allowed", lambda device, sha256: True)
@@ -277,7 +268,6 @@ def test_a_large_blob_is_cut_a_piece_at_a_time_and_smaller_ones_are_sent_meanwhi
 def test_what_is_hashed_for_a_device_to_no_use_is_taken_off_what_is_read_of_it(
     site: Site, monkeypatch: pytest.MonkeyPatch, hashed_s: float, read: bool
 ) -> None:
-    """The strain that its transfers have counted, after a message about a blob."""
     topics = wire.Topics("f")
     monkeypatch.setattr(site.executor._transfers, "take_charges", lambda: {"a": hashed_s})
     site._own.publish(
@@ -291,7 +281,6 @@ def test_what_is_hashed_for_a_device_to_no_use_is_taken_off_what_is_read_of_it(
 
 @pytest.mark.parametrize("end", ["done", "failed", "stopped"])
 def test_a_broker_keeps_nothing_of_a_run_that_has_ended(site: Site, end: str) -> None:
-    """Who watches it is told how it ended; who comes later finds no round of it."""
     watcher, topic = site.broker.connect(), wire.Topics("f").round_topic("digits-1")
     watcher.subscribe([topic])
     plan = SimpleNamespace(method="fedavg", rounds=3)

@@ -17,7 +17,6 @@ from fedquilt.coordinator.storage.store import Store
 
 
 def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(tmp_path: Path) -> None:
-    """A coordinator collects between the two steps of `rollout model`, which is another process."""
     with Store(tmp_path) as served, Store(tmp_path) as other:
         collector, put = GarbageCollector(served), other.depot.store_bytes
 

@@ -69,7 +69,6 @@ def field() -> Field:
 
 @pytest.mark.parametrize("leaf", ["telemetry", "presence", "hello", "nonsense", "blob/get", f"blob/{'0' * 64}/7"])
 def test_of_a_device_that_is_set_aside_the_broker_delivers_nothing(field: Field, leaf: str) -> None:
-    """The broker delivers none of its messages of any kind, and still delivers other devices'."""
     field.say("b", leaf, 1000)
     assert field.arrived() == 0
     field.say("a")
@@ -78,7 +77,6 @@ def test_of_a_device_that_is_set_aside_the_broker_delivers_nothing(field: Field,
 
 @pytest.mark.parametrize("leaf", ["telemetry", "hello", "nonsense", "blob/x/7"])
 def test_a_flood_of_any_kind_is_noticed(leaf: str) -> None:
-    """Messages are counted before they are checked, as those that are refused take time too."""
     field = Field()
     field.say("b", leaf, FLOOD)
     field.heard()
@@ -86,7 +84,6 @@ def test_a_flood_of_any_kind_is_noticed(leaf: str) -> None:
 
 
 def test_it_is_heard_again_after_a_while(field: Field) -> None:
-    """When a flood's time is over, the coordinator hears all devices by one subscription again."""
     assert field.gate.next_s() < ASIDE_S + 1
     field.heard(ASIDE_S)
     field.say("b")
@@ -111,7 +108,6 @@ def test_a_second_one_is_set_aside_beside_it_and_each_comes_back_in_its_time(fie
 
 
 def test_a_new_device_is_found_by_the_presence_that_the_broker_keeps(field: Field) -> None:
-    """It is looked for now and then; between two looks a flood with presences is not read."""
     field.say("c", "presence", retain=True)
     field.say("b", "presence", 100, retain=True)
     assert field.arrived() == 0
@@ -136,7 +132,6 @@ def test_a_broker_that_comes_back_is_not_asked_for_everything(field: Field) -> N
 def test_where_more_devices_come_than_are_subscribed_to_by_name_all_are_heard(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the subscription to all devices; what the flood sends is read and dropped until its time is over."""
     monkeypatch.setattr(rate_limiter, "KNOWN_MOST", 3)
     for device in "cdef":
         field.say(device, "presence", retain=True)

@@ -172,14 +172,12 @@ def of_field(kind: type, name: str, most: int = 4) -> list[Change]:
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_no_value_of_a_field_changes_more_than_the_update_of_its_device(tmp_path: Path, kind: type, name: str) -> None:
-    """Each value in two rounds: in one the device answers for itself, in the other for two others."""
     changes = of_field(kind, name)
     require_right(play(tmp_path, changes), len(changes), mean, NetworkState)
 
 
 @pytest.mark.parametrize("name", EvaluationSums.__struct_fields__)
 def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_path: Path, name: str) -> None:
-    """Rounds of two honest devices, and of one that sets a field of its sums to its extremes."""
     values = hostile_fields.extremes(EvaluationSums, name)
     table = {"cohort": {**COHORT, "quorum": 0.6, "min_devices": 2, "start_devices": 3}, "check": {"every": 1}}
     stage = Stage(tmp_path, rounds=len(values), **table)
@@ -221,7 +219,6 @@ def test_no_values_of_many_fields_change_more_than_the_update_of_their_device(tm
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_median_of_honest_devices_stays(tmp_path: Path, seed: int) -> None:
-    """That of five, or of these and the liar's one update."""
     robust_job = {"method": "robust", "params": {"rule": "median"}}
     changes = [*of_field(Profile, "boards"), *at_random(seed, 4)]
     require_right(play(tmp_path, changes, **robust_job), len(changes), lambda weight: [3.0, 3.5], robust.State)

@@ -112,7 +112,6 @@ def ordered(tmp_path: Path) -> Iterator[Round]:
 def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(
     stage: Round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of the devices in order answers first; nothing is kept but the sum."""
     read: list[str] = []
     plain = stage.store.depot.load
     monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
@@ -125,7 +124,6 @@ def test_an_update_that_adds_up_is_read_once_whoever_is_awaited_still(
 
 
 def test_what_was_folded_before_a_commit_failed_counts_once(stage: Round, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three updates that a restart has left to fold, the last is gone from the disk; its device sends it again."""
     stage.ask("abc")
     for device, value in zip("abc", (1.0, 2.0, 6.0), strict=True):
         stage.take(device, value)
@@ -143,7 +141,6 @@ def test_what_was_folded_before_a_commit_failed_counts_once(stage: Round, monkey
 
 
 def test_an_update_that_could_not_be_stored_is_not_in_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full once, when what a codec has decoded is stored; its device offers it again."""
     made = Round(tmp_path, {"wire": {"codec": "fp16"}})
     made.ask("ab")
     made.take("a", 1.0)
@@ -183,7 +180,6 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(ordered: Round, monk
 
 
 def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: Round) -> None:
-    """A device has offered two contents for the same round, and the first of them counts."""
     stage.ask("a")
     counted = stage.job.build_update_reader(update := stage.update("a", 1.0), None, ClaimBounds())(update)
     stage.job.build_update_reader(update := stage.update("a", 9.0), None, ClaimBounds())(update)
@@ -194,8 +190,6 @@ def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: R
 def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(
     stage: Round, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A method whose work grows with the rounds that a device has taken part in: deadlines rest on it."""
-
     def send(state: NetworkState, view: DeviceView) -> TaskSpec:
         return TaskSpec({}, {"model": state.model}, WorkEstimate(flops=1.0 + len(view.rounds)))
 
@@ -213,7 +207,6 @@ def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(
 def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_own(
     tmp_path: Path, own: bool, times: int
 ) -> None:
-    """For the deadline and for the task; cut for it alone, they are not kept until its task is made."""
     made, sent = Round(tmp_path), []
 
     def send(state: NetworkState, view: DeviceView) -> TaskSpec:
@@ -234,7 +227,6 @@ def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_ow
 
 
 def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage: Round) -> None:
-    """Two devices' tasks are the same but for their seeds; at a later time less of the deadline is left."""
     stage.ask("ab")
     first, second = (stage.job.build_task(device, "numpy", None, 0.0) for device in "ab")
     later = stage.job.build_task("a", "numpy", None, 10.0)
@@ -247,7 +239,6 @@ def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage: Roun
 
 
 def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_later_moment(stage: Round) -> None:
-    """The model that devices are sent is made from the state once more, with the same name."""
     stage.ask("ab")
     first = stage.job.build_task("a", "numpy", None, 0.0)
     assert first is not None
@@ -286,7 +277,6 @@ class Lives:
 def test_a_round_that_another_process_takes_up_has_what_is_left_of_its_deadline(
     tmp_path: Path, passed_s: float, left_s: float
 ) -> None:
-    """A tenth of the deadline at least, and nearly all of it where the wall clock does not show how long it took."""
     assert Lives(tmp_path).next(passed_s) == pytest.approx(left_s)
 
 
@@ -298,7 +288,6 @@ def test_on_virtual_time_a_round_that_is_taken_up_has_its_whole_deadline(tmp_pat
 def test_a_round_ends_however_soon_its_coordinators_are_killed_and_whatever_their_clocks_show(
     tmp_path: Path, life_s: float
 ) -> None:
-    """Lives of a fiftieth of the deadline, shorter ones, and clocks that every boot sets back or on."""
     lives = Lives(tmp_path)
     most = 600 / life_s if 0 < life_s < 600 else 100
     left = [lives.next(life_s) for _ in range(int(most) + 15)]
@@ -320,7 +309,6 @@ def test_the_time_for_devices_to_be_back_is_halved_at_each_restart(tmp_path: Pat
 
 
 def test_what_is_not_used_is_not_written_so_that_the_version_before_reads_it() -> None:
-    """A fact or a table with a field that it does not know is refused there."""
     started = msgspec.json.encode(JobStarted(BlobRef(sha256="a" * 64, size=1)))
     assert b"begins" not in started
     assert b"links" not in msgspec.json.encode(settings.FleetSettings())

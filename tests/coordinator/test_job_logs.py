@@ -21,7 +21,6 @@ from fedquilt.coordinator.storage.store import Store
 
 
 def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run: Run) -> None:
-    """The latest state, and the updates that it does not contain; another run's are known beside it."""
     other = Run(run.store)
     other.record(JobStarted(state(77)))
     assert run.store.referenced_blobs() == {state(2).sha256, *blob_of(run.id, "a", 3), state(77).sha256}
@@ -42,7 +41,6 @@ def test_the_blobs_of_runs_are_known_from_what_has_come_since_the_last_look(run:
 def test_a_stored_sum_is_needed_in_place_of_the_updates_in_it_until_their_round_ends(
     run: Run, often: Callable[[], Store]
 ) -> None:
-    """By the process that writes the facts, and by one that reads them."""
     run.record(UpdateAccepted(3, of(run.id, "b", 3)), UpdatesAggregated(3, ("a",), state(88)))
     for store in (run.store, often()):
         assert store.referenced_blobs() == {state(2).sha256, state(88).sha256, *blob_of(run.id, "b", 3)}
@@ -71,7 +69,6 @@ def append_and_fail(made: Run) -> None:
 
 
 def test_a_fact_whose_transaction_fails_is_not_taken_for_written(run: Run) -> None:
-    """The next look begins anew where the log is."""
     before = run.store.referenced_blobs()
     with pytest.raises(RuntimeError):
         append_and_fail(run)
@@ -80,7 +77,6 @@ def test_a_fact_whose_transaction_fails_is_not_taken_for_written(run: Run) -> No
 
 
 def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], Store]) -> None:
-    """What a start of the coordinator asks of it does not grow with its log."""
     made = Run(often())
     made.record(JobStarted(BLOB))
     made.round(0, "a")
@@ -93,7 +89,6 @@ def test_a_run_that_is_done_has_its_blobs_without_its_facts(often: Callable[[], 
 
 
 def test_a_removed_run_takes_its_snapshot_with_it(run: Run) -> None:
-    """Nothing needs its blobs any more."""
     run.store.delete_runs([run.id])
     assert run.store._db.execute("select count(*) from snapshots").fetchone() == (0,)
     assert run.store.referenced_blobs() == set()

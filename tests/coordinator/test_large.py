@@ -85,7 +85,6 @@ def blobs(stage: Stage) -> set[str]:
 @pytest.mark.parametrize("order", ["abc", "cab"])
 @pytest.mark.parametrize("method", ["fedavg", "robust"])
 def test_a_worker_comes_to_the_bits_of_the_loop_whatever_the_order(tmp_path: Path, order: str, method: str) -> None:
-    """Also for a method whose sums are not exact, which are folded in the order of devices."""
     calm = played(tmp_path / "calm", "abc", None, method=method)
     large = played(tmp_path / "large", order, eager(), method=method)
     assert len(states(calm)) == 1
@@ -94,7 +93,6 @@ def test_a_worker_comes_to_the_bits_of_the_loop_whatever_the_order(tmp_path: Pat
 
 
 def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path: Path) -> None:
-    """Updates travel as 16-bit floats; what they come to is what the loop makes of them."""
     coded = {"wire": {"codec": "fp16"}}
     found = []
     for name, worker in (("calm", None), ("large", eager())):
@@ -111,7 +109,6 @@ def test_a_lossy_codec_is_decoded_by_the_worker(tmp_path: Path) -> None:
 
 
 def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_path: Path) -> None:
-    """Two of three updates are folded when the coordinator is killed: their blobs are gone; nobody is asked again."""
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "ca", eager())
     assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("c",), ("a", "c")]
@@ -128,7 +125,6 @@ def test_what_is_in_a_stored_sum_is_dropped_and_a_restart_goes_on_from_it(tmp_pa
 
 
 def test_a_sum_is_stored_again_once_as_much_has_come_anew(tmp_path: Path) -> None:
-    """After every second update here, and not after each one that follows a first sum."""
     worker, model = eager(), ones(1.0)
     own_bytes = 16 * sum(array.size for array in model.values())
     worker.stored_at = 1.5 * len(tensors.encode_tensors(model)) / own_bytes
@@ -148,7 +144,6 @@ class Killed(BaseException):
 def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sum is on the disk and the log does not name it: the update is there still, and folded anew."""
     calm = played(tmp_path / "calm", "abc", None)
     stage = played(tmp_path / "large", "c", None)
     append = Store.append_event
@@ -194,7 +189,6 @@ def test_a_damaged_sum_is_named_and_the_devices_in_it_are_asked_again(tmp_path: 
 
 
 def test_a_large_update_that_is_not_finite_is_refused_by_name_and_in_no_sum(tmp_path: Path) -> None:
-    """The others count."""
     stage = Stage(tmp_path, worker=eager(), cohort={**COHORT, "quorum": 0.5})
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
@@ -236,7 +230,6 @@ def test_an_update_that_came_in_time_counts_though_it_is_read_past_the_deadline(
 
 
 def test_an_update_that_is_offered_again_while_it_waits_for_the_worker_is_examined_once(tmp_path: Path) -> None:
-    """Boards offer an update again until it is answered; with many before it that is before it was read."""
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
     hand = stage.hand("a")
@@ -289,7 +282,6 @@ def test_an_update_that_is_given_up_while_it_is_read_ends_nothing(
 
 
 def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp_path: Path) -> None:
-    """A board whose steps move nothing sends the bytes that it was sent."""
     stage = played(tmp_path, "", eager(), rounds=2)
     for hand in [*stage.hands, stage.hands[0]]:
         hand.answer(ones(5.0))
@@ -323,8 +315,6 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path)
 
 
 def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker meets it first."""
-
     def fails(*given: object) -> None:
         raise ValueError("no such layer")
 
@@ -356,7 +346,6 @@ class Slow(SynchronousWorker):
 
 
 def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_in_the_sum(tmp_path: Path) -> None:
-    """What is dropped of the one is what the other has left to fold."""
     worker = Slow()
     stage = played(tmp_path, "", worker)
     worker.go_on()  # what they are sent is stored
@@ -372,7 +361,6 @@ def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_
 
 
 def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path: Path) -> None:
-    """Updates that came while others were read are folded and dropped a few at a time, not all folded first."""
     worker = Slow()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 4})
     hands = [stage.hand(name) for name in "abcd"]

@@ -63,7 +63,6 @@ class Killed(BaseException):
 
 
 def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
-    """Rounds are asked and committed meanwhile, and its log has nothing of it."""
     worker = Slow()
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     id = large(stage)
@@ -85,7 +84,6 @@ def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
 def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The blob is on the disk and no fact names it."""
     append = Store.append_event
 
     def dies(store: Store, id: str, fact: AnyEvent) -> None:
@@ -122,7 +120,6 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
 
 
 def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_tasks(tmp_path: Path) -> None:
-    """Another job finds them taken, and what they say of their task meanwhile takes it from nobody."""
     worker = Slow()
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     stage.store.set_status(stage.job, "done")
@@ -150,7 +147,6 @@ def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_ta
 
 
 def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -> None:
-    """At the coordinator's next look, as any job at work."""
     worker = Slow()
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
@@ -168,7 +164,6 @@ def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -
 
 
 def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Path) -> None:
-    """Two jobs with one bundle begin with the same state, which the first of them releases at its end."""
     worker = Slow()
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
@@ -188,7 +183,6 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Pat
 
 @pytest.mark.parametrize("why", ["bundle", "engine", "method", "stopped"])
 def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp_path: Path, why: str) -> None:
-    """Who watches it over the broker learns how it ended; and nothing of it is kept there."""
     stage = Stage(tmp_path, **({"engine": "numpy"} if why == "engine" else {}))
     if why == "bundle":
         shutil.rmtree(tmp_path / "bundle")

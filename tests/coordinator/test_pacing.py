@@ -143,7 +143,6 @@ def calm(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def test_no_more_comes_than_may_be_here_and_who_offers_first_is_first(tmp_path: Path) -> None:
-    """All six are counted in the order of their offers, with the bits of a coordinator that fetches all at once."""
     stage = Paced(tmp_path / "paced")
     stage.answer("fbdaec")
     stage.play(5.0)
@@ -154,7 +153,6 @@ def test_no_more_comes_than_may_be_here_and_who_offers_first_is_first(tmp_path: 
 
 
 def test_who_waits_is_asked_for_nothing_and_offers_again_without_losing_its_place(tmp_path: Path) -> None:
-    """Its repeated offers, and a claim or presence between them, change nothing."""
     stage = Paced(tmp_path)
     stage.answer("abc")
     update = stage.by_name["d"].answer(moved("d"))
@@ -171,7 +169,6 @@ def test_who_waits_is_asked_for_nothing_and_offers_again_without_losing_its_plac
 
 
 def test_a_board_that_dies_in_its_turn_and_one_that_waits_hold_up_nobody(tmp_path: Path) -> None:
-    """Two of six die: one sends, one waits. The others are in before the deadline, which is kept."""
     stage = Paced(tmp_path / "paced")
     stage.by_name["a"].answer(moved("a"))
     stage.die("a")
@@ -186,7 +183,6 @@ def test_a_board_that_dies_in_its_turn_and_one_that_waits_hold_up_nobody(tmp_pat
 
 
 def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path: Path) -> None:
-    """The worker does nothing until 6 s after it: all six count, in one attempt."""
     stage = Paced(tmp_path / "paced")
     stage.answer("abcdef")
     stage.play(24.0)
@@ -199,7 +195,6 @@ def test_a_board_that_is_held_back_at_the_deadline_is_not_late(tmp_path: Path) -
 
 
 def test_a_sites_round_ends_in_time_for_the_round_above_whoever_is_held_back(tmp_path: Path) -> None:
-    """A twentieth of its deadline later it waits for nobody: neither for who waits nor for whose update is read."""
     stage = Paced(tmp_path)
     (job,) = stage.server.active_jobs()
     assert job.rounds.state is not None
@@ -217,7 +212,6 @@ def test_a_sites_round_ends_in_time_for_the_round_above_whoever_is_held_back(tmp
 
 
 def test_an_offer_after_the_deadline_does_not_keep_a_round_open(tmp_path: Path) -> None:
-    """It waits behind the others; once those are read the round closes, with a quorum."""
     stage = Paced(tmp_path)
     stage.answer("abcd")
     stage.play(20.0)
@@ -231,7 +225,6 @@ def test_an_offer_after_the_deadline_does_not_keep_a_round_open(tmp_path: Path) 
 
 
 def test_a_board_that_dies_while_it_is_held_back_does_not_keep_a_round_open(tmp_path: Path) -> None:
-    """It offered 20 s before the deadline and its turn comes after that: the deadline is as much later for it."""
     stage = Paced(tmp_path)
     stage.answer("abcde")
     stage.die("e")
@@ -247,7 +240,6 @@ def test_a_board_that_dies_while_it_is_held_back_does_not_keep_a_round_open(tmp_
 
 
 def test_a_loop_that_waits_past_the_deadline_does_not_spin(tmp_path: Path) -> None:
-    """It sleeps until something comes, or the store is looked at."""
     stage = Paced(tmp_path)
     stage.answer("abcd")
     stage.play(24.0)
@@ -256,7 +248,6 @@ def test_a_loop_that_waits_past_the_deadline_does_not_spin(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("pieces", range(9))
 def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(tmp_path: Path, pieces: int) -> None:
-    """After any number of the worker's pieces; boards offer again to its next start, and nobody works twice."""
     stage = Paced(tmp_path / "paced")
     stage.answer("fbdaec")
     for _ in range(pieces):
@@ -294,7 +285,6 @@ def test_each_update_that_is_folded_gives_its_place_to_the_next(tmp_path: Path) 
 
 
 def test_what_is_in_a_stored_sum_takes_no_place_after_a_restart(tmp_path: Path) -> None:
-    """Its updates are gone from the disk; the worker has not read the sum yet."""
     stage = Paced(tmp_path)
     stage.answer("abc")
     stage.work(10.0)
@@ -319,7 +309,6 @@ def test_a_method_that_needs_all_updates_until_the_end_is_not_stopped_by_them(tm
 
 
 def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path: Path) -> None:
-    """Two of six suffice: the four that wait or send are asked for nothing, and the next round begins anew."""
     stage = Paced(tmp_path, rounds=2, cohort={**COHORT, "size": 2, "over_select": 2.0})
     stage.answer("abcdef")
     stage.work(3.0)
@@ -330,7 +319,6 @@ def test_a_round_that_needs_no_more_lets_go_of_those_who_wait(tmp_path: Path) ->
 
 
 def test_a_round_that_needs_no_more_closes_at_once_though_its_deadline_has_passed(tmp_path: Path) -> None:
-    """Two of six suffice, and come after it: the four who wait for their turn are not waited for."""
     stage = Paced(tmp_path, cohort={**COHORT, "size": 2, "over_select": 2.0})
     stage.answer("abcdef")
     stage.play(22.0)
@@ -341,7 +329,6 @@ def test_a_round_that_needs_no_more_closes_at_once_though_its_deadline_has_passe
 
 
 def test_boards_that_send_for_too_long_make_way_for_those_who_wait_in_time(tmp_path: Path) -> None:
-    """Two say over and over how their update is cut: at the deadline, and not before, their turn goes to the others."""
     stage = Paced(tmp_path / "paced")
     slow = {stage.by_name[name]: stage.by_name[name].answer(moved(name)).bundles["model"] for name in "ab"}
     for name in "ab":
@@ -376,7 +363,6 @@ class Noted(Paced):
 def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when it offers again; not after its turn has come, and not in a home that no coordinator serves."""
     stage = Noted(tmp_path)
     stage.answer("abcd")
     stage.by_name["c"].answer(moved("c"))

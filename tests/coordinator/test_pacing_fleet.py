@@ -67,7 +67,6 @@ def played(folder: Path, bundle: Path, data: Path) -> tuple[list[str], Any]:
 
 
 def test_turns_change_no_bit_of_a_network_with_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the worker: the model has running means, and numbers without axes."""
     data = write_images(tmp_path / "data.npz", 8)
     prepare.prepare_bundle({"model": NETWORK, "input": {"channels": 1, "size": 8}}, tmp_path / "bundle")
     calm, model = played(tmp_path / "calm", tmp_path / "bundle", data)

@@ -35,7 +35,6 @@ def of(given: list[DeviceUpdate], weight: float | None = None) -> DeviceUpdate:
 
 
 def test_what_is_passed_up_is_what_the_boards_sent() -> None:
-    """Names, weights, metrics and bundles, also one without tensors and a tensor without axes."""
     given = [board("b", 1.0, loss=0.5), board("a", 2.0, 3.0)]
     update = of(given)
     assert list(update.bundles) == ["site.0"]
@@ -51,7 +50,6 @@ def test_what_is_passed_up_is_what_the_boards_sent() -> None:
 
 
 def test_many_boards_are_cut_into_several_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By their bytes or by their tensors, whichever is reached first."""
     given = [board(f"b{number}", float(number)) for number in range(5)]
     monkeypatch.setattr(site_updates, "BUNDLE_TENSORS", 4)
     assert [len(site_updates._decode_parts(bundle)) for bundle in of(given).bundles.values()] == [2, 2, 1]
@@ -97,7 +95,6 @@ def test_an_update_that_is_not_what_it_says_is_refused_by_name(spoilt: dict[str,
 
 
 def test_a_board_that_is_in_it_twice_is_named() -> None:
-    """In one bundle, or in two."""
     with pytest.raises(UpdateError, match="it has a twice"):
         site_updates.parts_of_site(of([board("a", 1.0), board("a", 2.0)]))
     one, other = of([board("a", 1.0)]).bundles["site.0"], of([board("a", 2.0)]).bundles["site.0"]
@@ -106,7 +103,6 @@ def test_a_board_that_is_in_it_twice_is_named() -> None:
 
 
 def test_a_board_whose_update_does_not_fit_is_named_and_nothing_of_the_site_is_folded() -> None:
-    """As the method's own check says it."""
     method = methods.load("robust")
     above = sites.adapt_for_sites(
         method, settings.parse_job({"name": "j", "method": "robust", "cohort": {"min_devices": 3}}), {}
@@ -148,7 +144,6 @@ def examined(state: events.JobState, taken: Update) -> message_handler.Decision:
 
 
 def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
-    """The whole update, by name; the one that came first counts."""
     state = running(update("one", "a", "b"))
     step = examined(state, update("other", "b", "c"))
     (fact,) = step.facts
@@ -159,7 +154,6 @@ def test_a_board_that_counts_through_one_site_is_refused_from_another() -> None:
 
 
 def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_way_round() -> None:
-    """A board that is a device of both coordinators."""
     own = update("alone")
     step = message_handler.decide_response(
         "j", running(update("one", "alone")), None, message_handler.UpdateAnnounced("alone", own), 0.0
@@ -173,7 +167,6 @@ def test_a_board_that_counts_through_a_site_is_refused_by_itself_and_the_other_w
 
 
 def test_a_site_does_not_speak_for_a_device_that_the_coordinator_knows() -> None:
-    """The device has not answered yet in this round."""
     (fact,) = examined(running(), update("one", "alone")).facts
     assert isinstance(fact, events.UpdateRejected)
     assert "alone is a device of this coordinator, and speaks for itself" in fact.reason
@@ -187,7 +180,6 @@ def test_the_boards_of_a_lost_update_may_count_again() -> None:
 
 
 def test_a_sites_update_may_be_as_large_as_its_boards_could_send() -> None:
-    """A device without boards sends none; a site is limited by how many it says that it has, up to 10,000."""
     known = UpdateSchema({"model": {"a": tensors.TensorSpec((1000,), np.dtype(np.float32))}})
     each = checks.max_bundle_bytes(known.bundles["model"], Encoding())
     with pytest.raises(UpdateError, match="has no right to be one"):

@@ -174,7 +174,6 @@ def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(
 
 
 def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named(pair: Pair) -> None:
-    """From what is here: the broker loses all after five chunks."""
     pair.places.record_profile(profile("a", "pigeon"))
     pair.broker.chunks_most = 5
     ref, board = pair.coordinator.depot.store_bytes(noise(12 * CHUNK)), pair.boards["a"]
@@ -188,7 +187,6 @@ def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named
 
 
 def test_a_host_that_is_not_reached_rests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second blob does not wait for it."""
     relay = relayed(pair, monkeypatch)
     relay.close()
     board = pair.boards["a"]
@@ -262,7 +260,6 @@ def test_an_answer_that_is_not_the_range_is_not_written(
 def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its manifest fits what it puts, and that is not the blob it has announced."""
     board = pair.boards["a"]
     ref, other = board.depot.store_bytes(noise(2 * CHUNK, 1)), noise(2 * CHUNK, 2)
     (board.depot.folder / ref.sha256).write_bytes(other)
@@ -339,7 +336,6 @@ class Late(TransferBackend):
 
 
 def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_else_is_moved(tmp_path: Path) -> None:
-    """Once the broker is reached."""
     broker, ways = MemoryBroker(), Late()
     coordinator = Side(broker, tmp_path)
     coordinator.carry(ways)
@@ -358,7 +354,6 @@ def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_
 
 
 def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store(pair: Pair) -> None:
-    """The board says which of the places it was."""
     pair.places._backend = Store()  # type: ignore[assignment]
     payload = noise(2 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
@@ -386,7 +381,6 @@ class Store:
 
 
 def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store is asked to remove the updates of a thousand boards at once: not by a thousand threads."""
     ways, begun = TransferBackend(most=2), list[Callable[[], None]]()
 
     class Thread:

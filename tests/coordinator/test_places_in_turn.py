@@ -15,7 +15,6 @@ MB = 1_000_000
 
 
 def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever places there are: two boards put by HTTP, and the third only once theirs is worked on."""
     pair = Pair(tmp_path, "x", "y", "z")
     named: list[str] = []
     accepts = pair.places.upload_locations
@@ -43,7 +42,6 @@ def test_a_board_that_waits_for_its_turn_is_named_no_place(tmp_path: Path, monke
 def test_a_board_that_puts_for_too_long_makes_way_for_one_that_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two put nothing where they were to: first the rest is to come over the broker, and then another goes first."""
     pair = Pair(tmp_path, "x", "y", "z")
     refs = {
         name: board.depot.store_bytes(noise(MB, number)) for number, (name, board) in enumerate(pair.boards.items())

@@ -64,7 +64,6 @@ def play(stage: Stage, without: str, seconds: float, code: str = "data") -> None
 
 
 def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_jobs_describes_it() -> None:
-    """Each row says whether the failure recurs and how long the device is not selected."""
     codes = set(get_args(wire.RefusalCode))
     assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - device_status.NO_REFUSAL
     assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding", "removed"}
@@ -86,7 +85,6 @@ def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_job
 def test_boards_without_data_are_asked_once_and_the_others_make_every_round(
     tmp_path: Path, code: str, size: int
 ) -> None:
-    """Three of five refuse: each once in eight rounds, and no attempt is lost to them."""
     stage = Stage(tmp_path, rounds=8, cohort={"deadline_s": 30.0, "attempts": 1, "size": size})
     for name in "abcde":
         stage.hand(name)
@@ -97,7 +95,6 @@ def test_boards_without_data_are_asked_once_and_the_others_make_every_round(
 
 
 def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path: Path) -> None:
-    """A restart of the coordinator is no start of the board; one of its agent is."""
     stage = Stage(tmp_path, rounds=99, cohort={"deadline_s": 30.0, "attempts": 1})
     for name in "abc":
         stage.hand(name)
@@ -114,7 +111,6 @@ def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path: Path) -> No
 
 
 def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> None:
-    """It does not wait for ever for boards that nobody has."""
     stage = Stage(tmp_path, rounds=4, cohort={"deadline_s": 30.0, "attempts": 2})
     for name in "ab":
         stage.hand(name)
@@ -126,7 +122,6 @@ def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> Non
 
 
 def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for() -> None:
-    """Also in another attempt at the same round; a check that it has no data for says nothing of the work."""
     state = after(begun(rounds=9, check_every=2, size=2), CohortSelected(0, 0, tuple("abc")))
     state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
     assert alone(state, "abc") == {"a": "data"}
@@ -149,7 +144,6 @@ def test_where_the_others_are_too_few_all_are_asked_once_in_each_round() -> None
 
 
 def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked() -> None:
-    """The time for which a round waits for boards to come has passed when the second refuses: c is there."""
     state = after(
         begun(size=2, deadline_s=600.0),
         CohortSelected(0, 0, ("a", "b")),
@@ -161,7 +155,6 @@ def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked() -> None
 
 
 def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused() -> None:
-    """They are not told as silent."""
     state = after(begun(size=3, attempts=2), CohortSelected(0, 0, tuple("abc")))
     state = after(
         state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"), UpdateAccepted(0, update("b"))
@@ -174,7 +167,6 @@ def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused() -> None:
 
 
 def test_a_start_is_another_with_another_boot_or_profile() -> None:
-    """The same messages again are none; of a board that has not been heard there is no start."""
     registry, profile = DeviceRegistry(), plain.profile()
     assert registry.agent_start_key("a") == ""
     registry.update_presence("a", wire.Presence(online=True, boot="1"), 0.0)
@@ -200,7 +192,6 @@ def asked(stage: Stage) -> list[tuple[int, int, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("code", RECURS)
 def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(tmp_path: Path, code: str) -> None:
-    """The reason has two lines: the cause with the number of devices, and the fix."""
     stage = Stage(tmp_path, rounds=4, cohort={"deadline_s": 30.0, "attempts": 3})
     for name in "abc":
         stage.hand(name)
@@ -218,7 +209,6 @@ def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(
 def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others_go_on(
     tmp_path: Path, code: str
 ) -> None:
-    """No attempt is lost to it, and it is not asked the same task twice."""
     stage = Stage(tmp_path, rounds=3, cohort={"deadline_s": 30.0, "attempts": 1})
     for name in "abc":
         stage.hand(name)
@@ -232,7 +222,6 @@ def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others
 
 @pytest.mark.parametrize("code", PASSING)
 def test_a_passing_failure_is_tried_again(tmp_path: Path, code: str) -> None:
-    """All three fail in the first attempt and answer in the second."""
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3})
     for name in "abc":
         stage.hand(name)
@@ -244,7 +233,6 @@ def test_a_passing_failure_is_tried_again(tmp_path: Path, code: str) -> None:
 
 
 def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path: Path) -> None:
-    """What a device says is a claim: a slow device keeps its attempts, and the claimant is not asked again."""
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 2, "min_devices": 2})
     for name in "abc":
         stage.hand(name)
@@ -271,7 +259,6 @@ def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tm
 
 
 def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path: Path) -> None:
-    """Both devices send NaN: one attempt, with the cause and the fix."""
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3})
     for name in "ab":
         stage.hand(name)
@@ -287,7 +274,6 @@ def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path: Path) -> No
 
 
 def test_a_device_with_a_full_disk_is_not_selected_until_it_reports_free_space(tmp_path: Path) -> None:
-    """It declines once, and takes part again after its telemetry."""
     stage = Stage(tmp_path, rounds=99, cohort={"deadline_s": 30.0, "attempts": 1})
     for name in "abc":
         stage.hand(name)

@@ -45,7 +45,6 @@ def fleet(tmp_path: Path) -> tuple[Home, Hand, Hand]:
 def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(
     fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It went offline long ago; the others are as before, and so is the next coordinator's fleet."""
     stage, a, b = fleet
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     a.answer(ones())
@@ -67,7 +66,6 @@ def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(
 def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
     fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The task is taken back, and the round does not wait for its update."""
     stage, a, b = fleet
     assert f"b has a task of {stage.job}, round 1" in stage.said(capsys, "b", "--remove", code=2)
     stage.play()
@@ -87,7 +85,6 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
 def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
     fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Removing is not revoking."""
     stage, _, b = fleet
     stage.said(capsys, "b", "--remove", "--force")
     stage.play()
@@ -112,7 +109,6 @@ def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
 def test_a_removal_of_nobody_is_refused(
     fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str], words: list[str], told: str
 ) -> None:
-    """And nothing is removed."""
     stage, _, _ = fleet
     assert told in stage.said(capsys, *words, code=2)
     stage.play()

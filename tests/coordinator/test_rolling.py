@@ -21,7 +21,6 @@ def told(ground: Ground, *kinds: type) -> list[Any]:
 
 # -- phases ---------------------------------------------------------------------------------------
 def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
-    """The next share of the fleet is offered the model only once all boards offered before have committed it."""
     ground.fleet(20)
     id = ground.deploy(canary=0.05, phases=(0.25, 1.0))
     ground.play(30.0)
@@ -35,7 +34,6 @@ def test_a_good_model_reaches_all_in_phases(ground: Ground) -> None:
 
 
 def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> None:
-    """The bad rollout ends by itself, and no board runs its model afterwards; the next rollout reaches all boards."""
     ground.fleet(200, lambda device, release: "returned" if release.name == "bad" else "committed")
     bad = ground.deploy(MODEL, name="bad")
     ground.play(40.0)
@@ -49,7 +47,6 @@ def test_of_200_boards_a_bad_model_reaches_the_canary_alone(ground: Ground) -> N
 
 
 def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(ground: Ground) -> None:
-    """Boards that had taken the model return to what they ran before."""
     boards = ground.fleet(40)
     id = ground.deploy(canary=0.05, phases=(0.5, 1.0))
     ground.play(0.2)
@@ -64,7 +61,6 @@ def test_a_model_that_fails_on_other_boards_than_the_canary_goes_no_further(grou
 
 
 def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(ground: Ground) -> None:
-    """The canary is a share of all boards, not of those that came within the first second or two."""
     ground.deploy(canary=0.25, phases=(1.0,))
     boards = ground.fleet(40, away=39)
     ground.play(SETTLE_S / 2)
@@ -75,7 +71,6 @@ def test_a_coordinator_that_has_just_started_first_hears_which_boards_there_are(
 
 
 def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> None:
-    """Limits, soak, window, force and name are those of the plan."""
     (board,) = ground.fleet(1)
     limits = wire.ReleaseLimits(min_gain=-0.005, max_latency_s=0.04)
     id = ground.deploy(limits=limits, soak_s=5.0, window="02:00-05:00", force=True, name="digits")
@@ -88,7 +83,6 @@ def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> Non
 
 
 def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
-    """Boards with another label are not asked, now or later."""
     ground.fleet(3, labels=("site=lab",))
     ground.fleet(3, labels=("site=hall",))
     id = ground.deploy(select=("site=lab",))
@@ -99,7 +93,6 @@ def test_only_boards_with_the_labels_get_it(ground: Ground) -> None:
 
 # -- boards that are away -------------------------------------------------------------------------
 def test_boards_that_cannot_be_upgraded_are_left_out_by_name_and_do_not_count(ground: Ground) -> None:
-    """Two of four have no launcher: they are offered models, and no version of the agent."""
     never = {"versions": {UPGRADES: "none: no launcher started the agent"}}
     unable = ground.fleet(2, lambda device, release: "refused" if release.kind == "agent" else "committed", **never)
     ground.fleet(2)
@@ -135,7 +128,6 @@ def test_an_upgrade_of_boards_that_all_cannot_be_upgraded_ends_and_names_them(gr
 
 # -- models that a device's ONNX Runtime is too old for ------------------------------------------------
 def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground: Ground) -> None:
-    """One of three loads opset 21 at most: it is left out by name, with both numbers, and so is a later one like it."""
     old = ground.fleet(1, versions={"onnxruntime": "1.19.2"})
     ground.fleet(1, versions={"onnxruntime-gpu": "1.32.0"})
     ground.fleet(1)  # what a device without ONNX Runtime says, its own check decides
@@ -156,7 +148,6 @@ def test_a_model_goes_to_no_device_whose_runtime_is_too_old_for_it(ground: Groun
 
 
 def test_a_model_that_no_device_can_load_ends_its_rollout_before_it_is_sent(ground: Ground) -> None:
-    """The IR version alone decides too."""
     boards = ground.fleet(2, versions={"onnxruntime": "1.32.0"})
     id = ground.deploy(versions=(17, 77))
     ground.play(10.0)
@@ -166,7 +157,6 @@ def test_a_model_that_no_device_can_load_ends_its_rollout_before_it_is_sent(grou
 
 
 def test_a_board_that_is_off_for_the_whole_rollout_catches_up_when_it_returns(ground: Ground) -> None:
-    """Neither a board that was known before nor a new one holds the rollout up while it is off."""
     boards = ground.fleet(8)
     ground.play(1.0)
     boards[3].go()
@@ -228,7 +218,6 @@ def test_a_release_that_a_board_has_not_heard_is_sent_again(ground: Ground) -> N
 
 
 def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground: Ground) -> None:
-    """The coordinator drops what a device sends too fast; what a board has said of a release it says but once."""
     (board,) = ground.fleet(1)
     board.judge = lambda device, release: "soaking"
     id = ground.deploy()
@@ -241,7 +230,6 @@ def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground: Ground) 
 
 
 def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Ground) -> None:
-    """An agent that knows no releases never answers; a step passes without it once at least one board has answered."""
     boards = ground.fleet(4)
     for board in boards:
         board.take = lambda release: None  # type: ignore[method-assign]
@@ -259,7 +247,6 @@ def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Gr
 
 
 def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_are_killed(ground: Ground) -> None:
-    """Each coordinator lives for 20 s, a third of the patience. The step passes without the board all the same."""
     ground.disk = PrivateDisk()
     ground.disk.wall_clock_s = lambda: 1e9 + ground.broker.now_s  # type: ignore[method-assign]
     ground.restart()
@@ -295,7 +282,6 @@ def test_a_board_that_falls_silent_with_the_new_model_has_failed(ground: Ground)
 
 
 def test_a_new_board_gets_the_latest_of_the_rollouts_that_are_done(ground: Ground) -> None:
-    """An earlier rollout does not offer a board what a later one will replace at once."""
     ground.fleet(3)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)

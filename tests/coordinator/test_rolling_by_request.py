@@ -17,7 +17,6 @@ from fedquilt.core import JobError
 
 # -- people ---------------------------------------------------------------------------------------
 def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
-    """Boards that run the model return to what they ran before, also one that was away when the rollout was ended."""
     boards = ground.fleet(10, lambda device, release: "soaking")
     id = ground.deploy(canary=0.3, phases=(1.0,))
     ground.play()
@@ -39,7 +38,6 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
 
 
 def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
-    """Boards return to the model before; a board that comes later gets that one, which is in force again."""
     ground.fleet(6)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -60,7 +58,6 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
 
 @pytest.mark.parametrize("ended", ["aborted", "rolled back"])
 def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, ended: str) -> None:
-    """A board keeps one former model: once a later rollout was undone, none from before the earlier one is left."""
     ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -78,7 +75,6 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, e
 
 
 def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground: Ground) -> None:
-    """The coordinator writes a report between the two reads of the command."""
     ground.fleet(2)
     id = ground.deploy()
     ground.play(30.0)
@@ -96,7 +92,6 @@ def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground: G
 
 
 def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
-    """Whoever deploys a second model is told which rollout is under way, and how to end it."""
     id = ground.deploy()
     with pytest.raises(JobError, match=rf"{id} of digits is queued: .*`fedquilt rollout back {id} --home"):
         ground.deploy(OTHER)
@@ -116,7 +111,6 @@ def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: dict[str, Any], said: str) -> None:
-    """A plan that is refused is not queued."""
     with pytest.raises(JobError, match=said):
         ground.deploy(**changes)
     assert ground.store.rollouts.readable_rollouts() == []
@@ -124,7 +118,6 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: d
 
 # -- odd boards -----------------------------------------------------------------------------------
 def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> None:
-    """A coordinator whose home was put back, or a second one, sends releases that are older than what the board has."""
     (board,) = ground.fleet(1)
     board.serial = 1 << 40
     board.take = lambda release: (
@@ -140,7 +133,6 @@ def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> N
 
 
 def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
-    """After a hundred facts of one board the log notes no more of that board."""
     (board,) = ground.fleet(1, lambda device, release: "soaking")
     id = ground.deploy()
     ground.play()
@@ -154,7 +146,6 @@ def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
 
 
 def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
-    """A board outside the canary can neither report on a release nor fetch its blob."""
     boards = ground.fleet(10)
     id = ground.deploy(canary=0.1, phases=(1.0,), patience_s=1000.0)
     for board in boards:

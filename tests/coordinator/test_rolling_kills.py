@@ -69,7 +69,6 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
 
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
 def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path: Path, power: bool) -> None:
-    """In the end all boards run the model, and each was offered it once."""
     calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
     assert calls > 60
     for at in range(1, calls, 5):
@@ -89,7 +88,6 @@ def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_
 def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(
     tmp_path: Path, power: bool
 ) -> None:
-    """The rollout is aborted once, only the canary ever ran the model, and no board runs it in the end."""
     calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
     for at in range(1, calls, 3):
         ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
@@ -103,7 +101,6 @@ def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_can
 def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_boards_that_are_away(
     tmp_path: Path,
 ) -> None:
-    """A coordinator that is killed between the facts of an abort and its releases leaves the broker with older ones."""
     ground = Ground(tmp_path)
     (board,) = ground.fleet(1)
     id = ground.deploy()
@@ -120,7 +117,6 @@ def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_bo
 
 
 def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path: Path) -> None:
-    """A coordinator that is killed after sending a release knows it from its log."""
     ground = Ground(tmp_path)
     publish, sent = ground.link.publish, list[bool]()
 

@@ -22,7 +22,6 @@ def ground(tmp_path: Path) -> Ground:
 
 
 def test_blobs_are_kept_while_some_board_may_ask_for_them(ground: Ground) -> None:
-    """The blob of a done rollout is kept until all its boards have a later one; an undone rollout has none."""
     ground.fleet(2, lambda device, release: "refused" if release.name == "bad" else "committed")
     digests = [ground.store.depot.store_bytes(each).sha256 for each in (MODEL, OTHER, b"bad")]
     ground.deploy(MODEL, name="first")
@@ -59,7 +58,6 @@ def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) ->
 
 
 def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
-    """A later rollout is carried out; the damaged one is named in the log, in errors and to whoever clears up blobs."""
     ground.fleet(2)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -77,7 +75,6 @@ def test_a_damaged_log_is_named_and_hides_no_other(ground: Ground, caplog: pytes
 def test_a_serial_is_later_than_any_before_and_than_any_of_a_home_that_was_put_back(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A home that was put back has forgotten serials, which are of seconds that have passed."""
     monkeypatch.setattr("time.time", lambda: 5e9)
     assert ground.store.rollouts.next_serial() == 5_000_000_000
     ground.store.rollouts.append_events([(ground.deploy(), RolloutStarted(6_000_000_000))])
@@ -85,7 +82,6 @@ def test_a_serial_is_later_than_any_before_and_than_any_of_a_home_that_was_put_b
 
 
 def test_a_plan_is_read_back_as_it_was(ground: Ground) -> None:
-    """Settings of any kind and limits survive a restart of the coordinator."""
     plan = RolloutPlan(
         "settings", "s", settings={"budget": "1GB", "governor": {"max_w": 7.5}}, limits=wire.ReleaseLimits(min_gain=0.0)
     )

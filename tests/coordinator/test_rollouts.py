@@ -65,14 +65,12 @@ def message(phase: Any, serial: int = 7, rollout: str = "r", **changes: Any) -> 
     ("count", "canary", "wanted"), [(200, 0.05, 10), (199, 0.05, 9), (8, 0.05, 1), (1, 0.05, 1), (10, 0.3, 3)]
 )
 def test_the_canary_is_no_more_than_its_share(count: int, canary: float, wanted: int) -> None:
-    """The canary is a share of the boards that are there, and at least one of them."""
     fact = decide_rollout_event(state(canary=canary, phases=(1.0,)), there(names(count)), 0.0, 8)
     assert isinstance(fact, ReleaseOffered)
     assert len(fact.devices) == wanted
 
 
 def test_boards_are_drawn_by_the_rollouts_id() -> None:
-    """A restart draws the same boards, whatever order they are known in; another rollout draws others."""
     fleet = there(names(100))
     once, other = state(), Rollout("other", state().plan, "running", 7)
     assert select_step_devices(once, fleet) == select_step_devices(once, dict(reversed(fleet.items())))
@@ -81,7 +79,6 @@ def test_boards_are_drawn_by_the_rollouts_id() -> None:
 
 
 def test_a_canary_waits_for_a_board_that_is_there() -> None:
-    """With all boards away nothing is offered; the first that comes is the canary."""
     fleet = {name: RolloutDevice(False, 0.0) for name in names(10)}
     assert decide_rollout_event(state(), fleet, 1e9, 8) is None
     assert decide_rollout_event(state(), {**fleet, "b-003": RolloutDevice(True, 0.0)}, 0.0, 8) == ReleaseOffered(
@@ -90,7 +87,6 @@ def test_a_canary_waits_for_a_board_that_is_there() -> None:
 
 
 def test_only_a_step_that_was_offered_passes() -> None:
-    """With one board the canary is the fleet, and no phase follows."""
     alone = there(["a"])
     now = state(ReleaseOffered(0, ("a",)), StatusReported("a", 7, "committed"))
     for fact in (PhasePassed(0), RolloutCompleted()):
@@ -101,7 +97,6 @@ def test_only_a_step_that_was_offered_passes() -> None:
 
 
 def test_a_phase_without_devices_is_left_out() -> None:
-    """No board is online for 25 %; 100 % are offered to the one that is away, and pass after its report."""
     fleet = {**there(["a"]), "away": RolloutDevice(False, 0.0)}
     now = state(ReleaseOffered(0, ("a",)), StatusReported("a", 7, "committed"), PhasePassed(0))
     offered = decide_rollout_event(now, fleet, 0.0, 8)
@@ -111,7 +106,6 @@ def test_a_phase_without_devices_is_left_out() -> None:
 
 
 def test_the_last_step_takes_boards_that_are_away() -> None:
-    """A board that is away holds the last step up for no longer than the patience."""
     fleet = {**there(["a", "b"]), "away": RolloutDevice(False, 0.0)}
     now = state(
         ReleaseOffered(0, ("a",)),
@@ -150,7 +144,6 @@ def test_a_board_that_is_there_and_talks_is_waited_for_a_day(phase: Any) -> None
 
 
 def test_nothing_passes_before_anybody_has_answered() -> None:
-    """Without a single answer no patience is long enough: nothing is known of the release."""
     fleet = {name: RolloutDevice(False, 0.0) for name in names(4)}
     now = state(ReleaseOffered(0, ("b-000",)), patience_s=1.0)
     assert decide_rollout_event(now, fleet, 1e9, 8) is None
@@ -159,7 +152,6 @@ def test_nothing_passes_before_anybody_has_answered() -> None:
 
 @pytest.mark.parametrize("failure", ["refused", "returned"])
 def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
-    """With 20 in the canary two are a tenth, and three are more."""
     devices = names(400)
     now = state(ReleaseOffered(0, tuple(devices[:20])), canary=0.05, abort_above=0.1)
     for device in devices[:2]:
@@ -172,7 +164,6 @@ def test_more_failures_than_allowed_abort_it(failure: Any) -> None:
 
 
 def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
-    """Two of twenty boards failed and the others said nothing: all that answered have failed."""
     devices = names(200)
     now = state(ReleaseOffered(0, tuple(devices[:20])), patience_s=10.0, abort_above=0.1)
     for device in devices[:2]:
@@ -186,7 +177,6 @@ def test_at_the_end_of_a_step_only_those_that_answered_count() -> None:
     st.lists(st.sampled_from(["committed", "refused", "returned", "soaking", "waiting", ""]), min_size=1, max_size=30)
 )
 def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
-    """Neither the order in which boards end nor who falls silent lets more failures pass than the plan allows."""
     devices = names(len(phases))
     now = state(ReleaseOffered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device, phase in zip(devices, phases, strict=True):
@@ -205,7 +195,6 @@ def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
 
 
 def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again() -> None:
-    """Once the step has passed without it; one that said nothing at all is silent, as before."""
     devices = names(12)
     now = state(ReleaseOffered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device in devices[2:]:
@@ -228,7 +217,6 @@ def test_a_board_that_died_in_its_check_is_shown_as_lost_until_it_is_heard_again
 
 
 def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
-    """A rollout whose last phase is 100 % reaches boards that come later; one of 25 % does not."""
     rest: tuple[AnyRolloutEvent, ...] = (
         ReleaseOffered(0, ("a",)),
         StatusReported("a", 7, "committed"),
@@ -244,7 +232,6 @@ def test_new_boards_get_what_is_done_unless_it_was_for_some_alone() -> None:
 
 # -- what boards say, and are to have -------------------------------------------------------------
 def test_what_a_board_says_is_noted_once() -> None:
-    """A board repeats its message after each connecting; metrics that are unknown or not finite are dropped."""
     now = state(ReleaseOffered(0, ("a",)))
     said = message("soaking", metrics={"accuracy": 0.9, "latency_s": float("inf"), "mine": 1.0}, reason="r")
     fact = event_from_report(now, "a", said)
@@ -262,7 +249,6 @@ def test_what_a_board_says_is_noted_once() -> None:
     ],
 )
 def test_what_is_of_something_else_is_no_fact(device: str, said: wire.ReleaseStatus) -> None:
-    """Messages of a board that was not offered the release, of another kind or of an earlier release are no facts."""
     assert event_from_report(state(ReleaseOffered(0, ("a",))), device, said) is None
 
 
@@ -280,7 +266,6 @@ def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
 )
 @pytest.mark.parametrize(("done", "status"), [(False, "aborted"), (True, "rolled back")])
 def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back: bool, done: bool, status: str) -> None:
-    """A board that has refused the release has nothing to return from."""
     facts: list[AnyRolloutEvent] = [ReleaseOffered(0, ("a",)), *(StatusReported("a", 7, phase) for phase in heard)]
     facts += [PhasePassed(0), RolloutCompleted()] if done else []
     now = state(*facts, RolloutReverted(9, "why"))
@@ -296,12 +281,10 @@ def test_every_board_that_may_have_it_is_to_return(heard: tuple[Any, ...], back:
 
 
 def test_who_was_not_offered_it_is_sent_nothing() -> None:
-    """A board outside the step is sent no release."""
     assert release_for_device(state(ReleaseOffered(0, ("a",))), "b") is None
 
 
 def test_facts_that_cannot_follow_are_refused() -> None:
-    """Every fact is refused in every status that ALLOWED does not list for it."""
     facts: Mapping[type, AnyRolloutEvent] = {
         RolloutStarted: RolloutStarted(8),
         ReleaseOffered: ReleaseOffered(0, ("a",)),

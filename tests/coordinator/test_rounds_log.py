@@ -67,7 +67,6 @@ FACTS: tuple[AnyEvent, ...] = (
 @pytest.mark.parametrize("fact", FACTS, ids=lambda fact: getattr(fact, "status", type(fact).__name__))
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_fact_leads_where_the_table_says_or_is_refused(fact: AnyEvent, phase: Phase) -> None:
-    """Every fact in every phase: a Closed never brings a job that has ended back to life."""
     state = replace(begun(), phase=phase)
     to = [p for p in next_phases(type(fact).__name__, phase) if getattr(fact, "status", p) == p]
     if to:
@@ -86,7 +85,6 @@ def test_the_table_knows_every_fact_and_nothing_leads_out_of_done() -> None:
 
 
 def test_a_lost_update_opens_its_round_again_for_its_device_alone() -> None:
-    """A round that was closed already is open again, and has the answers of its other devices."""
     state = after(
         begun(size=2),
         CohortSelected(0, 0, ("a", "b")),
@@ -102,7 +100,6 @@ def test_a_lost_update_opens_its_round_again_for_its_device_alone() -> None:
 
 
 def test_a_log_of_a_job_that_was_stopped_between_two_messages_is_still_replayed() -> None:
-    """Earlier coordinators took what came in the same turn as the stop; the work counts once the job is resumed."""
     state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), JobEnded("stopped"), UpdateAccepted(0, update("a")))
     assert state.phase == "stopped"
     state = after(state, JobResumed(), UpdateAccepted(0, update("b")))
@@ -135,7 +132,6 @@ def test_a_survey_notes_what_has_changed_and_then_nothing() -> None:
 
 
 def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes_between() -> None:
-    """Being offline for a while does not send it to the back of the queue."""
     state = replace(after(begun(), EligibilityRecorded(0, ("a",), {"hot": ("b",)})), round=5)
     state = replace(after(state, EligibilityRecorded(5, ("b",), {"offline": ("a",)})), round=7)
     state = after(state, EligibilityRecorded(7, ("a",)))
@@ -144,14 +140,12 @@ def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes
 
 
 def test_the_choice_rests_on_what_is_in_the_log() -> None:
-    """Of two, the one that has not been asked for three turns of two rounds is asked, however the draw falls."""
     for round in range(20, 40):
         state = replace(begun(rounds=99, size=1), round=round, since={"a": round - 1, "b": round - 6})
         assert decide_event(state, 0.0, {"a", "b"}) == CohortSelected(round, 0, ("b",))
 
 
 def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
-    """Not in the middle of one; the reason says which limit."""
     plan = replace(begun(rounds=9, size=1, check_every=1).plan, stop=JobLimits(max_joules=5.0))
     state = after(JobState(plan), JobStarted(BLOB), CohortSelected(0, 0, ("a",)))
     answer = msgspec.structs.replace(update("a"), usage=Usage(energy_j=6.0))
@@ -162,7 +156,6 @@ def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
 
 
 def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
-    """Rounds of 30 s and 40 s are 70 s, also when the log is replayed at another time."""
     plan = replace(begun(rounds=9, size=1).plan, stop=JobLimits(max_wall_s=70.0))
     facts: list[AnyEvent] = [JobStarted(BLOB)]
     for round, took_s in ((0, 30.0), (1, 40.0)):
@@ -177,7 +170,6 @@ def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
 
 
 def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held() -> None:
-    """100 operations at 1 a second; the log keeps the seconds, not the profile."""
     points = (OperatingPoint(name="slow", flops_per_s=1.0), OperatingPoint(name="fast", flops_per_s=2.0))
     profile = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=(), versions={}, points=points)
     state = after(begun(deadline="predicted"), CohortSelected(0, 0, ("a",)))
@@ -198,7 +190,6 @@ def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held()
 def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
     seed: int, size: int, over: float, quorum: float, policy: str
 ) -> None:
-    """Whatever happens: the log is the state, no round goes back, none is folded twice, no device counts twice."""
     import random
 
     roll = random.Random(seed)

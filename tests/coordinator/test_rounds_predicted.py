@@ -30,7 +30,6 @@ def paced(**cohort: float | str) -> JobState:
 
 
 def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_them() -> None:
-    """Half the work of the round before, whose slowest took 60 s, and half as much again: 45 s of 600."""
     fact = decide_event(paced(), 60.0, {"a", "b"}, lambda device: asking(1.0))
     assert fact == CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0)
     state = after(paced(), fact, now_s=60.0)
@@ -39,7 +38,6 @@ def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_
 
 
 def test_the_first_round_has_the_cohorts_deadline() -> None:
-    """A deadline is predicted from earlier rounds, of which there is none yet; a fixed deadline never changes."""
     assert decide_event(begun(deadline="predicted"), 0.0, {"a"}, lambda device: asking(1.0)) == CohortSelected(
         0, 0, ("a",), {"a": 1.0}
     )
@@ -53,7 +51,6 @@ def test_the_first_round_has_the_cohorts_deadline() -> None:
 
 
 def test_a_prediction_with_a_quorum_ends_the_round() -> None:
-    """A quorum of half is there when one of two boards has answered after 45 s."""
     state = after(
         paced(quorum=0.5), CohortSelected(1, 0, ("a", "b"), {}, 45.0), UpdateAccepted(1, update("a", 1)), now_s=60.0
     )
@@ -62,7 +59,6 @@ def test_a_prediction_with_a_quorum_ends_the_round() -> None:
 
 
 def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody() -> None:
-    """The round goes on with those who are at it, and ends with the first quorum."""
     state = after(paced(quorum=0.5, attempts=1), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
     assert decide_event(state, 105.0, {"a", "b"}) == DeadlineExtended(1)
     state = after(state, DeadlineExtended(1), now_s=105.0)
@@ -80,7 +76,6 @@ def test_a_prediction_that_was_too_short_costs_no_attempt_and_interrupts_nobody(
 
 
 def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadline() -> None:
-    """All who were asked have answered, and one more is wanted: its absence says nothing of how long work takes."""
     state = after(
         paced(attempts=1), CohortSelected(1, 0, ("a",), {}, 45.0), UpdateAccepted(1, update("a", 1)), now_s=60.0
     )
@@ -91,7 +86,6 @@ def test_devices_that_are_not_there_are_waited_for_as_long_as_with_a_fixed_deadl
 
 
 def test_when_everybody_has_declined_a_prediction_changes_nothing() -> None:
-    """The round waits ten seconds for other boards to come, and then makes its next attempt."""
     state = after(paced(), CohortSelected(1, 0, ("a", "b"), {}, 45.0), now_s=60.0)
     state = after(state, TaskDeclined(1, "a", "memory", "too big"), TaskDeclined(1, "b", "memory", "too big"))
     assert next_decision_s(state) == 70.0
@@ -99,7 +93,6 @@ def test_when_everybody_has_declined_a_prediction_changes_nothing() -> None:
 
 
 def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew() -> None:
-    """A round that was extended once does not end its next attempt with the first quorum."""
     state = after(paced(quorum=0.5), CohortSelected(1, 0, ("a", "b"), {}, 45.0), DeadlineExtended(1), now_s=60.0)
     again = after(
         state, RoundRetried(1, 1), CohortSelected(1, 1, ("a", "b")), UpdateAccepted(1, update("a", 1)), now_s=660.0
@@ -111,7 +104,6 @@ def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew() -> None:
 
 
 def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> None:
-    """Board c takes the place of a, with 4 units of work; the next round knows nothing of them."""
     state = after(paced(), CohortSelected(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0), TaskDeclined(1, "a", "x", "y"))
     fact = decide_event(state, 0.0, {"a", "b", "c"}, lambda device: asking(4.0))
     assert fact == CohortSelected(1, 0, ("c",), {"c": 4.0})
@@ -124,7 +116,6 @@ def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> N
 
 
 def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same() -> None:
-    """A round that took 40 s gives the next one 60 s."""
     state = after(begun(deadline_s=600.0, deadline="predicted"), CohortSelected(0, 0, ("a",)))
     state = after(state, UpdateAccepted(0, update("a"), 40.0), RoundClosed(0), committed(0))
     assert decide_event(state, 0.0, {"a"}) == CohortSelected(1, 0, ("a",), {}, 60.0)

@@ -44,7 +44,6 @@ def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
 def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The method computes for 100 s; the next round's 30 s begin after that, not before."""
     stage = Stage(tmp_path, rounds=2)
     commit = RunningJob._compute_commit
 
@@ -65,7 +64,6 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
 
 
 def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path: Path) -> None:
-    """The next round begins in a step of its own, by the time that it is after the commit."""
     stage = Stage(tmp_path, rounds=2)
     hand = stage.hand("a")
     stage.play()
@@ -79,7 +77,6 @@ def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path: Path)
 def test_the_executor_keeps_up_its_connection_while_a_method_computes(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And has its link back when something is to be sent."""
     told, commit = [], RunningJob._compute_commit
 
     @contextlib.contextmanager
@@ -118,7 +115,6 @@ def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage)
 def test_a_device_is_answered_when_the_fact_of_its_update_is_written(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Facts of one step are written at once, and each answer comes after that: a kill in between loses neither."""
     written: list[set[str]] = []
     answer = stage.executor.send_ack
 
@@ -173,7 +169,6 @@ def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_p
 
 
 def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method that cuts each device its own part, as HeteroFL does: of a hundred parts the last few are held."""
     stage.hand("a")
     stage.play()
     job = stage.server.find_job(stage.job)
@@ -194,7 +189,6 @@ def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monke
 
 
 def test_an_unclaimed_task_is_sent_again_ever_more_rarely(stage: Stage) -> None:
-    """After 5 s, then 10 s later: two repeats in 20 s."""
     a = stage.hand("a")
     stage.play(20.0)
     assert len(a.tasks) == 3
@@ -202,7 +196,6 @@ def test_an_unclaimed_task_is_sent_again_ever_more_rarely(stage: Stage) -> None:
 
 
 def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage: Stage) -> None:
-    """With who was silent."""
     stage.hand("a")
     stage.play(40.0)
     assert "silent: a" in stage.told(JobEnded)[0].reason
@@ -210,7 +203,6 @@ def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage: Stage) -> None:
 
 
 def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path: Path) -> None:
-    """Of two devices that were silent, one is gone by then and is not asked again: nothing waits for it any more."""
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 2, "min_devices": 1})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -252,7 +244,6 @@ def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tm
 
 
 def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stage: Stage) -> None:
-    """Before the device works for nothing."""
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones())
@@ -266,7 +257,6 @@ def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stag
 def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it can be left over; other jobs' blobs are looked up once, when the round's are dropped."""
     held, looked = Store.referenced_blobs, []
 
     def counted(store: Store) -> set[str]:
@@ -284,7 +274,6 @@ def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
 
 
 def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage: Stage) -> None:
-    """The agent says that it gave the task up; nobody is declined, and a withdrawn device is only told so again."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.say("claim", wire.Claim(job=a.tasks[-1].job, round=0, attempt=0, accepted=False, code="cleared"))

@@ -13,7 +13,6 @@ from fedquilt.core import Profile, Usage
 
 
 def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
-    """After two rounds only the bundle's and the last state are left."""
     stage = Stage(tmp_path, rounds=2)
     a = stage.hand("a")
     for factor in (1.0, 2.0):
@@ -61,7 +60,6 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
 
 
 def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_count(tmp_path: Path) -> None:
-    """After the first of nine rounds; what it has can be exported as ever."""
     stage = Stage(tmp_path, rounds=9, stop={"max_bytes": 10, "max_joules": 5.0})
     a = stage.hand("a")
     stage.play()
@@ -80,7 +78,6 @@ def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_c
 
 
 def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp_path: Path) -> None:
-    """The job runs to its rounds, and its last sentence says that the limit was none."""
     stage = Stage(tmp_path, rounds=1, stop={"max_joules": 5.0})
     a = stage.hand("a")
     stage.play()
@@ -93,7 +90,6 @@ def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp
 
 
 def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path: Path) -> None:
-    """What the choice rests on is in the log, to three digits."""
     stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2, "prefer": "energy"})
     for name, watts in (("a", 1000.0), ("b", 1.23456)):
         stage.hand(name).measured(flops_per_s=1.0, busy_w=watts)

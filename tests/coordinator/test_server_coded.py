@@ -43,7 +43,6 @@ def ended_at(stage: Stage) -> list[float]:
 
 
 def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(coded: Stage) -> None:
-    """Its own blob goes, the log names the plain one, and the device's acknowledgement is the usual one."""
     a, b = coded.hand("a"), coded.hand("b")
     coded.play()
     update = by_int8(a, 1.0)
@@ -61,7 +60,6 @@ def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(c
 
 
 def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(coded: Stage) -> None:
-    """What the first was decoded from is not asked for again; what the second has moved from is made anew."""
     a, b = coded.hand("a"), coded.hand("b")
     coded.play()
     by_int8(a, 1.0)
@@ -85,7 +83,6 @@ def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(co
 def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(
     coded: Stage, changes: dict[str, Any], said: str
 ) -> None:
-    """Moved from what nobody sent, or by steps that are none; its blob goes, the other device's work counts."""
     a, b = coded.hand("a"), coded.hand("b")
     coded.play()
     bad = by_int8(a, **{"value": 1.0, **changes})
@@ -98,7 +95,6 @@ def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(
 
 
 def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: Stage) -> None:
-    """It knows no int8; the others make the round."""
     old, new = coded.hand("old", codecs=("raw",)), coded.hand("new")
     coded.play()
     by_int8(new, 2.0)
@@ -111,7 +107,6 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: S
 def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(
     coded: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here two answers are a large round: the second one's own blob waits for the commit."""
     monkeypatch.setattr(garbage_collection, "TOGETHER", 1.5)
     hands = [coded.hand(name) for name in "abc"]
     coded.play()

@@ -41,7 +41,6 @@ def flip(path: Path) -> None:
 def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It follows from the bundle."""
     hand = stage.hand("a")
     stage.play()
     (sha256,) = stage.store.latest_state_hashes()
@@ -62,7 +61,6 @@ class ReadOnly(Disk):
 
 
 def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage: Stage) -> None:
-    """The depot's error is not the bundle's: the coordinator ends by it, and goes on where the disk is well again."""
     folder = stage.store.readable_jobs()[0].bundle
     files = job_bundle.load_bundle(folder).files
     depot = BlobStore(stage.folder / "other", disk=ReadOnly())
@@ -87,7 +85,6 @@ def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -
 
 
 def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_the_same(tmp_path: Path) -> None:
-    """The coordinator restarts with one of two answers, which it has to read again; the device works again."""
     found = []
     for name, damaged in (("calm", False), ("hit", True)):
         stage = Stage(tmp_path / name)
@@ -119,7 +116,6 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
 def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This home is an older copy: its coordinator says so, once, and goes on."""
     hand = stage.hand("a")
     stage.play()
     claim = {"job": stage.job, "round": 0, "attempt": 0, "counted": 5, "epoch": 9}
@@ -137,7 +133,6 @@ def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
 def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It fails, by name, with nothing added to its log; the next one is done."""
     stage = Stage(tmp_path)
     hand = stage.hand("a")
     stage.play()
@@ -159,7 +154,6 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
 
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, 3.0])
 def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> None:
-    """Its weighted sum is beyond any number, its mean is not."""
     hands = [stage.hand("a"), stage.hand("b")]
     stage.play()
     for hand in hands:
@@ -199,7 +193,6 @@ def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged: Sta
     ],
 )
 def test_what_no_device_has_an_example_of_is_said_in_words(staged: Staged, answer: dict[str, Any], said: str) -> None:
-    """Not as a list of the metrics' names."""
     stage = staged(check={"every": 1})
     hands = [stage.hand("a"), stage.hand("b")]
     stage.play()
@@ -210,7 +203,6 @@ def test_what_no_device_has_an_example_of_is_said_in_words(staged: Staged, answe
 
 
 def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
-    """Joules for a FLOP, and seconds for a task, that are beyond any number are not known."""
     stage = Stage(tmp_path, rounds=2, cohort={"prefer": "energy", "deadline": "predicted"})
     a = stage.hand("a")
     a.measured(flops_per_s=1e-320, busy_w=1e24)
@@ -226,7 +218,6 @@ def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
 def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A method whose notes are not Unicode; the sentence that says so is."""
     a = stage.hand("a")
     stage.play()
     monkeypatch.setattr(
@@ -252,7 +243,6 @@ def full_disk() -> Iterator[None]:
 
 
 def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: Stage) -> None:
-    """The device keeps it and offers it again; what was accepted before is not lost."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones())
@@ -271,7 +261,6 @@ def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: S
 def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a_restart_continues(
     stage: Stage,
 ) -> None:
-    """Nothing is acted on that is not on disk."""
     a = stage.hand("a")
     stage.play()
     claim = {"job": stage.job, "round": 0, "attempt": 0, "accepted": False, "code": "data", "reason": "none"}
@@ -287,7 +276,6 @@ def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a
 
 
 def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage: Stage) -> None:
-    """What it no longer offers is no longer fetched, and what is refused is dropped."""
     a = stage.hand("a")
     stage.play()
     for factor in range(5):

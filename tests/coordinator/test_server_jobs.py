@@ -26,7 +26,6 @@ def half_answered(stage: Stage) -> tuple[Hand, Hand]:
 
 
 def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stage) -> None:
-    """`fedquilt stop`, then `fedquilt resume`."""
     _, b = half_answered(stage)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
@@ -42,7 +41,6 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stag
 
 
 def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage: Stage) -> None:
-    """It is neither taken nor refused: the device keeps it in its outbox."""
     _, b = half_answered(stage)
     stage.store.set_status(stage.job, "stopping")
     stage.play()
@@ -68,7 +66,6 @@ def test_work_for_a_job_that_nobody_here_knows_is_refused(stage: Stage) -> None:
 
 
 def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
-    """And the coordinator goes on."""
     (stage.folder / "bundle" / "bundle.json").unlink()
     stage.play()
     assert stage.store.stored_status(stage.job) == "failed"
@@ -77,7 +74,6 @@ def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
 
 
 def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: Path) -> None:
-    """A coordinator that serves other jobs goes on."""
     stage = Stage(tmp_path, rounds=2)
     hand = stage.hand("a")
     stage.play()
@@ -100,7 +96,6 @@ def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: 
 
 
 def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) -> None:
-    """It needs both; and goes on where it was when they come back: with the answer that it had."""
     stage = Stage(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 2})
     first, a, b = stage.job, stage.hand("a"), stage.hand("b")
     stage.play()
@@ -128,7 +123,6 @@ def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) 
 
 
 def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) -> None:
-    """Of three with one place, the one that gave way last is the last to come again: none is passed over."""
     stage = Stage(tmp_path, limits=CoordinatorLimits(running=1))
     jobs = [stage.job, stage.add("k"), stage.add("l")]
     served = list[str]()
@@ -142,7 +136,6 @@ def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) 
 def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its simulated boards are gone with it; that it is left alone is said once."""
     job = settings.parse_job({**TABLE, "name": "simulated"})
     left = stage.store.add_job(job, stage.folder / "bundle", "fleet")
     stage.store.set_status(left, "running")
@@ -157,7 +150,6 @@ def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(
 
 
 def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage: Stage) -> None:
-    """Its log holds nothing but the stop."""
     stage.store.append_event(stage.job, JobEnded("stopped", "by request"))
     stage.store.set_status(stage.job, "running")
     a = stage.hand("a")
@@ -170,7 +162,6 @@ def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage: Stage) -> 
 def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator has read the job's row and not yet written that it runs."""
     load = stage.server._opening._load
 
     def stopped(method: str) -> object:
@@ -185,7 +176,6 @@ def test_a_stop_that_is_asked_for_while_a_job_is_taken_up_is_not_lost(
 def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The coordinator is about to write that it waits in the queue again."""
     stage = Stage(tmp_path, CoordinatorLimits())
     stage.hand("a")
     stage.play()
@@ -201,7 +191,6 @@ def test_a_stop_that_is_asked_for_while_a_job_gives_way_is_not_lost(
 
 
 def test_what_a_round_needed_is_dropped_when_the_next_ones_tasks_are_sent(tmp_path: Path) -> None:
-    """Its first state and its updates; the state that it left is what the next round begins with."""
     stage = Stage(tmp_path, rounds=2)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()

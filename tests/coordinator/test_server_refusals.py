@@ -45,7 +45,6 @@ from fedquilt.models.local_training import NetworkState
 def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(
     stage: Stage, model: dict[str, np.ndarray], said: str
 ) -> None:
-    """NaN, a wrong shape, a missing tensor, another type, too large; the other device's work is kept."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     b.answer(ones(2.0))
@@ -79,7 +78,6 @@ def test_a_device_counts_as_no_more_examples_than_it_has(
 
 
 def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -> None:
-    """SCAFFOLD's weight is 1: the fourth device is believed that it has 2,000 examples, and holds 400 out."""
     stage = staged(cohort={"min_devices": 4}, check={"every": 1})
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
@@ -91,7 +89,6 @@ def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -
 
 
 def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a method makes of finite updates: the job fails, and says which tensor came out so and of whom."""
     a = stage.hand("a")
     stage.play()
     assert stage.server.find_job(stage.job) is not None
@@ -109,7 +106,6 @@ def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: 
 
 
 def test_an_update_that_is_no_tensors_at_all_is_refused(stage: Stage) -> None:
-    """Bytes that are not safetensors."""
     a = stage.hand("a")
     stage.play()
     a.answer(ones(), bundles={"model": a.depot.store_bytes(b"\x80\x04pickle!")})
@@ -138,7 +134,6 @@ def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(st
 def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
     stage: Stage, changed: dict[str, np.ndarray], said: str
 ) -> None:
-    """Its message tells names, types and shapes; nothing is asked of the board and nothing is on the disk."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     model = {**ones(), **changed}
@@ -159,7 +154,6 @@ def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
 def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    """Twenty updates, of each the first bundle whole and half of the second; none at all once the round is closed."""
     unchecked = replace(fedavg.METHOD, aggregation=Aggregation(fedavg.fold))  # else none of them would be fetched
     monkeypatch.setattr(methods, "load", lambda name: unchecked)
     a, b = stage.hand("a"), stage.hand("b")
@@ -190,7 +184,6 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
 def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, topic: str
 ) -> None:
-    """With messages that are read, or under topics that are none; it is asked again after a while."""
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 5000.0, "quorum": 0.5})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -224,7 +217,6 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
 def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: dict[str, Any], said: str
 ) -> None:
-    """What the board has worked out counts, what it claims to have taken does not; the log names it."""
     stage = Stage(tmp_path, rounds=2, stop={"max_joules": 1e6, "max_bytes": 10_000_000})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -241,7 +233,6 @@ def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
 
 
 def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp_path: Path) -> None:
-    """24 FLOPs an example, 1e6 a second as its profile says, two deadlines of 30 s and a minute: 5e6, and ten times."""
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 1, "max_examples": 10**9})
     a, b = stage.hand("a"), stage.hand("b")
     a.measured(flops_per_s=1e6)
@@ -254,7 +245,6 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
 
 
 def test_a_device_cannot_speak_for_another(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    """The topic, which the broker's access list guards, says who it is; the log names it."""
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(), device="b")
@@ -265,7 +255,6 @@ def test_a_device_cannot_speak_for_another(stage: Stage, caplog: pytest.LogCaptu
 
 
 def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
-    """And the round goes on."""
     a = stage.hand("a")
     stage.play()
     for leaf in ("presence", "profile", "claim", "update", "blob/get", "nonsense"):
@@ -278,7 +267,6 @@ def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
 
 
 def test_garbage_floods_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Three messages of a device are told, then a number."""
     stage = Stage(tmp_path, cohort={"deadline_s": 2000.0})
     a = stage.hand("a")
     stage.play()
@@ -292,7 +280,6 @@ def test_garbage_floods_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path: Path) -> None:
-    """One contribution wanted, two devices online."""
     stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2})
     hands = {hand.name: hand for hand in (stage.hand("a"), stage.hand("b"))}
     stage.play()

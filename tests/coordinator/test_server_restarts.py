@@ -28,7 +28,6 @@ from fedquilt.transport.memory_link import MemoryBroker
 
 
 def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> None:
-    """What was accepted before is not asked again; the second device's update closes the round."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(1.0))
@@ -43,7 +42,6 @@ def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> 
 
 
 def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(stage: Stage) -> None:
-    """Five are at their tasks, four look offline to the new coordinator: the fifth's update is not the round."""
     hands = [stage.hand(name) for name in "abcde"]
     stage.play()
     for hand in hands[1:]:
@@ -62,7 +60,6 @@ def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(sta
 
 
 def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_replaced(tmp_path: Path) -> None:
-    """As with a coordinator that has been there all along; of two, one is wanted."""
     stage = Stage(tmp_path, cohort={"size": 1, "start_devices": 2, "deadline_s": 600.0})
     hands = {name: stage.hand(name) for name in "ab"}
     stage.play()
@@ -77,7 +74,6 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
 
 
 def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
-    """a took 20 s; the next round gives it 30 s of 600, before and after a restart, and tells so."""
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 600.0, "deadline": "predicted"})
     a = stage.hand("a")
     stage.play(20.0)
@@ -107,7 +103,6 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
 
 
 def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -> None:
-    """The choice after a restart rests on the same log, and who is not drawn can be told his place."""
     stage = Stage(tmp_path, rounds=2, cohort={"size": 1, "min_devices": 3})
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
@@ -130,7 +125,6 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
 
 
 def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) -> None:
-    """Both begin with the same state, byte for byte, and one had an update already when it was stopped."""
     stage = Stage(tmp_path)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -164,7 +158,6 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) 
 def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, served: bool
 ) -> None:
-    """Killed between the last fact and the status; then somebody stops what looks like a running job."""
     a = stage.hand("a")
     stage.play()
     a.answer(ones())
@@ -198,7 +191,6 @@ def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage: Stag
 
 
 def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path: Path) -> None:
-    """A round that nobody answers is opened again, with tasks that are not sent a second time until they return."""
     stage = Stage(tmp_path, cohort={**TABLE["cohort"], "deadline_s": 15.0, "attempts": 3})
     hands = [stage.hand(name) for name in "ab"]
     stage.play()
@@ -234,7 +226,6 @@ def by_wall(folder: Path, **cohort: float) -> tuple[Stage, Wall]:
 
 @pytest.mark.parametrize("set_s", [0.0, 2.0, -3600.0, 7200.0])
 def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadline(tmp_path: Path, set_s: float) -> None:
-    """Also where each boot sets the wall clock on or back; the update that was here from the first life on counts."""
     stage, wall = by_wall(tmp_path, deadline_s=50.0, quorum=0.5, attempts=1)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play(1.0)
@@ -273,7 +264,6 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
 
 
 def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator_is_killed(tmp_path: Path) -> None:
-    """`start_timeout_s` counts from life to life."""
     stage, _ = by_wall(tmp_path, start_timeout_s=20.0)
     lives = 0
     while not stage.told(JobEnded):

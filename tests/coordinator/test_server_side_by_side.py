@@ -17,7 +17,6 @@ from fedquilt.core import Task
 
 
 def test_two_jobs_have_each_board_by_turns(two_jobs: TwoJobs) -> None:
-    """A round of all boards asks the free ones at once and each of the others as soon as it is free."""
     stage, first, second, a, b = two_jobs
     stage.play()
     assert [job.id for job in stage.server.active_jobs()] == [first, second]
@@ -38,7 +37,6 @@ def test_two_jobs_have_each_board_by_turns(two_jobs: TwoJobs) -> None:
 
 
 def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt(staged: Staged) -> None:
-    """The job has one attempt, and its board is given to it after three deadlines."""
     stage = staged(cohort=LONG)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -56,7 +54,6 @@ def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt
 
 
 def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(staged: Staged) -> None:
-    """The job gave its place away while its board was gone, and comes back when the board is at the other's task."""
     stage = staged(CoordinatorLimits(running=1), cohort={"deadline_s": 300.0, "attempts": 1})
     first, a = stage.job, stage.hand("a")
     stage.play()
@@ -82,7 +79,6 @@ def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(s
 def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind(
     staged: Staged, monkeypatch: pytest.MonkeyPatch, bad: str
 ) -> None:
-    """Its other boards are sent nothing for a job that has ended, and are another job's at once."""
     plain = RunningJob.build_task
 
     def task(self: RunningJob, device: str, *rest: Any) -> Task | None:
@@ -102,7 +98,6 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
 
 
 def test_a_job_that_can_never_start_delays_no_other(staged: Staged) -> None:
-    """Even with one place for jobs, the second job has its first board within a second."""
     for places in (1, 8):
         stage = staged(CoordinatorLimits(running=places), cohort={**LONG, "min_devices": 100})
         stage.hand("a")
@@ -115,7 +110,6 @@ def test_a_job_that_can_never_start_delays_no_other(staged: Staged) -> None:
 
 
 def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -> None:
-    """Time that another job has its place counts towards the time-out of its start."""
     stage = staged(CoordinatorLimits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 20.0})
     stage.hand("a")
     other = stage.add("k", cohort={**LONG, "min_devices": 4})
@@ -140,7 +134,6 @@ def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged: Staged) ->
 def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
     staged: Staged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other job asks the board while the round goes on in which the method had nothing for it."""
     plain = RunningJob.build_task
     nothing = ("j", "a")
     monkeypatch.setattr(
@@ -169,7 +162,6 @@ def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged
 
 
 def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
-    """The boards of a stopped job are the other's at once; resumed, it asks those of its cohort as they are free."""
     stage, first, second, a, b = two_jobs
     stage.play()
     stage.store.set_status(first, "stopping")
@@ -191,7 +183,6 @@ def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
 
 
 def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJobs) -> None:
-    """Each board is still the one's that has asked it, and nothing is worked for twice."""
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
@@ -210,7 +201,6 @@ def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJo
 def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(
     two_jobs: TwoJobs,
 ) -> None:
-    """A new coordinator knows no boards yet; the round of all boards waits for those that its log lists as due."""
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
@@ -233,7 +223,6 @@ def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have
 
 
 def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged: Staged) -> None:
-    """Not even a board that was never asked in the round; the one attempt of the round suffices for the others."""
     stage = staged(cohort=LONG)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -251,7 +240,6 @@ def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged: Stag
 
 
 def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs: TwoJobs) -> None:
-    """A claim or an update of a job that has closed its round, from a board that another has."""
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
@@ -269,7 +257,6 @@ def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs: TwoJo
 
 
 def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs: TwoJobs) -> None:
-    """Both begin with the same bundle, and send the same bytes."""
     stage, _, second, a, b = two_jobs
     a.answer(ones())
     b.answer(ones())
@@ -282,7 +269,6 @@ def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs: TwoJobs)
 
 
 def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(staged: Staged) -> None:
-    """Two jobs have come to the same state; one commits the next round while the other's board is at work on it."""
     settings: dict[str, Any] = {"rounds": 3, "cohort": {**LONG, "size": 1}}
     stage = staged(**settings)
     hands = [stage.hand(name) for name in "ab"]
@@ -301,7 +287,6 @@ def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(stage
 
 
 def test_a_later_epoch_is_that_of_all_jobs(two_jobs: TwoJobs) -> None:
-    """A board knows a later start of the coordinator: both jobs go on as of the new one."""
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()

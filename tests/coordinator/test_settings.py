@@ -18,7 +18,6 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_job_file_is_read_with_its_defaults(tmp_path: Path) -> None:
-    """Only name and method are needed."""
     job = settings.load_job(write(tmp_path, 'name = "digits"\nmethod = "fedavg"\n[params]\nlr = 0.1\n'))
     assert (job.rounds, job.cohort.quorum) == (10, 1.0)
     assert settings.parse_params(job).lr == 0.1
@@ -63,7 +62,6 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_job_file_names_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
-    """The file, the key and what is expected."""
     path = write(tmp_path, text)
     with pytest.raises(JobError) as caught:
         settings.load_job(path)
@@ -72,7 +70,6 @@ def test_a_broken_job_file_names_what_is_wrong(tmp_path: Path, text: str, said: 
 
 
 def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
-    """With the reason of the operating system."""
     with pytest.raises(JobError, match="No such file"):
         settings.load_job(tmp_path / "none.toml")
 
@@ -89,27 +86,23 @@ def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_parameter_out_of_range_is_refused_before_anything_runs(method: str, params: dict, said: str) -> None:
-    """The range is the parameter's own."""
     with pytest.raises(JobError) as caught:
         settings.parse_job({"name": "j", "method": method, "params": params})
     assert said in str(caught.value)
 
 
 def test_updates_travel_as_they_are_unless_the_job_says_else() -> None:
-    """And an exact method's always."""
     assert settings.parse_job({"name": "j", "method": "fedstitch", "wire": {"codec": "raw"}}).wire == Encoding()
     chosen = settings.parse_job({"name": "j", "method": "fedavg", "wire": {"codec": "topk", "keep": 0.01}})
     assert chosen.wire == Encoding(codec="topk", keep=0.01)
 
 
 def test_a_boards_settings_in_place_of_a_job_are_told(tmp_path: Path) -> None:
-    """By what only they have."""
     with pytest.raises(JobError, match="these are a board's settings, and a job is wanted"):
         settings.load_job(write(tmp_path, 'device = "a"\nhome = "h"\n'))
 
 
 def test_a_mistyped_method_or_parameter_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    """After all that there are."""
     with pytest.raises(JobError, match=r"there are: .*; did you mean 'fedavg'\?"):
         settings.load_job(write(tmp_path, 'name = "j"\nmethod = "fedvag"\n'))
     with pytest.raises(JobError, match=r"did you mean 'scaffold'\?"):

@@ -43,7 +43,6 @@ def silence() -> SilenceDetector:
 
 
 def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence: SilenceDetector) -> None:
-    """Neither happens a second earlier."""
     silence.record_contact("a")
     assert played(silence, 34, 100.0) == ([], [])
     assert played(silence, 1, 134.0) == (["a"], [])
@@ -53,7 +52,6 @@ def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence
 
 
 def test_any_message_brings_a_silent_device_back(silence: SilenceDetector) -> None:
-    """Only the first one says so; the device is watched as before."""
     silence.record_contact("a")
     played(silence, SILENT_S, 100.0)
     assert [silence.record_contact("a"), silence.record_contact("a")] == [True, False]
@@ -61,7 +59,6 @@ def test_any_message_brings_a_silent_device_back(silence: SilenceDetector) -> No
 
 
 def test_a_device_that_answers_is_asked_again_after_as_long(silence: SilenceDetector) -> None:
-    """Once in 35 s, however long that goes on."""
     silence.record_contact("a")
     for turn in range(10):
         assert played(silence, QUIET_S, 100.0 + turn * QUIET_S) == (["a"], [])
@@ -69,7 +66,6 @@ def test_a_device_that_answers_is_asked_again_after_as_long(silence: SilenceDete
 
 
 def test_a_retained_presence_is_no_sign_of_life(silence: SilenceDetector) -> None:
-    """The coordinator's own announcement has asked the device already: two more requests follow."""
     silence.expect_contact("a")
     assert played(silence, 14, 100.0) == (["a", "a"], [])
     silence.expect_contact("a")
@@ -77,14 +73,12 @@ def test_a_retained_presence_is_no_sign_of_life(silence: SilenceDetector) -> Non
 
 
 def test_a_device_that_is_offline_is_not_asked(silence: SilenceDetector) -> None:
-    """Its broker has published its last will."""
     silence.record_contact("a")
     silence.forget("a")
     assert played(silence, 1000, 100.0) == ([], [])
 
 
 def test_an_outage_of_the_broker_makes_nobody_silent(silence: SilenceDetector) -> None:
-    """Nor does a coordinator that was suspended for an hour: a gap counts as one second."""
     silence.record_contact("a")
     assert played(silence, 1000, 100.0, hears=False) == ([], [])
     assert silence.step(1100.0 + 3600.0, True) == ([], [])
@@ -146,7 +140,6 @@ def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_no
 
 
 def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path: Path) -> None:
-    """The third was gone for a minute by then."""
     stage, (a, b, c) = begun(tmp_path)
     goes_offline(c)
     stage.play(60.0)
@@ -159,7 +152,6 @@ def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path:
 
 
 def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path: Path) -> None:
-    """Its update counts, however long it takes."""
     stage, (a, b, c) = begun(tmp_path)
     a.answer(ones())
     b.answer(ones())
@@ -191,7 +183,6 @@ def test_an_update_of_a_device_that_returns_after_its_round_is_late(tmp_path: Pa
 
 
 def test_a_round_does_not_close_without_a_quorum_of_those_that_take_part(tmp_path: Path) -> None:
-    """Two of three go: one update is less than half of them."""
     stage, (a, b, c) = begun(tmp_path)
     goes_offline(b)
     goes_offline(c)
@@ -205,7 +196,6 @@ def test_a_round_does_not_close_without_a_quorum_of_those_that_take_part(tmp_pat
 def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(
     tmp_path: Path, quorum: float, closes: bool
 ) -> None:
-    """Three are wanted, and nobody can replace the one that is gone."""
     stage, (a, b, c) = begun(tmp_path, cohort={"deadline_s": 600.0, "size": 3, "quorum": quorum})
     goes_offline(c)
     a.answer(ones())
@@ -216,7 +206,6 @@ def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(
 
 
 def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_message(tmp_path: Path) -> None:
-    """Its broker says all along that it is online."""
     stage, (a, b, c) = begun(tmp_path, rounds=4)
     c.answers = False
     a.answer(ones())
@@ -235,7 +224,6 @@ def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_messa
 
 
 def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path: Path) -> None:
-    """It trains for nine minutes and sends nothing of its own accord."""
     stage, (a, b, c) = begun(tmp_path)
     a.answer(ones())
     b.answer(ones())
@@ -248,7 +236,6 @@ def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path: Path) ->
 
 
 def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path: Path) -> None:
-    """A device that died meanwhile, without its broker noticing, is silent 20 s after the coordinator's start."""
     stage, (a, b, c) = begun(tmp_path)
     c.answers = False
     stage.restart()
@@ -261,7 +248,6 @@ def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path: Pat
 
 
 def test_an_outage_of_the_coordinators_connection_makes_nobody_silent_and_closes_no_round(tmp_path: Path) -> None:
-    """Devices that are reported offline just after it have as long as it lasted to return."""
     stage, (a, b, c) = begun(tmp_path)
     a.answer(ones())
     b.answer(ones())
@@ -283,7 +269,6 @@ def test_an_outage_of_the_coordinators_connection_makes_nobody_silent_and_closes
 
 
 def test_many_rounds_without_a_device_cost_no_more_than_its_first(tmp_path: Path) -> None:
-    """Five rounds of a fleet of which one device died before: each closes as soon as the others have answered."""
     stage = Stage(tmp_path, cohort={"deadline_s": 600.0}, rounds=5)
     hands = [stage.hand(name) for name in "abc"]
     stage.play(RETURN_S + TURN_S)

@@ -81,7 +81,6 @@ def test_a_device_without_a_right_gets_the_task_of_a_device(tmp_path: Path, capl
 
 
 def test_a_site_that_loses_its_right_in_a_round_is_a_device(tmp_path: Path) -> None:
-    """Its update of the boards is refused, even if it never sends another profile, and it gets no state again."""
     made = stage(tmp_path, rounds=2)
     device, plant = made.hands
     made.server._limits.sites.clear()
@@ -115,7 +114,6 @@ def test_a_device_that_becomes_a_site_in_a_round_answers_once(tmp_path: Path) ->
 
 
 def test_a_right_holds_after_a_restart(tmp_path: Path) -> None:
-    """A device that the log alone knows, as it has not come back yet, is still no board of a site."""
     made = stage(tmp_path)
     device, plant = made.hands
     made.broker.lose_client(device.link)

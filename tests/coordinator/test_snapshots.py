@@ -54,7 +54,6 @@ def test_a_run_is_taken_up_from_its_snapshot_and_the_facts_behind_it(run: Run) -
 def test_a_snapshot_and_the_facts_behind_it_come_to_what_the_whole_log_comes_to(
     often: Callable[[], Store], seed: int
 ) -> None:
-    """Facts of every kind in any order that is allowed; it is compared after each fact, by another process's clock."""
     roll, made = random.Random(seed), Run(often())
     kinds, used = set(), 0
     while len(made.standing.rounds.history) < 3 or made.standing.facts < 60:
@@ -114,7 +113,6 @@ def test_nothing_is_kept_of_facts_that_are_not_written_yet(often: Callable[[], S
 
 
 def test_nothing_is_kept_of_a_log_to_which_another_process_has_written(often: Callable[[], Store]) -> None:
-    """The state of this process is not what that log comes to."""
     made, other = Run(often()), often()
     made.record(JobStarted(BLOB))
     other.append_event(made.id, EligibilityRecorded(0, ("z",)))
@@ -156,7 +154,6 @@ def edited(home: Path, statement: str, *values: object) -> None:
 def test_a_damaged_snapshot_is_passed_over_by_name_and_made_anew(
     run: Run, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Cut short, or changed: the log is read from its first fact, and the next round has a snapshot that fits."""
     edited(run.store.home, f"update snapshots set {change}")
     assert behind(run) == run.standing.facts
     assert [record.getMessage() for record in caplog.records] == [
@@ -176,7 +173,6 @@ def test_a_snapshot_of_another_version_is_passed_over(run: Run, monkeypatch: pyt
 
 
 def test_a_snapshot_beyond_its_log_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """A log that was put back from an older copy: the run goes on from what that says."""
     keep = list(run.store.read_events(run.id))[12][0]
     head = run.store._db.execute("select sum from facts where seq = ?", (keep,)).fetchone()[0]
     with run.store._write_transaction():
@@ -191,13 +187,11 @@ def test_a_snapshot_beyond_its_log_is_passed_over(run: Run, caplog: pytest.LogCa
 
 
 def test_a_snapshot_of_other_settings_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """Whether a round was the last one is part of the state."""
     assert run.store.snapshots.load_state(run.id, JobConstants(0, 99, run.plan.cohort, 0), 0.0)[1] == 0
     assert "settings have changed" in caplog.text
 
 
 def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_found_by_who_reads_it(run: Run) -> None:
-    """The facts behind it are compared as ever."""
     edited(run.store.home, "update facts set body = replace(body, '0.5', '0.6') where seq = 5")
     with Store(run.store.home) as store:
         assert taken_up(store, run.id, run.plan)[0] == run.standing
@@ -212,7 +206,6 @@ def test_what_is_damaged_before_a_snapshot_keeps_nobody_from_going_on_and_is_fou
 
 
 def test_a_snapshot_that_cannot_be_written_is_done_without(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """The facts have been written; nothing needs the snapshot."""
     run.store._db.execute("create temp trigger full before insert on snapshots begin select raise(abort, 'full'); end")
     run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
     assert f"no snapshot of {run.id} is kept" in caplog.text
@@ -240,7 +233,6 @@ store.snapshots.save_if_due(row.id, standing)
 
 
 def test_a_process_that_is_killed_over_a_snapshot_leaves_the_one_before(run: Run) -> None:
-    """Killed between its last row and the end of the transaction."""
     killed = subprocess.run([sys.executable, "-c", KILLED, str(run.store.home)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert behind(run) == 2

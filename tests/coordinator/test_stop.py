@@ -20,7 +20,6 @@ def update(usage: Usage, below: Usage | None = None) -> Update:
 
 
 def test_what_is_spent_is_the_sum_of_what_answers_took() -> None:
-    """Joules where they were measured, blobs both ways."""
     spent = (
         ResourceUsage()
         .add_update(update(Usage(energy_j=3.0, down_bytes=5, up_bytes=2)))
@@ -30,13 +29,11 @@ def test_what_is_spent_is_the_sum_of_what_answers_took() -> None:
 
 
 def test_bytes_of_a_sites_boards_are_spent_beside_its_own() -> None:
-    """Its joules are its boards' already."""
     site = update(Usage(energy_j=3.0, down_bytes=5, up_bytes=2), Usage(energy_j=3.0, down_bytes=100, up_bytes=50))
     assert ResourceUsage().add_update(site) == ResourceUsage(joules=3.0, metered=1, bytes=157)
 
 
 def test_each_limit_ends_a_job_when_it_is_reached_and_says_so() -> None:
-    """Exactly at the limit; without limits nothing does."""
     spent = ResourceUsage(joules=30.0, bytes=700, wall_s=60.0)
     assert describe_reached_limit(JobLimits(), spent) is None
     assert describe_reached_limit(JobLimits(max_joules=30.1, max_bytes=701, max_wall_s=60.1), spent) is None
@@ -46,7 +43,6 @@ def test_each_limit_ends_a_job_when_it_is_reached_and_says_so() -> None:
 
 
 def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of() -> None:
-    """They are no zero: each round says how many tasks are not in the sum, or that the limit is none."""
     spent = ResourceUsage(joules=0.0, unmetered=2)
     assert describe_reached_limit(JobLimits(max_joules=1.0), spent) is None
     assert describe_unmetered_tasks(JobLimits(max_joules=1.0), spent) == (
@@ -65,7 +61,6 @@ def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of() -> None:
 
 
 def test_a_method_that_ends_by_itself_and_has_not_is_told_in_the_last_round() -> None:
-    """Its result is then what it has so far; methods that end by the job's rounds have nothing to tell."""
     stitching = methods.load("fedstitch")
     told = describe_early_end(stitching, "fedstitch", 3, 2)
     assert told is not None

@@ -26,7 +26,6 @@ from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
 def test_facts_come_back_in_order_from_another_process_of_the_same_folder(
     tmp_path: Path, opened: Callable[[], Store]
 ) -> None:
-    """A second store on the folder stands for the process after a kill -9."""
     store = opened()
     id = store.add_job(JOB, tmp_path / "bundle")
     facts = [JobStarted(BlobRef(sha256="a" * 64, size=3)), CohortSelected(0, 0, ("x", "y")), JobEnded("done")]
@@ -68,7 +67,6 @@ def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(
 def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(
     tmp_path: Path, opened: Callable[[], Store]
 ) -> None:
-    """Two runs in the same second, too."""
     store = opened()
     first, second = store.add_job(JOB, tmp_path), store.add_job(JOB, tmp_path)
     assert first != second
@@ -99,7 +97,6 @@ def test_the_latest_state_of_every_job_is_known(tmp_path: Path, opened: Callable
 
 
 def test_epochs_grow(opened: Callable[[], Store]) -> None:
-    """Each start of a coordinator is told apart."""
     assert [opened().begin_epoch() for _ in range(3)] == [1, 2, 3]
 
 
@@ -112,7 +109,6 @@ def test_an_unknown_run_names_those_there_are(tmp_path: Path, opened: Callable[[
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A file where the folder should be."""
     (tmp_path / "home").write_text("")
     with pytest.raises(StoreError, match="cannot use the store"):
         Store(tmp_path / "home")
@@ -132,7 +128,6 @@ def test_a_folder_knows_whether_a_coordinator_holds_it(opened: Callable[[], Stor
 def test_a_job_that_two_processes_submit_at_once_becomes_one_run(
     tmp_path: Path, opened: Callable[[], Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one submits between the look of the first one and what that writes: it waits for that."""
     first, found = opened(), list[tuple[str, bool]]()
     add = first.add_job
 
@@ -156,7 +151,6 @@ def test_a_job_that_two_processes_submit_at_once_becomes_one_run(
 
 
 def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """Another bundle is another job; what has ended for good is not taken up again."""
     store = opened()
     run = store.add_job(JOB, tmp_path / "bundle")
     assert store.find_unfinished(JOB, tmp_path / "bundle") == run
@@ -169,7 +163,6 @@ def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path: Path, opened
 def test_a_home_of_another_version_is_refused_with_the_mend(
     tmp_path: Path, opened: Callable[[], Store], monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
-    """Nothing is written into tables that are not understood, and the database is closed again."""
     opened()._db.execute(f"pragma user_version = {version}")
     connect, made = sqlite3.connect, []
     monkeypatch.setattr(sqlite3, "connect", lambda *given, **named: made.append(connect(*given, **named)) or made[-1])
@@ -194,7 +187,6 @@ def test_homes_that_begin_a_run_in_the_same_second_give_it_different_ids(
 
 
 def test_a_run_is_running_only_while_somebody_is_at_it(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """Of two that are noted as running one is at work, and none once the coordinator has been killed."""
     store, asker = opened(), opened()
     runs = [store.add_job(JOB, tmp_path) for _ in range(3)]
     for run in runs[:2]:
@@ -257,7 +249,6 @@ def test_a_new_home_is_for_its_owner_alone(tmp_path: Path) -> None:
 def test_the_list_of_runs_follows_every_change_and_no_change_that_was_undone(
     tmp_path: Path, opened: Callable[[], Store]
 ) -> None:
-    """The list of runs shows writes of this process and of another one, and none of a transaction that failed."""
     store, other = opened(), opened()
     first = store.add_job(JOB, tmp_path / "bundle")
     assert [row.id for row in store.readable_jobs()] == [row.id for row in other.readable_jobs()] == [first]

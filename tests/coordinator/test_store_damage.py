@@ -27,7 +27,6 @@ from fedquilt.core import BlobRef, JobError, StoreError
 
 
 def test_a_damaged_database_is_an_error_not_a_crash(tmp_path: Path) -> None:
-    """Garbage in place of SQLite."""
     (tmp_path / "fedquilt.db").write_bytes(b"not a database" * 100)
     with pytest.raises(StoreError, match="is damaged"):
         Store(tmp_path)
@@ -67,7 +66,6 @@ BLOB = BlobRef(sha256="a" * 64, size=3)
 def test_what_could_not_be_read_back_is_never_written(
     tmp_path: Path, opened: Callable[[], Store], fact: AnyEvent, said: str
 ) -> None:
-    """The job is told, and its log is as it was."""
     store = opened()
     run = store.add_job(JOB, tmp_path)
     store.append_event(run, JobStarted(BLOB))
@@ -77,7 +75,6 @@ def test_what_could_not_be_read_back_is_never_written(
 
 
 def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """The others list, and what they need is known."""
     store = opened()
     runs = [store.add_job(JOB, tmp_path) for _ in range(3)]
     for run, letter in zip(runs, "abc", strict=True):
@@ -119,7 +116,6 @@ def three_runs(home: Path) -> list[str]:
 
 
 def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """One bit of a text that can be read all the same; nothing is added to such a log, and its blobs are kept."""
     runs = three_runs(tmp_path)
     flipped(tmp_path, f"reason of {runs[1]}".encode())
     store = opened()
@@ -150,7 +146,6 @@ def test_a_changed_fact_is_found_and_hides_its_run_alone(tmp_path: Path, opened:
 def test_a_lost_moved_or_added_fact_is_found(
     tmp_path: Path, opened: Callable[[], Store], change: str, said: str
 ) -> None:
-    """Each fact's checksum covers the one before it, and the run's row has that of the last one."""
     runs = three_runs(tmp_path)
     store = opened()
     store._db.execute(change)
@@ -180,7 +175,6 @@ def test_a_changed_row_of_a_run_is_named_and_hides_no_other(
 
 
 def test_text_that_is_no_text_any_more_hides_its_run_alone(tmp_path: Path, opened: Callable[[], Store]) -> None:
-    """SQLite gives back bytes that are no UTF-8."""
     runs = three_runs(tmp_path)
     store = opened()
     store._db.execute("update jobs set settings = cast(x'7bff' as text) where id = ?", (runs[0],))
@@ -221,7 +215,6 @@ def test_an_index_that_is_wrong_is_made_anew(tmp_path: Path, opened: Callable[[]
 def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(
     tmp_path: Path, opened: Callable[[], Store]
 ) -> None:
-    """Runs that are sound can be read, and exported; a coordinator refuses the home, by name and with the mend."""
     runs = three_runs(tmp_path)
     path = tmp_path / "fedquilt.db"
     with contextlib.closing(sqlite3.connect(path)) as db:

@@ -26,7 +26,6 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_it_reads_what_a_store_reads_and_writes_nothing(home: Path) -> None:
-    """Each thing that writes is refused, and so is a lock."""
     with StoreReader(home) as reader, Store(home) as store:
         (row,) = reader.all_jobs()
         assert row == store.find_job("digits")
@@ -43,7 +42,6 @@ def test_it_reads_what_a_store_reads_and_writes_nothing(home: Path) -> None:
 
 
 def test_facts_come_piece_by_piece(home: Path) -> None:
-    """The pieces are the whole, and what is lost at the end is found with the last piece."""
     with StoreReader(home) as reader:
         id = reader.all_jobs()[0].id
         found, seq = [], 0
@@ -61,7 +59,6 @@ def test_facts_come_piece_by_piece(home: Path) -> None:
 
 
 def test_it_sees_who_serves_without_making_a_lock(home: Path) -> None:
-    """The file is made by who serves."""
     with StoreReader(home) as reader:
         assert not reader.is_served()
         assert not (home / "lock").exists()
@@ -72,7 +69,6 @@ def test_it_sees_who_serves_without_making_a_lock(home: Path) -> None:
 
 
 def test_a_home_of_another_version_is_not_read(home: Path) -> None:
-    """The mend is named."""
     with sqlite3.connect(home / "fedquilt.db") as db:
         db.execute("pragma user_version = 1")
     db.close()
@@ -84,7 +80,6 @@ def test_a_home_of_another_version_is_not_read(home: Path) -> None:
 
 
 def test_what_a_killed_coordinator_left_in_its_log_is_read(home: Path) -> None:
-    """Facts that are in the write-ahead log alone."""
     code = (
         "import os, signal, sys; from pathlib import Path; from fedquilt.coordinator.storage.store import Store; "
         "from fedquilt.coordinator.rounds.events import JobEnded; store = Store(Path(sys.argv[1])); "
@@ -100,7 +95,6 @@ def test_what_a_killed_coordinator_left_in_its_log_is_read(home: Path) -> None:
 
 
 def test_a_mark_differs_after_every_change_and_only_then(home: Path) -> None:
-    """Also when another database lies there, and when there is none."""
     mark = ChangeDetector(home / "fedquilt.db")
     first = mark.read_version()
     assert first == mark.read_version()

@@ -48,7 +48,6 @@ def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
 def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
     running: RunningJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the first one is in memory, as it waited for others, and there is no room for the second."""
     first, last = update(running, "c", 1.0), update(running, "c", 3.0)
     assert running.build_update_reader(first, None, ClaimBounds())(first) == first
     monkeypatch.setattr(aggregator, "READ_BYTES", 0)

@@ -36,7 +36,6 @@ def boards(*drifts: float | None, accuracy: float | None = None) -> list[RunnerR
 
 
 def test_it_fires_once_enough_boards_have_drifted() -> None:
-    """A quarter of those that tell: two of eight are enough, one is not; the reason names them, the worst first."""
     calm = [0.0] * 6
     assert trigger_reason(job(), boards(*calm, 0.5, 0.1), 0.0) == ""
     assert trigger_reason(job(), boards(*calm, 0.5, 0.31), 0.0) == (
@@ -50,7 +49,6 @@ def test_it_fires_once_enough_boards_have_drifted() -> None:
 
 
 def test_one_board_that_tells_is_enough_if_it_is_the_only_one_and_none_is_never() -> None:
-    """The share is of boards that tell, and at least one of them."""
     assert trigger_reason(job(boards="1%"), boards(0.5), 0.0)
     assert trigger_reason(job(boards="1%"), [], 0.0) == ""
 
@@ -84,7 +82,6 @@ def test_it_pauses_between_two_starts() -> None:
     ],
 )
 def test_a_trigger_that_is_none_is_refused(table: dict[str, Any], said: str) -> None:
-    """Reading the job names the key that is wrong."""
     with pytest.raises(JobError, match=said):
         job(**table)
 
@@ -148,7 +145,6 @@ def test_a_job_is_started_by_drift_and_carried_out(stage: Stage) -> None:
 
 
 def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) -> None:
-    """A board without the label of [cohort] select starts nothing, however much its inputs drift."""
     stage = Stage(
         tmp_path, CoordinatorLimits(), trigger={}, cohort={"deadline_s": 30.0, "attempts": 1, "select": ["site=lab"]}
     )
@@ -159,7 +155,6 @@ def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) 
 
 
 def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
-    """Before the approval no board is asked and no second run is started; `ls` says what the run waits for."""
     stage = Stage(tmp_path, CoordinatorLimits(), trigger={"approve": True, "pause": "0m"})
     a = stage.hand("a")
     tells(stage, a, 0.9)
@@ -184,7 +179,6 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
 
 
 def test_an_armed_job_is_stopped_and_armed_again(stage: Stage) -> None:
-    """`stop` ends the watch for drift, `resume` begins it anew."""
     assert "stopped" in control_requests.stop_run(stage.store, stage.job)
     stage.play()
     assert stage.store.stored_status(stage.job) == "stopped"
@@ -198,7 +192,6 @@ def test_an_armed_job_is_stopped_and_armed_again(stage: Stage) -> None:
 
 
 def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage: Stage) -> None:
-    """Without its log nobody knows when the armed run started another last; the run that it started goes on."""
     a = stage.hand("a")
     tells(stage, a, 0.9)
     stage.play()
@@ -212,7 +205,6 @@ def test_a_damaged_log_of_an_armed_job_starts_nothing_and_stops_nobody(stage: St
 
 
 def test_ls_says_what_an_armed_job_waits_for(stage: Stage) -> None:
-    """`ls` is another process than the coordinator, and reads what is kept of boards."""
     noted, now = DeviceStatusTracker(stage.store.home), time.time()
     for name, drift in (("a", 0.9), ("b", 0.1), ("c", 0.1)):
         noted.record_message((name, wire.Presence(online=True, boot="1")), 0.0)

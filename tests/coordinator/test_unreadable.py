@@ -67,7 +67,6 @@ def second_round(stage: Stage) -> str:
 def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried three times first; meanwhile, and afterwards, the other job's round goes on."""
     stage = Stage(tmp_path, rounds=2)
     sha256 = second_round(stage)
     other = stage.add("other")
@@ -94,7 +93,6 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
 
 
 def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_again(tmp_path: Path) -> None:
-    """As its log says, once somebody has moved the home and resumes it."""
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
@@ -111,7 +109,6 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
 
 
 def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_path: Path) -> None:
-    """Nothing is left of what held it: neither the wait for the next try, nor what people are told of it."""
     stage = Stage(tmp_path, limits=CoordinatorLimits(), rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
@@ -128,7 +125,6 @@ def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_p
 
 
 def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path: Path) -> None:
-    """Once it is resumed, it waits in line, and not for the disk."""
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
     stage.restart()
@@ -138,7 +134,6 @@ def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path: Path
 
 
 def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path: Path) -> None:
-    """Not even where it fails twice; a coordinator of this job alone does not take it for ended meanwhile."""
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage), left=2)
     stage.restart()
@@ -152,7 +147,6 @@ def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path: Path) -> None:
 
 
 def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> None:
-    """It follows from the bundle: it is put aside, and another file has it."""
     stage = Stage(tmp_path)
     stage.hand("a")
     stage.play()
@@ -170,7 +164,6 @@ def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> N
 
 
 def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> None:
-    """As one that is damaged is; no other device works again."""
     stage = Stage(tmp_path, cohort={"min_devices": 2})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -197,7 +190,6 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> 
 def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offered_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, large: bool
 ) -> None:
-    """It is put aside and fetched once more; the coordinator and the job go on, and its device is refused nothing."""
     stage = Stage(tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None)
     hand = stage.hand("a")
     ref = hand.depot.store_bytes(tensors.encode_tensors(ones()))
@@ -217,7 +209,6 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
 
 
 def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: Path) -> None:
-    """Its devices are not asked to work again: what they have sent is in it alone."""
     states = []
     for name, left in (("calm", 0), ("fails", 1)):
         worker = SynchronousWorker(large_bytes=0)
@@ -255,7 +246,6 @@ def apart(stage: Stage) -> str:
 def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     tmp_path: Path, what: str, large: bool
 ) -> None:
-    """At the third try; once it lies on another disk, the job can be resumed."""
     stage = Stage(tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None)
     name = what if what == "bundle.json" else job_bundle.load_bundle(tmp_path / "bundle").files[what].sha256
     stage.disk = bad = Bad(name)
@@ -282,7 +272,6 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
 
 
 def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) -> None:
-    """It is read when the job is tried again."""
     stage = Stage(tmp_path)
     stage.disk = Bad(job_bundle.load_bundle(tmp_path / "bundle").files["model"].sha256, left=1)
     stage.restart()
@@ -299,7 +288,6 @@ def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) 
 @pytest.mark.parametrize("left", [1, float("inf")])
 @pytest.mark.parametrize("large", [False, True])
 def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Path, left: float, large: bool) -> None:
-    """The coordinator has sent it, and makes it again at the third failure; its device is refused nothing."""
     cohort = {"deadline_s": 1000.0}
     stage = Stage(
         tmp_path, worker=SynchronousWorker(large_bytes=0) if large else None, wire={"codec": "fp16"}, cohort=cohort
@@ -375,7 +363,6 @@ def test_tries_of_coordinators_that_are_killed_before_the_next_one_add_up_but_no
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
 def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path: Path, code: int) -> None:
-    """Ten tries, where a disk that fails gets three; the job then goes on from its log."""
     stage = Stage(tmp_path, rounds=2)
     sha256 = second_round(stage)
     stage.disk = Bad(sha256, code=code)
@@ -392,7 +379,6 @@ def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path
 
 
 def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_later(tmp_path: Path) -> None:
-    """Also where the import's own error hides the reason behind another one."""
     stage = Stage(tmp_path, rounds=1)
     stage.restart()
     opening = stage.server._opening

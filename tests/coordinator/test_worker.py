@@ -16,7 +16,6 @@ from fedquilt.core import StoreError
 
 
 def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None:
-    """Nothing follows from a piece before the loop asks; an error is raised where the result is used."""
     worker, gate, told = ThreadWorker(large_bytes=1), threading.Event(), list[object]()
     assert worker.is_idle
     assert not worker.fds()
@@ -39,7 +38,6 @@ def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None
 
 
 def test_a_worker_that_is_closed_begins_no_further_piece() -> None:
-    """A coordinator that is to end waits for the piece under way, and not for all that are left."""
     worker, gate, ran = ThreadWorker(large_bytes=1), threading.Event(), list[str]()
     worker.submit(lambda: gate.wait(60), lambda result, now_s: None)
     worker.submit(lambda: ran.append("next"), lambda result, now_s: None)
@@ -52,7 +50,6 @@ def test_a_worker_that_is_closed_begins_no_further_piece() -> None:
 
 
 def test_blobs_of_a_work_item_are_kept_until_its_result_is_recorded_and_others_are_deleted(tmp_path: Path) -> None:
-    """While the worker is busy, what it has stored or found is named by no event yet."""
     worker, gate = ThreadWorker(large_bytes=0), threading.Event()
     stage = Stage(tmp_path, worker=worker)
     depot = stage.store.depot

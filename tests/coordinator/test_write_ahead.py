@@ -31,7 +31,6 @@ def killed(folder: Path) -> tuple[Path, str]:
 
 
 def test_a_log_that_is_whole_is_taken_up_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Also one whose last write was cut short by the kill."""
     home, run = killed(tmp_path)
     log = home / "fedquilt.db-wal"
     log.write_bytes(log.read_bytes() + bytes(1000))
@@ -49,7 +48,6 @@ with open(sys.argv[1], "r+b") as index:
 
 
 def test_nobody_can_make_the_index_anew_while_a_killed_home_is_open_again(tmp_path: Path) -> None:
-    """Whoever gets this lock of SQLite's empties the index, over which all other processes die by SIGBUS."""
     home, _ = killed(tmp_path)
     with Store(home):
         tried = subprocess.run([sys.executable, "-c", ANEW, home / "fedquilt.db-shm"], capture_output=True, text=True)

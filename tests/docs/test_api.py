@@ -9,7 +9,6 @@ import fedquilt
 
 
 def test_the_reference_has_every_public_name() -> None:
-    """And no other."""
     text = (documents.ROOT / "docs" / "api.md").read_text()
     named = set(re.findall(r"^::: fedquilt\.(\w+)$", text, re.MULTILINE)) | {"__version__"}
     assert "fedquilt.__version__" in text
@@ -17,7 +16,6 @@ def test_the_reference_has_every_public_name() -> None:
 
 
 def test_every_example_is_listed() -> None:
-    """Each file or folder of examples/, by a link."""
     text = (documents.ROOT / "examples" / "README.md").read_text()
     linked = {path.split("/")[0] for path in re.findall(r"\]\(([\w./-]+)\)", text)}
     for path in (documents.ROOT / "examples").iterdir():

@@ -20,7 +20,6 @@ def test_a_newcomer_reads_it_in_ten_minutes() -> None:
 
 
 def test_the_diagram_of_a_job_is_the_tables() -> None:
-    """Paste `events.format_mermaid_diagram()` into the page when the table changes."""
     (found,) = documents.blocks(PAGE, "mermaid")
     assert found.strip() == events.format_mermaid_diagram()
 
@@ -38,7 +37,6 @@ def test_every_path_that_it_names_is_there() -> None:
 
 
 def test_every_function_that_it_names_is_there() -> None:
-    """`Class.method` and `module.function`; a module by its file name, a package by its folder."""
     members = known_members()
     named = re.findall(r"`(?!fedquilt\.)([A-Za-z_]+)\.(?!py`)([A-Za-z_]+)`", TEXT)
     assert len(named) > 30

@@ -14,7 +14,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 
 
 def test_its_settings_are_valid() -> None:
-    """As an agent reads them, and the coordinator's as `flash --role coordinator` does."""
     agent, service = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
     assert settings.parse_settings(toml.parse_toml(agent, "docs/boards.md")).device == "orin-07"
     known = toml.convert_table(
@@ -25,6 +24,5 @@ def test_its_settings_are_valid() -> None:
 
 
 def test_its_table_of_targets_is_complete() -> None:
-    """One that is added has to be told."""
     rows = re.findall(r"^\| (`.*?`) \|", PAGE, re.M)
     assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} >= set(targets.KNOWN)

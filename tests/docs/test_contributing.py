@@ -11,7 +11,6 @@ REPLAY = "python -m tests.faults --seed 17"
 
 
 def test_every_command_is_one() -> None:
-    """Of make, a target; of pytest and the simulator, one that is run."""
     targets = set(re.findall(r"^([a-z]+):", (documents.ROOT / "Makefile").read_text(), re.MULTILINE))
     others = []
     for command in documents.commands(PAGE):
@@ -25,11 +24,9 @@ def test_every_command_is_one() -> None:
 
 
 def test_every_folder_that_it_names_is_there() -> None:
-    """In the table of where things live, and elsewhere between backquotes with a slash at the end."""
     for name in re.findall(r"`([a-z_./]+/)`", (documents.ROOT / PAGE).read_text()):
         assert (documents.ROOT / name).is_dir(), name
 
 
 def test_a_seed_can_be_played_again() -> None:
-    """As a failing test's message says."""
     assert "it holds" in documents.Shell(documents.ROOT).run(REPLAY)

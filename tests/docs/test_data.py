@@ -19,7 +19,6 @@ BLOCKS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_table_on_the_page_is_one_that_a_job_takes(block: str) -> None:
-    """Its [data], and its network."""
     job = settings.parse_job({"name": "j", "method": "fedavg", **toml.parse_toml(block, "docs/data.md")})
     DataSpec.parse(job.data)
     if job.model:
@@ -30,7 +29,6 @@ def test_a_table_on_the_page_is_one_that_a_job_takes(block: str) -> None:
 
 
 def test_every_key_of_a_kind_of_data_is_on_the_page() -> None:
-    """And every task, metric and network for it."""
     for key in HOW:
         assert f"`{key}`" in PAGE or f"[data.{key}]" in PAGE, key
     for kind in (Audio, Text, Windows):
@@ -43,13 +41,11 @@ def test_every_key_of_a_kind_of_data_is_on_the_page() -> None:
 
 
 def test_every_example_named_on_the_page_is_there() -> None:
-    """Links lead to files."""
     for link in re.findall(r"\]\(\.\./(examples/[^)]+)\)", PAGE):
         assert (Path(__file__).parents[2] / link).exists(), link
 
 
 def test_the_methods_that_need_classes_are_those_on_the_page() -> None:
-    """All that refuse regression, and no other."""
     found = re.search(r"Some methods need one class .*?\.", PAGE, re.DOTALL)
     assert found is not None
     wanted = [

@@ -15,7 +15,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "grids.md").read_text()
 
 
 def test_the_example_is_a_grid_whose_jobs_are_right(tmp_path: Path) -> None:
-    """Four jobs for each seed, and a claim for each column."""
     text = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert text is not None
     (tmp_path / "momentum.toml").write_text(text[1])
@@ -34,6 +33,5 @@ def test_the_example_is_a_grid_whose_jobs_are_right(tmp_path: Path) -> None:
     "kind", [grid.Grid, grid.GridRow, grid.AxisPoint, grid.PretrainSettings, grid.ClaimSpec, grid.GridColumn]
 )
 def test_every_key_is_named(kind: type[msgspec.Struct]) -> None:
-    """Of a grid, and of the tables in it."""
     missing = [name for name in kind.__struct_fields__ if not re.search(rf"\b{name}\b", PAGE)]
     assert not missing

@@ -43,7 +43,6 @@ def section(heading: str) -> str:
     ],
 )
 def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix: str) -> None:
-    """With its default where that is a number or a word."""
     text = section(heading)
     for field in msgspec.structs.fields(kind):
         assert f"`{prefix}{field.name}`" in text, field.name
@@ -53,21 +52,18 @@ def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix:
 
 
 def test_the_jobs_own_keys_and_tables_are_all_there() -> None:
-    """Scalars in the first table, tables as sections."""
     for field in msgspec.structs.fields(settings.JobSettings):
         told = (f"| `{field.name}` |", f"`[{field.name}]`", f"`[[{field.name}]]`", f"`[{field.name}.")
         assert any(each in PAGE for each in told), field.name
 
 
 def test_the_networks_are_those_there_are() -> None:
-    """By their names."""
     zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")
     for name in (*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"):
         assert f"`{name}`" in section("[model]"), name
 
 
 def test_no_key_is_told_that_is_not_there() -> None:
-    """Every row's first cell is a key of the job, of one of its tables, or a network's name."""
     kinds = (
         settings.JobSettings,
         settings.CohortSettings,

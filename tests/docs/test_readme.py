@@ -24,18 +24,15 @@ SIMULATED = [
 
 
 def test_it_is_a_front_door() -> None:
-    """What does not fit belongs into docs/."""
     assert len((documents.ROOT / PAGE).read_text().splitlines()) <= MOST_LINES
 
 
 def test_no_command_is_left_out() -> None:
-    """A new one needs a place in one of the lists above."""
     assert documents.commands(PAGE) == [*MADE, *SIMULATED, *BOARDS]
     assert set(BOARDS) <= set(documents.commands("docs/tutorials/fleet.md"))
 
 
 def test_a_simulated_fleet(shell: documents.Shell) -> None:
-    """From a file to a report, with the output of the page."""
     rows = [f"{row % 3 + row / 900},{row % 7},{('iris', 'rose', 'lily')[row % 3]}" for row in range(300)]
     (shell.folder / "flowers.csv").write_text("\n".join(["length,width,kind", *rows]) + "\n")
     _, shown = documents.blocks(PAGE, "text")
@@ -44,12 +41,10 @@ def test_a_simulated_fleet(shell: documents.Shell) -> None:
 
 
 def test_the_output_of_the_demo_names_its_networks() -> None:
-    """As the command does; tests/tools/demo runs it."""
     shown, _ = documents.blocks(PAGE, "text")
     assert demo.STITCHED in shown
     assert demo.ALONE in shown
 
 
 def test_python(shell: documents.Shell) -> None:
-    """A simulation."""
     documents.run_python(PAGE, shell.folder)

@@ -36,7 +36,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_on_it(site: Path) -> None:
-    """Those of docs/, and those beside it."""
     docs = documents.ROOT / "docs"
     for page in docs.rglob("*.md"):
         assert (site / page.relative_to(docs)).with_suffix(".html").exists(), page
@@ -55,7 +54,6 @@ def test_nothing_comes_from_the_network(site: Path) -> None:
 
 
 def test_the_reference_describes_every_public_name(site: Path) -> None:
-    """As `fedquilt.__all__` has them."""
     text = (site / "api.html").read_text()
     for name in fedquilt.__all__:
         assert f'id="fedquilt.{name}"' in text or f"fedquilt.{name}" in text, name
@@ -63,7 +61,6 @@ def test_the_reference_describes_every_public_name(site: Path) -> None:
 
 
 def test_the_phases_of_a_job_are_a_table(site: Path) -> None:
-    """Each arrow of the diagram is a row."""
     text = (site / "architecture.html").read_text()
     assert "stateDiagram" not in text
     for line in events.format_mermaid_diagram().splitlines():
@@ -72,6 +69,5 @@ def test_the_phases_of_a_job_are_a_table(site: Path) -> None:
 
 
 def test_links_to_source_files_are_plain_text(site: Path) -> None:
-    """The site does not have them."""
     for page in site.rglob("*.html"):
         assert not re.findall(r"href=[\"']?[^\"' >]*\.(?:py|toml|md)[\"' >#]", page.read_text()), page

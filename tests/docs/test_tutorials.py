@@ -66,7 +66,6 @@ def tutorial(name: str, folder: Path) -> list[str]:
     "page", [f"{TUTORIALS}/{name}.md" for name in ("simulate", "fleet", "stitch")] + ["docs/energy.md"]
 )
 def test_every_file_that_is_shown_is_valid(page: str, tmp_path: Path) -> None:
-    """Jobs and agents are parsed strictly."""
     shown = documents.files(page)
     assert shown
     for name, text in shown.items():
@@ -76,7 +75,6 @@ def test_every_file_that_is_shown_is_valid(page: str, tmp_path: Path) -> None:
 
 
 def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
-    """Prepare, a fleet on virtual time, a fleet of processes, and what came of them."""
     assert tutorial("simulate", shell.folder) == SIMULATE
     shown = dict(zip(SIMULATE, map(shell.run, SIMULATE), strict=True))
     assert shown["fedquilt ls"].count("done") == 2
@@ -91,7 +89,6 @@ def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
 
 
 def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:
-    """A job is stopped while it waits for a board, resumed, and done once the board is there."""
     tutorial("simulate", shell.folder)
     shown = tutorial("fleet", shell.folder)
     with socket.socket() as probe:
@@ -123,7 +120,6 @@ def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:
 
 
 def test_stitching_for_cifar_with_imagenet_donors(shell: documents.Shell) -> None:
-    """The same job on files in place of downloads, and on a smaller scale."""
     data = documents.data()
     if not (data / "weights").is_dir():
         pytest.skip(f"no pre-trained weights in {data / 'weights'} (FEDQUILT_TEST_DATA names another folder)")

@@ -43,7 +43,6 @@ CMD ["/usr/sbin/mosquitto", "-c", "/mosquitto/config/mosquitto.conf"]
 
 
 def test_every_command_of_an_image_or_service_is_one() -> None:
-    """And what a service builds is a stage of the Containerfile."""
     yaml = pytest.importorskip("yaml")
     text = (FOLDER / "Containerfile").read_text()
     commands = [json.loads(words) for words in re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)]
@@ -61,7 +60,6 @@ def test_every_command_of_an_image_or_service_is_one() -> None:
 
 
 def test_the_services_get_files_that_are_there_or_that_the_readme_makes() -> None:
-    """A folder that compose makes itself is root's and empty, and data that is in no volume is lost."""
     yaml = pytest.importorskip("yaml")
     services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
     made = " ".join(said(FOLDER))
@@ -176,7 +174,6 @@ def said(folder: Path) -> list[str]:
 
 @pytest.mark.nightly
 def test_the_compose_file_serves_a_fleet_whose_board_is_a_container_too(podman: Podman, tmp_path: Path) -> None:
-    """As the README says: images, certificates, services; a board enrols and works; kills and a backup are survived."""
     site = tmp_path / "site"
     shutil.copytree(FOLDER, site)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

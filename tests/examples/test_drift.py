@@ -17,7 +17,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "drift" / "drift.py"
 
 
 def test_answers_are_wrong_in_the_dark_and_right_with_the_new_model(tmp_path: Path) -> None:
-    """The runner's drift is shown by `devices`, and both rollouts are done."""
     pytest.importorskip("onnxruntime")
     for name in ("job.toml", "digits.npz"):
         shutil.copy(demo.HERE / name, tmp_path)

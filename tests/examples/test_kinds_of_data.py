@@ -49,13 +49,11 @@ def made(kind: str, folder: Path) -> tuple[JobSettings, Path]:
 
 
 def test_every_example_is_here() -> None:
-    """A folder with a job is a kind of data."""
     assert {path.parent.name for path in EXAMPLES.glob("*/job.toml")} >= set(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_example_learns_more_than_a_constant(kind: str, tmp_path: Path) -> None:
-    """On its test set, and on the devices' held-out shares: half way at least from a constant to a perfect score."""
     pytest.importorskip("torch", reason="first weights are torch's")
     job, bundle = made(kind, tmp_path)
     run = single_run.run_seed(job, bundle, lambda done: None)

@@ -28,7 +28,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_quickstart_runs_as_it_is_written(place: Path) -> None:
-    """Its accuracy is far above chance, its files are there, and the comparison has both methods."""
     for library in ("pandas", "onnx", "matplotlib"):
         pytest.importorskip(library)
     done = subprocess.run(
@@ -48,7 +47,6 @@ def test_the_quickstart_runs_as_it_is_written(place: Path) -> None:
 
 
 def test_the_notebook_runs_cell_by_cell(place: Path) -> None:
-    """Without Jupyter; what a cell ends with can be shown."""
     pytest.importorskip("pandas")
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
     names: dict[str, object] = {}
@@ -63,7 +61,6 @@ def test_the_notebook_runs_cell_by_cell(place: Path) -> None:
 
 
 def test_a_method_from_outside_trains_as_ours_does(place: Path) -> None:
-    """FedProx written anew: the same states as the one that ships, in worker processes too."""
     shutil.copy(EXAMPLES / "own_method.py", place)
     job = fq.Job(
         method="fedprox",

@@ -108,7 +108,6 @@ def test_the_package_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: py
 
 
 def test_a_coordinator_gives_boards_signed_addresses_of_the_backend(tmp_path: Path) -> None:
-    """Uploads go there once the store has told its clock; a device without HTTP gets none."""
     store = Canned(b"HTTP/1.1 200 OK\r\nDate: Fri, 27 Nov 2026 12:00:00 GMT\r\nContent-Length: 0\r\n\r\n")
     bucket = Bucket.from_url(f"http://127.0.0.1:{store.port}/bucket/models", KEYS)
     pair = Pair(tmp_path, "a", where=BlobLocationSettings(open_backend=partial(fedquilt_s3.ObjectStoreBlobs, bucket)))
@@ -178,7 +177,6 @@ def test_a_model_is_brought_to_the_store_once_and_fetched_there(site: Site) -> N
 
 
 def test_a_model_that_the_store_may_have_dropped_since_is_brought_there_again(site: Site) -> None:
-    """As a bucket's own rules do after some days."""
     pair, ref = site.pair, site.pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     name, there = f"fleet/dn/{ref.sha256}", pair.places._backend._there
     pair.boards["a"].transfers.request_blob("a", ref)
@@ -238,7 +236,6 @@ def test_with_a_server_too_a_store_that_is_gone_is_not_missed(tmp_path: Path, mo
 def test_an_address_that_has_expired_is_refused_and_named_and_the_blob_comes_all_the_same(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A store answers 403 to such an address."""
     caplog.set_level(0, "fedquilt")
     pair, board = site.pair, site.pair.boards["a"]
     ref = pair.coordinator.depot.store_bytes(noise(4 * CHUNK, 6))
@@ -279,7 +276,6 @@ def test_a_date_that_is_none_changes_no_clock() -> None:
 
 
 def test_a_store_that_refuses_rests(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty bucket name: it is asked once, and boards use the broker."""
     monkeypatch.setattr(fedquilt_s3, "REST_S", 1000.0)
     site.bucket.path = "/nobucket/models"
     pair, board = site.pair, site.pair.boards["a"]

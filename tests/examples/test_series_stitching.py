@@ -21,7 +21,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "series_stitching"
 
 
 def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None:
-    """More than 90 % right for people whom no board has, where the most frequent class is a third; the file agrees."""
     pytest.importorskip("torch", reason="donors are trained and cut by torch")
     onnx_engine = pytest.importorskip("fedquilt.edge_agent.engines.onnx.engine")
     from fedquilt.models.stitching.onnx import export

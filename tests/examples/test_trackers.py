@@ -39,7 +39,6 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_unknown_values_are_not_reported(trackers: ModuleType) -> None:
-    """None is no number, and the round is the step."""
     assert trackers.known_values({"round": 3, "accuracy": 0.5, "joules": None}) == {"accuracy": 0.5}
 
 
@@ -56,7 +55,6 @@ def test_tensorboard_holds_the_rounds(job: fq.Job, trackers: ModuleType, tmp_pat
 def test_mlflow_holds_the_rounds(
     job: fq.Job, trackers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a store of files, which is what mlflow-skinny has without a server."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := (tmp_path / "mlruns").as_uri())
@@ -72,7 +70,6 @@ def test_mlflow_holds_the_rounds(
 def test_weights_and_biases_work_offline(
     job: fq.Job, trackers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder for `wandb sync`; nothing is sent."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with trackers.wandb_run("digits", job, mode="offline", dir=str(tmp_path)) as report:

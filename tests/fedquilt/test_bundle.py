@@ -25,7 +25,6 @@ MODEL = tensors.encode_tensors({"w": np.array([1.0, 2.0])})
 
 
 def test_a_bundle_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    """Facts, files by content, tensors by name."""
     job_bundle.write_bundle(tmp_path, {"network": {"name": "mlp"}}, {"model": MODEL, "note": b"hello"})
     loaded = job_bundle.load_bundle(tmp_path)
     assert loaded.meta == {"network": {"name": "mlp"}}
@@ -37,7 +36,6 @@ def test_a_bundle_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_files_that_are_there_already_are_kept(tmp_path: Path) -> None:
-    """Preparing twice writes a donor of 100 MB once; what was cut short is written anew."""
     ref = job_bundle.write_bundle(tmp_path, {}, {"model": MODEL}).files["model"]
     path = tmp_path / "blobs" / ref.sha256
     before = path.stat().st_ino
@@ -48,13 +46,11 @@ def test_files_that_are_there_already_are_kept(tmp_path: Path) -> None:
 
 
 def test_an_absent_bundle_says_how_it_is_made(tmp_path: Path) -> None:
-    """The mend is a command."""
     with pytest.raises(JobError, match="make it with `fedquilt prepare`"):
         job_bundle.load_bundle(tmp_path)
 
 
 def test_a_missing_or_shortened_file_is_named(tmp_path: Path) -> None:
-    """By the name that the job knows."""
     ref = job_bundle.write_bundle(tmp_path, {}, {"donor/a": MODEL}).files["donor/a"]
     path = tmp_path / "blobs" / ref.sha256
     path.write_bytes(MODEL[:-1])
@@ -66,7 +62,6 @@ def test_a_missing_or_shortened_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_bundle_of_another_version_is_refused(tmp_path: Path) -> None:
-    """Its checksum is right."""
     other = msgspec.defstruct("Other", [("meta", dict[str, int]), ("version", int)])
     (tmp_path / "bundle.json").write_bytes(checksummed_json.encode_with_checksum(other({}, 2)))
     with pytest.raises(JobError, match="version"):
@@ -74,7 +69,6 @@ def test_a_bundle_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A file stands where the folder should be."""
     (tmp_path / "taken").write_text("")
     with pytest.raises(StoreError, match=r"cannot write the bundle .*taken"):
         job_bundle.write_bundle(tmp_path / "taken", {}, {})
@@ -91,7 +85,6 @@ def loads_or_refuses(folder: Path, index: bytes) -> None:
 def test_arbitrary_and_mutated_indices_give_only_the_named_error(
     tmp_path: Path, noise: bytes, data: st.DataObject
 ) -> None:
-    """Noise, and a valid bundle.json with a few bytes replaced."""
     job_bundle.write_bundle(tmp_path, {"n": 1}, {"model": MODEL})
     valid = (tmp_path / "bundle.json").read_bytes()
     loads_or_refuses(tmp_path, noise)
@@ -105,7 +98,6 @@ def test_arbitrary_and_mutated_indices_give_only_the_named_error(
     size=st.integers() | st.none(),
 )
 def test_digests_that_lead_elsewhere_give_only_the_named_error(tmp_path: Path, sha256: str, size: Any) -> None:
-    """A digest becomes a path."""
     Index = msgspec.defstruct("Index", [("meta", dict[str, int]), ("files", dict[str, Any])])
     index = Index({}, {"model": {"sha256": sha256, "size": size}})
     try:
@@ -118,7 +110,6 @@ def test_digests_that_lead_elsewhere_give_only_the_named_error(tmp_path: Path, s
 
 
 def test_a_bottomless_index_gives_the_named_error(tmp_path: Path) -> None:
-    """Nesting deeper than the interpreter's stack."""
     (tmp_path / "bundle.json").write_bytes(b'{"meta":' + b'{"a":' * 100_000)
     with pytest.raises(JobError, match="damaged"):
         job_bundle.load_bundle(tmp_path)

@@ -24,7 +24,6 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle: Path) -> None:
-    """Rounds and cohorts are of a run; the network and the examples are of the bundle."""
     job, data = bundle.with_name("job.toml"), bundle.with_name("own.csv")
     assert job_bundle.is_current(job, bundle)
     job.write_text(JOB.replace("rounds = 3", "rounds = 4"))
@@ -37,7 +36,6 @@ def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle: 
 
 
 def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle: Path) -> None:
-    """Without its data, or without a record; one that is not there is not current."""
     job = bundle.with_name("job.toml")
     bundle.with_name("own.csv").unlink()
     assert job_bundle.is_current(job, bundle)
@@ -49,7 +47,6 @@ def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle: Path) -> None:
 
 
 def test_a_file_in_a_folder_of_examples_counts(bundle: Path) -> None:
-    """Sizes and times of all files in it."""
     job, folder = bundle.with_name("job.toml"), bundle.with_name("pictures")
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "1.txt").write_text("1")

@@ -35,7 +35,6 @@ def places() -> Places:
 
 
 def test_an_address_without_a_free_place_loses_its_oldest_waiting_connection(places: Places) -> None:
-    """Other addresses keep theirs."""
     for address, name in (("10.0.0.2", "b"), ("10.0.0.1", "a1"), ("10.0.0.1", "a2"), ("10.0.0.1", "a3")):
         assert places.enter(address, name) is not None
     assert places.closed == ["a1"]
@@ -43,7 +42,6 @@ def test_an_address_without_a_free_place_loses_its_oldest_waiting_connection(pla
 
 
 def test_an_address_whose_requests_all_run_gets_no_further_place(places: Places) -> None:
-    """A request is not ended for another one of the same address."""
     for name in ("a1", "a2"):
         places.work("10.0.0.1", name)
     assert places.enter("10.0.0.1") is None
@@ -52,7 +50,6 @@ def test_an_address_whose_requests_all_run_gets_no_further_place(places: Places)
 
 
 def test_addresses_that_hold_all_places_with_requests_lose_one_to_an_address_that_has_none(places: Places) -> None:
-    """The oldest request of an address with most connections; an address with one gets none for a second one."""
     for address, name in (("10.0.0.1", "a1"), ("10.0.0.2", "b1"), ("10.0.0.1", "a2"), ("10.0.0.2", "b2")):
         places.work(address, name)
     assert places.enter("10.0.0.3", "c") is not None
@@ -65,7 +62,6 @@ def test_addresses_that_hold_all_places_with_requests_lose_one_to_an_address_tha
 
 
 def test_a_verified_peer_keeps_its_connections_and_has_a_number_of_them(places: Places) -> None:
-    """Whatever addresses come."""
     for number in range(4):
         entry = places.work(f"10.0.{number // 2}.1")
         assert places.open.assign_owner(entry, "device", most=3) is (number < 3)
@@ -75,7 +71,6 @@ def test_a_verified_peer_keeps_its_connections_and_has_a_number_of_them(places: 
 
 
 def test_each_state_of_a_connection_has_a_deadline(places: Places) -> None:
-    """10 s for a header, 60 s for a request, 10 s until the next one; what has left is not closed."""
     late, works, waits, gone = (places.enter(f"10.0.0.{number}", name) for number, name in enumerate("abcd"))
     assert late
     assert works
@@ -98,7 +93,6 @@ def test_each_state_of_a_connection_has_a_deadline(places: Places) -> None:
 
 
 def test_a_network_of_ipv6_counts_as_one_address_and_a_mapped_address_as_itself(places: Places) -> None:
-    """A subscriber has 2**64 addresses of such a network."""
     for name in ("1", "2", "3"):
         places.enter(f"2001:db8:0:1::{name}", name)
     places.enter("2001:db8:0:2::1", "other")
@@ -110,7 +104,6 @@ def test_a_network_of_ipv6_counts_as_one_address_and_a_mapped_address_as_itself(
 
 
 def test_listeners_leave_the_upper_half_of_the_descriptors_alone(places: Places) -> None:
-    """A connection there takes the place of one that waits, and is refused where none does."""
     half = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
     assert places.enter("10.0.0.1", descriptor=half) is None
     assert places.enter("10.0.0.1", "a", descriptor=half - 1) is not None
@@ -119,7 +112,6 @@ def test_listeners_leave_the_upper_half_of_the_descriptors_alone(places: Places)
 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_allows() -> None:
-    """Not beyond what the limit was set to by whoever started the process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -26,13 +26,11 @@ from fedquilt.security.enrolment import SigningRequest, SigningResponse
     ],
 )
 def test_a_body_that_is_no_request_is_one_named_error(body: bytes) -> None:
-    """Whatever the bytes."""
     with pytest.raises(WireError, match="no enrolment message"):
         enrolment.decode_message(body, SigningRequest)
 
 
 def test_an_error_never_quotes_a_token() -> None:
-    """Not even where the token itself is what is wrong."""
     with pytest.raises(WireError) as caught:
         enrolment.decode_message(b'{"device":"a","csr":"b","token":"' + b"secret" * 99 + b'"}', SigningRequest)
     assert "secret" not in str(caught.value)
@@ -43,7 +41,6 @@ def test_an_error_never_quotes_a_token() -> None:
 def test_a_secret_is_never_readable_by_others_and_a_file_is_whole_or_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its mode is set before the first byte; a write that fails leaves nothing beside."""
     path, modes = tmp_path / "key", []
     sync = os.fsync
 

@@ -11,7 +11,6 @@ RUNTIME = "[ONNXRuntimeError] : Load model failed: " + "void frame(const std::st
 
 @pytest.mark.parametrize("most", [60, 300, 1000])
 def test_a_long_error_keeps_its_beginning_and_its_end(most: int) -> None:
-    """In one line of exactly the length allowed."""
     said = shorten_error(RUNTIME, most)
     assert len(said) == most
     assert said.startswith("[ONNXRuntime")
@@ -21,6 +20,5 @@ def test_a_long_error_keeps_its_beginning_and_its_end(most: int) -> None:
 
 
 def test_a_short_error_stays_as_it_is_in_one_line() -> None:
-    """Line breaks and indentation become one space."""
     assert shorten_error("a\n   b ") == "a b"
     assert shorten_error("x" * 1000) == "x" * 1000

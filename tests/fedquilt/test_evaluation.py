@@ -83,7 +83,6 @@ def test_every_grouping_into_devices_and_sites_has_the_metrics_of_all_examples(t
 
 
 def test_the_order_and_grouping_of_devices_changes_no_bit_of_a_loss() -> None:
-    """Devices send sums rounded once each; these are added exactly."""
     data = drawn("classes", 4)
     parts = [evaluated("classes", data, slice(start, start + 10)) for start in range(0, 300, 10)]
     flat = evaluation.add_evaluations(parts)
@@ -190,7 +189,6 @@ def test_metrics_of_labels_are_those_of_their_definitions() -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 1e6, -1e4])
 def test_metrics_of_a_regression_are_those_of_their_definitions(mean: float) -> None:
-    """However far the targets are from 0: sums of squares around 0 are exact."""
     scores, y = drawn("regression", 3, 1000)
     scores, y = scores + np.float32(mean), y + np.float32(mean)
     told = evaluation.compute_metrics(grouped("regression", (scores, y), 1))
@@ -206,7 +204,6 @@ def test_metrics_of_a_regression_are_those_of_their_definitions(mean: float) -> 
 
 
 def test_a_device_whose_target_never_varies_counts_in_the_r2_of_the_fleet() -> None:
-    """Alone it has none."""
     stuck = evaluated("regression", (np.full((5, 1), 0.5, np.float32), np.full((5, 1), 2.5, np.float32)))
     assert "r2" not in evaluation.compute_metrics(stuck)
     scores, y = drawn("regression", 1, 20)
@@ -220,7 +217,6 @@ def test_a_device_whose_target_never_varies_counts_in_the_r2_of_the_fleet() -> N
 
 
 def test_worst_tenth_and_spread_are_over_devices_whichever_site_they_are_behind() -> None:
-    """Twenty devices of 0 to 19 right answers of 20."""
     y = np.zeros(20, np.int64)
     parts = []
     for right in range(20):
@@ -294,13 +290,11 @@ def test_packed_counts_are_as_they_were() -> None:
     "packed", [b"\x80", b"\x00", b"\x01\x01\x01", b"\x00\x02\x01", b"\xff" * 20, b"\xff" * 9 + b"\x01"]
 )
 def test_packed_counts_that_do_not_fit_are_refused(packed: bytes) -> None:
-    """A number or run that does not end, more than two numbers, and one beyond all bounds."""
     with pytest.raises(UpdateError, match="packed counts"):
         evaluation.unpack_counts(packed, 2)
 
 
 def test_a_site_of_ten_million_examples_of_a_hundred_classes_fits_into_a_message() -> None:
-    """Each cell of the matrix and of the histograms is filled."""
     bins = evaluation.histogram_bins(100)
     sums = EvaluationSums(
         examples=10**7,

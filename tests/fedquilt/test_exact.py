@@ -45,7 +45,6 @@ def real(arrays: list[np.ndarray], weights: list[float]) -> np.ndarray:
 def test_the_bits_are_those_of_the_real_sum_in_any_order(
     size: int, spread: int, weight: Callable[[int], float]
 ) -> None:
-    """Addends differ in magnitude by up to 2 ** spread; a plain float64 sum loses the small ones."""
     arrays = addends(size, spread)
     weights = [weight(k) for k in range(len(arrays))]
     wanted = real(arrays, weights).tobytes()
@@ -56,7 +55,6 @@ def test_the_bits_are_those_of_the_real_sum_in_any_order(
 @SIZES
 @pytest.mark.parametrize("spread", [4, 240])
 def test_groups_merge_into_the_same_bits(size: int, spread: int) -> None:
-    """Two sites, one of a single board, and a site of sites."""
     arrays, weights = addends(size, spread), [float(k % 7 + 1) for k in range(20)]
     wanted = total(arrays, weights).rounded_value().tobytes()
     for cuts in ([1], [7], [3, 4, 15]):
@@ -83,14 +81,12 @@ def test_numbers_that_cancel_leave_what_was_small() -> None:
 
 
 def test_what_only_the_third_part_of_a_sum_holds_is_in_its_value() -> None:
-    """1e30, 1e10 and their opposites cancel, in whatever order they come."""
     addends = (1e30, 1e10, 1e-10, -1e30, -1e10)
     for order in itertools.permutations(np.array([value]) for value in addends):
         assert total(list(order), [1.0] * 5).rounded_value().tolist() == [1e-10]
 
 
 def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_far_apart() -> None:
-    """A hundred boards' models of whole weights, then of broken ones; its arrays stay where they are."""
     boards = [each * np.float32(0.05) for each in addends(exact_sums.SHORT, 8, count=100)]
     begun = exact_sums.add_to_sum(None, boards[0], 20.0)
     found = begun
@@ -103,7 +99,6 @@ def test_a_sum_takes_12_bytes_an_entry_and_at_most_16_where_no_magnitudes_are_fa
 
 
 def test_shapes_stay_and_of_counters_the_largest() -> None:
-    """An array without axes, one without entries, one of two axes, and counters."""
     for shape in ((), (0,), (2, 3)):
         found = total([np.full(shape, 0.1, np.float32)] * 3, [1.0, 2.0, 3.0])
         assert found.shape == found.rounded_value().shape == shape
@@ -114,7 +109,6 @@ def test_shapes_stay_and_of_counters_the_largest() -> None:
 
 
 def test_what_was_added_and_what_was_asked_for_stay_as_they_are() -> None:
-    """A sum has its own arrays: neither an addend nor a value changes with what is added later."""
     one, count = np.ones(3), np.array(1)
     found, counter = exact_sums.add_to_sum(None, one), exact_sums.add_to_sum(None, count)
     value, most = found.rounded_value(), counter.rounded_value()
@@ -124,7 +118,6 @@ def test_what_was_added_and_what_was_asked_for_stay_as_they_are() -> None:
 
 
 def test_numbers_add_up_exactly_in_any_order() -> None:
-    """A tenth ten times, and numbers that cancel."""
     tenth = exact_sums.ExactScalar().add_numbers(*[0.1] * 10)
     assert float(tenth) == math.fsum([0.1] * 10) == 1.0
     assert float(exact_sums.ExactScalar().add_numbers(1e100, 1.0, -1e100)) == 1.0
@@ -136,7 +129,6 @@ def test_numbers_add_up_exactly_in_any_order() -> None:
 
 
 def test_sums_of_the_same_names_merge_and_others_stay() -> None:
-    """A site whose boards sent other layers."""
     one = exact_sums.add_arrays({}, {"a": np.ones(2), "b": np.ones(1)}, 2.0)
     other = exact_sums.add_arrays({}, {"b": np.ones(1), "c": np.ones(1)}, 3.0)
     found = exact_sums.rounded_values(exact_sums.merge_accumulators(one, other))
@@ -144,7 +136,6 @@ def test_sums_of_the_same_names_merge_and_others_stay() -> None:
 
 
 def test_a_sum_is_stored_in_every_bit() -> None:
-    """Packed and unpacked as the states of methods are."""
     found = total(addends(9, 240), [1.0] * 20)
     again = tensors.unpack_state(tensors.pack_state(found), exact_sums.ExactSum)
     assert tensors.pack_state(again) == tensors.pack_state(found)
@@ -180,7 +171,6 @@ def test_a_sum_from_elsewhere_is_as_large_as_boards_updates_may_be(kind: str, mo
 
 
 def test_a_sum_that_is_merged_stays_as_it_is() -> None:
-    """Also where it alone has a name: what is added afterwards is not in it."""
     ones = np.ones(3)
     one, other = (
         {"a": exact_sums.add_to_sum(None, ones)},

@@ -27,7 +27,6 @@ def python(code: str) -> str:
 
 
 def test_the_public_names_are_these() -> None:
-    """The public names of `fedquilt` are exactly NAMES, sorted; whoever adds or removes one has to change this list."""
     assert set(fq.__all__) == NAMES
     assert len(fq.__all__) == len(NAMES)
     assert sorted(fq.__all__) == list(fq.__all__)
@@ -36,7 +35,6 @@ def test_the_public_names_are_these() -> None:
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
 def test_each_public_name_says_what_it_is(name: str) -> None:
-    """And the public methods of classes, and the functions of modules that are meant to be called, do too."""
     found = getattr(fq, name)
     assert inspect.getdoc(found)
     if inspect.isclass(found):
@@ -48,7 +46,6 @@ def test_each_public_name_says_what_it_is(name: str) -> None:
 
 
 def test_nothing_else_is_public_but_the_packages_parts() -> None:
-    """In a fresh interpreter, after every public name has been used."""
     code = "import fedquilt\nfor name in fedquilt.__all__: getattr(fedquilt, name)\nprint(*vars(fedquilt))"
     public = {name for name in python(code).split() if not name.startswith("_")}
     odd = public - NAMES - {"TYPE_CHECKING"}
@@ -57,7 +54,6 @@ def test_nothing_else_is_public_but_the_packages_parts() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """As of any module."""
     with pytest.raises(AttributeError, match="'simulat'"):
         _ = fq.simulat  # type: ignore[attr-defined]
 
@@ -67,7 +63,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     [("Simulate", "simulate"), ("COHORT", "Cohort"), ("FedAvg", "fedavg"), ("DataEror", "DataError")],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) -> None:
-    """In the error's own text, which a notebook shows too; Python's traceback does not say it a second time."""
     with pytest.raises(AttributeError) as caught:
         getattr(fq, typed)
     assert str(caught.value) == f"module 'fedquilt' has no attribute {typed!r}; did you mean {meant!r}?"
@@ -75,13 +70,11 @@ def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) ->
 
 
 def test_a_name_like_no_other_is_answered_without_a_guess() -> None:
-    """The error suggests no name where fedquilt offers none that is spelt nearly so."""
     with pytest.raises(AttributeError, match=r"^module 'fedquilt' has no attribute 'xyzzy'$"):
         _ = fq.xyzzy  # type: ignore[attr-defined]
 
 
 def test_importing_loads_nothing() -> None:
-    """No library, and no module of a public name: an agent on a board imports it too."""
     before = set(python("import sys; print(*sys.modules)").split())
     loaded = set(python("import sys, fedquilt, fedquilt.api; print(*sys.modules)").split()) - before
     assert {name.split(".")[0] for name in loaded} <= {"fedquilt", *sys.stdlib_module_names}
@@ -89,7 +82,6 @@ def test_importing_loads_nothing() -> None:
 
 
 def test_describing_a_job_needs_neither_torch_nor_onnxruntime() -> None:
-    """They are loaded when something is prepared or run."""
     code = (
         "import sys, fedquilt as fq\n"
         "fq.Job(method='fedavg', model=fq.models.mlp(64, [32], 10), data=fq.Data('d.npz'), fleet=fq.Fleet(3))\n"
@@ -101,13 +93,11 @@ def test_describing_a_job_needs_neither_torch_nor_onnxruntime() -> None:
 
 
 def test_models_alone_need_not_even_numpy() -> None:
-    """A table of a network is only words and numbers."""
     loaded = python("import sys, fedquilt as fq; fq.models.mlp(64, [32], 10); print(*sys.modules)").split()
     assert "numpy" not in loaded
     assert "msgspec" not in loaded
 
 
 def test_the_errors_are_fedquilts() -> None:
-    """One except clause catches them all."""
     kinds = [getattr(fq, name) for name in fq.__all__ if name.endswith("Error")]
     assert all(issubclass(kind, FedquiltError) for kind in kinds)

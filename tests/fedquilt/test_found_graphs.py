@@ -189,7 +189,6 @@ def outcome(path: Path, folder: Path) -> tuple[bool, str]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("package", GRAPHS)
 def test_a_graph_from_the_wild_runs_or_is_refused_with_its_property(tmp_path: Path, package: str) -> None:
-    """As `rollout model FILE.onnx` and a device without data of its own treat it."""
     folder, odd = unpacked(package), []
     for name, expected in GRAPHS[package].items():
         (path,) = folder.rglob(name)

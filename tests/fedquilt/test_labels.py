@@ -9,20 +9,17 @@ from fedquilt.formats import labels
 
 
 def test_words_of_a_cell_are_labels_in_order() -> None:
-    """Separated by spaces or commas; one that stands twice counts once."""
     assert labels.parse_labels(labels.split_words("window, site=lab window")) == ("site=lab", "window")
     assert labels.parse_labels(labels.split_words("  ")) == ()
 
 
 @pytest.mark.parametrize("word", ["Site=lab", "site=", "=lab", "a=b=c", "!old", "ha l", "x" * 65, "a=" + "b" * 65, ""])
 def test_a_label_that_is_no_label_is_refused(word: str) -> None:
-    """And quoted, with the form that is wanted."""
     with pytest.raises(JobError, match="is no label: a label is a word as site=lab or window"):
         labels.parse_labels([word])
 
 
 def test_labels_are_bounded() -> None:
-    """In number; and a key has one value."""
     with pytest.raises(JobError, match="33 labels, and a board has 32 at the most"):
         labels.parse_labels([f"l{index}" for index in range(33)])
     with pytest.raises(JobError, match="label 'site' stands twice: site=hall, site=lab"):
@@ -45,7 +42,6 @@ def test_labels_are_bounded() -> None:
     ],
 )
 def test_a_selection_is_of_boards_for_which_every_word_holds(wanted: list[str], found: bool) -> None:
-    """A word holds if one of its alternatives does."""
     labels.require_valid_selection(wanted)
     assert labels.is_selected(wanted, ("site=lab", "window")) is found
 

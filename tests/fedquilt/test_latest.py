@@ -5,7 +5,6 @@ from fedquilt.core.last_call_cache import cache_last_call
 
 
 def test_equal_arguments_are_computed_once_and_others_anew() -> None:
-    """Only the latest call is known; positions, names and values all count."""
     calls: list[tuple[int, int]] = []
 
     @cache_last_call
@@ -18,7 +17,6 @@ def test_equal_arguments_are_computed_once_and_others_anew() -> None:
 
 
 def test_an_error_is_no_result() -> None:
-    """What has failed is tried again."""
     outcomes = iter([None, 5])
 
     @cache_last_call
@@ -35,7 +33,6 @@ def test_an_error_is_no_result() -> None:
 
 
 def test_work_of_other_examples_or_of_other_work_is_not_taken_for_the_last() -> None:
-    """Ten and twenty examples of two kinds, asked for in turn."""
     one, other = WorkEstimate(flops_per_example=2.0), WorkEstimate(flops_per_example=3.0)
     asked = [work.total_for_examples(examples).flops for work in (one, other) for examples in (10, 20, 20)]
     assert asked == [20.0, 40.0, 40.0, 30.0, 60.0, 60.0]

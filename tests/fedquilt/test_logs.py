@@ -29,7 +29,6 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_a_line_has_the_ids_that_its_call_names(lines: list[dict[str, Any]]) -> None:
-    """And the process's own where it names none; in one line, whatever stands in it."""
     log = logging.getLogger("fedquilt.test")
     log.warning("%s,\nround %d", "j-1", 3, extra=logs.log_ids(run="j-1", round=3, device=None))
     assert [lines[0][key] for key in ("level", "message", "run", "round", "device")] == [
@@ -50,7 +49,6 @@ def test_text_that_is_no_utf_8_makes_a_line_too(lines: list[dict[str, Any]]) -> 
 
 
 def test_an_error_has_its_traceback(lines: list[dict[str, Any]]) -> None:
-    """In a field of its own."""
     try:
         raise ValueError("no number")
     except ValueError:
@@ -59,7 +57,6 @@ def test_an_error_has_its_traceback(lines: list[dict[str, Any]]) -> None:
 
 
 def test_a_coordinators_facts_are_lines(lines: list[dict[str, Any]]) -> None:
-    """Each with its run, and its round and device where it has one."""
     job: Any = SimpleNamespace(id="digits-1")
     console = JsonConsole()
     facts: list[AnyEvent] = [

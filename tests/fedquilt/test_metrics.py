@@ -44,7 +44,6 @@ def test_errors_of_devices_are_those_of_all_their_examples() -> None:
 
 
 def test_a_metric_of_fewer_than_most_devices_is_none_of_the_round() -> None:
-    """A device that invents names has them in its own line alone."""
     invented = {f"mine{number}": 1.0 for number in range(60)}
     updates = [update("a", loss=1.0), update("b", loss=3.0), update("c", loss=2.0, **invented)]
     assert updates_metrics.average_metrics(updates) == {"loss": 2.0}
@@ -59,7 +58,6 @@ def test_a_device_whose_loss_is_far_from_the_others_is_named() -> None:
 
 
 def test_a_device_of_another_network_does_not_count_and_is_named() -> None:
-    """Where the job's network does not tell how many outputs it has."""
     updates = [update("a", of_classes(0.5)), update("b", of_classes(0.7)), update("c", of_numbers(1.0, 1.0, 5))]
     sums = updates_metrics.aggregate_evaluations(updates)
     assert sums == total(of_classes(0.5), of_classes(0.7))
@@ -69,7 +67,6 @@ def test_a_device_of_another_network_does_not_count_and_is_named() -> None:
 
 
 def test_smaller_is_better_for_errors_and_larger_for_shares() -> None:
-    """For a target, and for the best of a run."""
     assert metrics.reaches_target(RMSE, 0.2, 0.3)
     assert not metrics.reaches_target(metrics.ACCURACY, 0.2, 0.3)
     assert metrics.best_value(RMSE, [3.0, 1.0, 2.0]) == 1.0
@@ -90,7 +87,6 @@ def run_of(values: list[float], metric: str) -> SeedRun:
 
 
 def test_a_comparison_of_errors_counts_down_to_its_target() -> None:
-    """The first at or below it; the best is the least; numbers are not per cent."""
     found = tables.make_result("j", [run_of([5.0, 2.0, 3.0], "rmse")], 2.5)
     (row,) = found["table"]
     assert (found["metric"], row["best"], row["to_target"]["rounds"]) == ("rmse", 2.0, 2.0)
@@ -101,7 +97,6 @@ def test_a_comparison_of_errors_counts_down_to_its_target() -> None:
 
 
 def test_a_line_of_the_log_names_the_metric() -> None:
-    """With its own unit, and how many examples it is of."""
     assert event_messages.describe_evaluation(of_numbers(0.25, 0.25, 8))[0] == "RMSE 0.25 on 8 held-out examples"
 
 
@@ -115,7 +110,6 @@ def job(**table: object) -> settings.JobSettings:
 
 
 def test_a_task_in_one_table_holds_for_the_other() -> None:
-    """And `outputs` is another word for `classes`; a job for classes stays as it was written."""
     found = job(model={**MODEL, "task": "regression"}, data={"path": "a.csv"})
     assert found.model == {"name": "mlp", "inputs": 4, "classes": 1, "task": "regression"}
     assert found.data == {"path": "a.csv", "task": "regression"}
@@ -147,6 +141,5 @@ def test_a_task_in_one_table_holds_for_the_other() -> None:
     ],
 )
 def test_a_task_that_cannot_be_is_told_before_anything_runs(table: dict[str, object], said: str) -> None:
-    """When the job is read."""
     with pytest.raises(JobError, match=said):
         job(**table)

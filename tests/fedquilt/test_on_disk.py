@@ -33,7 +33,6 @@ class Sums:
 
 
 def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) -> None:
-    """Also where the second limb grows from 32 to 64 bits, and a third one is added."""
     shape = (exact_sums.SHORT + 3,)
     roll = np.random.default_rng(0)
     given = [roll.standard_normal(shape) * 10.0**power for power in (0, 9, -12, 18, -25)]
@@ -54,7 +53,6 @@ def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) 
 
 
 def test_a_sum_that_grows_takes_no_more_of_the_disk(tmp_path: Path) -> None:
-    """Two limbs of twelve bytes an entry, however often something is added."""
     room, total = ScratchFile(tmp_path), None
     for _ in range(5):
         with exact_sums.sums_on_disk(room):
@@ -63,7 +61,6 @@ def test_a_sum_that_grows_takes_no_more_of_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path: Path) -> None:
-    """The coordinator drops it as soon as a later one is stored, and not every update has every tensor."""
     path, total = (
         tmp_path / "sum",
         Sums({"a": exact_sums.add_to_sum(None, ONES, 2.0), "b": exact_sums.add_to_sum(None, 3 * ONES)}),
@@ -78,7 +75,6 @@ def test_a_stored_sum_that_is_read_needs_its_file_no_more(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("shape", [(), (2,)])
 def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """The largest is kept, also of a number without axes, in the type of the first."""
     total = None
     with exact_sums.sums_on_disk(ScratchFile(tmp_path, least=1)):
         for value in (3, 7, 5):
@@ -92,7 +88,6 @@ def test_a_sum_of_integers_goes_on_from_the_disk(tmp_path: Path, shape: tuple[in
 
 
 def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path: Path) -> None:
-    """A sum that is added to a thousand times is as long as one."""
     room = ScratchFile(tmp_path, least=1)
     first = room.store_array(ONES)
     again = room.store_array(2 * ONES, first)
@@ -104,7 +99,6 @@ def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("at", [0, 37, 59])
 def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path: Path, at: int) -> None:
-    """After the state was opened: the tensor is refused by the name of its file; others are read as before."""
     path = tmp_path / "state"
     state = State({"a": ONES, "b": 7 * ONES}, 3, {"c": ONES[0]})
     safetensors_files.write_safetensors(path, *tensors.split_state(state))
@@ -124,7 +118,6 @@ def test_a_bit_that_flips_in_a_state_is_found_when_its_tensor_is_read(tmp_path: 
 
 
 def test_a_state_on_the_disk_is_stored_anew_in_the_same_bytes(tmp_path: Path) -> None:
-    """A round that changes nothing leaves the same blob."""
     path, other = tmp_path / "state", tmp_path / "other"
     safetensors_files.write_safetensors(path, *tensors.split_state(State({"b": ONES, "a": 2 * ONES}, 3, {})))
     found = safetensors_files.read_state(path, State, lazy_bytes=1)
@@ -136,7 +129,6 @@ def test_a_state_on_the_disk_is_stored_anew_in_the_same_bytes(tmp_path: Path) ->
 
 
 def test_every_flipped_bit_changes_the_checksum() -> None:
-    """In whole words, and in the bytes behind them."""
     array = np.arange(11, dtype=np.uint8)
     wanted = checksum(array)
     for bit in range(88):
@@ -162,7 +154,6 @@ class Searching:
 
 
 def test_a_part_of_a_state_that_holds_arrays_alone_is_no_mapping_of_arrays(tmp_path: Path) -> None:
-    """It is read with the state; a mapping stays on the disk, and one that is not there is not."""
     for model in ({"a": ONES}, None):
         safetensors_files.write_safetensors(
             tmp_path / "state", *tensors.split_state(Searching(Gathered(ONES, ONES), model))

@@ -86,13 +86,11 @@ def test_what_has_its_numbers_keeps_them_and_what_is_not_named_is_left_out() -> 
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(payload: bytes, given: Any, said: str) -> None:
-    """As a board tells it."""
     with pytest.raises(ModelError, match=said):
         onnx_weights.fill_graph(payload, given)
 
 
 def test_a_result_with_parts_on_boards_says_whose_it_is(tmp_path: Path) -> None:
-    """Without its tensors being read; another file says nothing."""
     task = plain.task(job="digits-1", method="fedrep", params={"lr": 0.1}, actions=("check",))
     bundles = {"model": {"a.weight": np.ones((2, 2), np.float32)}, "own": {"b/c": np.array(3.0, np.float32)}}
     path = tmp_path / "shared"
@@ -119,7 +117,6 @@ def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path: Path, w
 
 @pytest.mark.parametrize("payload", [b"no safetensors", tensors.encode_tensors({"model/a": np.ones(2, np.float32)})])
 def test_a_damaged_result_is_refused_by_name(tmp_path: Path, payload: bytes) -> None:
-    """Another file, and one without its graph."""
     path = tmp_path / "shared"
     path.write_bytes(payload)
     with pytest.raises(ModelError, match="parts on boards"):
@@ -138,7 +135,6 @@ def answer(path: Path | bytes) -> Any:
 
 
 def test_two_files_become_one_that_answers_the_same(tmp_path: Path) -> None:
-    """As torch writes them. A file that is whole is not copied."""
     path = made_graphs.two_files(tmp_path)
     made = b"".join(onnx_weights.read_with_external_data(path))
     assert answer(made) == answer(path) == [[15.0] * 3]

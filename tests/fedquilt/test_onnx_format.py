@@ -48,7 +48,6 @@ def loads(opset: int, ir_version: int) -> bool:
 
 
 def test_the_table_is_what_the_installed_release_loads() -> None:
-    """A release that is newer than the table fails here: add its row."""
     release = tuple(int(part) for part in runtime.__version__.split(".")[:2])
     assert release <= max(RUNTIMES), f"ONNX Runtime {runtime.__version__} is newer than the table"
     opset, ir_version = RUNTIMES[max(row for row in RUNTIMES if row <= release)]

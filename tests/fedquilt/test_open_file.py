@@ -31,7 +31,6 @@ CALLS: dict[str, Callable[[Path], object]] = {
 def test_the_disk_waits_for_a_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """The wait is logged once, and so is its end."""
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -27,19 +27,16 @@ FAMILIES = [
     ],
 )
 def test_an_address_is_a_host_and_a_port(listen: str, place: tuple[str, int]) -> None:
-    """An IPv6 address is written in brackets, which are none of it."""
     assert open_metrics.parse_listen_address(listen) == place
 
 
 @pytest.mark.parametrize("listen", ["9464", ":9464", "host:", "host:65536", "host:-1", "host:1e3", "host:٣"])
 def test_what_is_no_address_is_refused_with_an_example(listen: str) -> None:
-    """Before anything is imported or opened."""
     with pytest.raises(JobError, match=r"write HOST:PORT, such as 127\.0\.0\.1:9464"):
         open_metrics.parse_listen_address(listen)
 
 
 def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards() -> None:
-    """A counter's name ends in _total; the same place can be taken at once by whoever comes next."""
     pytest.importorskip("prometheus_client")
     listen = "127.0.0.1:0"
     for _ in range(2):
@@ -53,13 +50,11 @@ def test_each_kind_is_served_as_that_and_the_port_is_free_again_afterwards() -> 
 
 
 def test_nothing_is_served_where_nobody_asked_for_it() -> None:
-    """Nor is anything collected."""
     with open_metrics.serve_metrics(None, lambda: pytest.fail("collected")) as where:
         assert where == ""
 
 
 def test_a_place_that_is_taken_is_named_with_the_mend() -> None:
-    """By another process, say."""
     pytest.importorskip("prometheus_client")
     with open_metrics.serve_metrics("127.0.0.1:0", lambda: FAMILIES) as where:
         taken = where.removeprefix("http://").removesuffix("/metrics")

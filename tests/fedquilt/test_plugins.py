@@ -50,7 +50,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def test_a_method_of_an_installed_package_is_found_by_its_name(install: Install) -> None:
-    """And as module:name; ours are as they were, and nothing is imported before it is asked for."""
     install("mine-fl", {"mine_one.py": METHOD}, {"fedquilt.methods": {"mine": "mine_one:METHOD"}})
     assert methods.plugin_names() == ["mine"]
     assert "mine_one" not in sys.modules
@@ -66,7 +65,6 @@ def test_a_method_of_an_installed_package_is_found_by_its_name(install: Install)
 
 
 def test_an_engine_of_another_package_is_made_with_its_budget(install: Install) -> None:
-    """It stands behind ours in the list."""
     text = (
         "class Engine:\n    name = 'mine'\n    def __init__(self, budget_bytes):\n        self.budget = budget_bytes\n"
     )
@@ -76,7 +74,6 @@ def test_an_engine_of_another_package_is_made_with_its_budget(install: Install) 
 
 
 def test_a_data_set_of_another_package_is_shared_out(install: Install) -> None:
-    """Ten examples among two devices."""
     text = "import numpy as np\ndef ten(spec):\n    return np.eye(10, dtype=np.float32), np.arange(10) % 2\n"
     install("data-fl", {"mine_data.py": text}, {"fedquilt.data": {"ten": "mine_data:ten"}})
     train, held = examples.load_share(DataSpec(dataset="ten", partition="iid", shares=2))
@@ -88,7 +85,6 @@ def test_a_data_set_of_another_package_is_shared_out(install: Install) -> None:
 
 
 def test_a_package_that_fails_at_import_is_named_and_disturbs_nobody_else(install: Install) -> None:
-    """The sentence has package, file and line; other names, lists and profiles do without it."""
     install("broken-fl", {"broken_fl.py": "\n\nraise RuntimeError('no licence')\n"}, {
         "fedquilt.methods": {"broken": "broken_fl:METHOD"}
     })  # fmt: skip
@@ -101,14 +97,12 @@ def test_a_package_that_fails_at_import_is_named_and_disturbs_nobody_else(instal
 
 
 def test_a_package_that_is_no_python_is_named_with_the_line(install: Install) -> None:
-    """A syntax error is in the text, not in the import of it."""
     install("typo-fl", {"typo_fl.py": "METHOD = (\n"}, {"fedquilt.methods": {"typo": "typo_fl:METHOD"}})
     with pytest.raises(JobError, match=r"typo-fl 1\.0.*SyntaxError.*typo_fl\.py, line 1"):
         methods.load("typo")
 
 
 def test_two_packages_with_one_name_are_both_named(install: Install) -> None:
-    """Neither is taken, whichever is first on the path; each is still there as module:name."""
     install("one-fl", {"one_fl.py": METHOD}, {"fedquilt.methods": {"twice": "one_fl:METHOD"}})
     install("two-fl", {"two_fl.py": METHOD}, {"fedquilt.methods": {"twice": "two_fl:METHOD"}}, "2.0")
     with pytest.raises(JobError, match=r"give a method 'twice': one-fl 1\.0 and two-fl 2\.0; uninstall one"):
@@ -129,7 +123,6 @@ def test_two_packages_with_one_name_are_both_named(install: Install) -> None:
 def test_a_name_that_hides_one_of_ours_is_refused(
     install: Install, group: str, name: str, load: Callable[[str], object]
 ) -> None:
-    """The package and the mend are named; other names of ours work."""
     install("hider-fl", {"hider_fl.py": METHOD}, {group: {name: "hider_fl:METHOD"}})
     with pytest.raises(
         (JobError, ModelError), match=rf"hider-fl 1\.0.*fedquilt's own .*'{name}': rename.*or uninstall"
@@ -150,14 +143,12 @@ def test_a_name_that_hides_one_of_ours_is_refused(
     ],
 )
 def test_module_and_name_that_are_not_there_or_no_method(install: Install, name: str, said: str) -> None:
-    """Each is one sentence."""
     install("odd-fl", {"odd_fl.py": f"{METHOD}TABLE = {{}}\nLOOSE = replace(METHOD, params=dict)\n"}, {})
     with pytest.raises(JobError, match=said):
         methods.load(name)
 
 
 def test_a_network_that_raises_or_is_none_is_named(install: Install) -> None:
-    """In building it, or by what it returns."""
     text = "def bad(inputs):\n    raise ValueError('odd width')\ndef none(inputs):\n    return 3\nTABLE = {}\n"
     install("nets-fl", {"nets_fl.py": text}, {"fedquilt.networks": {"bad": "nets_fl:bad"}})
     for name, said in (("bad", "'bad' cannot be built.*odd width"), ("nets_fl:none", "returned a int"), (
@@ -176,7 +167,6 @@ def test_a_network_that_raises_or_is_none_is_named(install: Install) -> None:
     ],
 )
 def test_a_data_set_that_is_none_is_named(install: Install, body: str, said: str) -> None:
-    """By what it returns or raises."""
     install("sets-fl", {"sets_fl.py": f"import numpy as np\ndef odd(spec):\n    {body}\n"}, {
         "fedquilt.data": {"odd": "sets_fl:odd"}
     })  # fmt: skip
@@ -188,7 +178,6 @@ def test_a_data_set_that_is_none_is_named(install: Install, body: str, said: str
 
 
 def test_a_board_imports_what_is_installed_or_what_it_lists_and_never_any_module(install: Install) -> None:
-    """`os:system` is a function that every machine has."""
     pytest.importorskip("torch")
     install("mine-fl", {"mine_two.py": METHOD}, {"fedquilt.methods": {"mine": "mine_two:METHOD"}})
     with plugins.restrict_plugins_within(None):
@@ -207,7 +196,6 @@ def test_a_board_imports_what_is_installed_or_what_it_lists_and_never_any_module
 
 
 def test_the_same_files_give_the_same_proof_and_others_another(install: Install) -> None:
-    """Compiled files do not count; a byte of source does; nothing is imported for it."""
     points = {"fedquilt.methods": {"mine": "mine_pkg:METHOD"}}
     site = install("mine-fl", {"mine_pkg/__init__.py": METHOD, "mine_pkg/more.py": "A = 1\n"}, points)
     before = plugins.required_modules("method", "mine")
@@ -224,7 +212,6 @@ def test_the_same_files_give_the_same_proof_and_others_another(install: Install)
 
 
 def test_a_long_name_and_version_leave_the_content_of_a_proof_whole(install: Install) -> None:
-    """A device's message has room for 200 characters of it."""
     name, version = "net-" + "f" * 120, "1.0+" + "0" * 80
     install(name, {"long_fl.py": "A = 1\n"}, {"fedquilt.networks": {"long": "long_fl:net"}}, version)
     now = plugins.required_modules("network", "long")
@@ -235,7 +222,6 @@ def test_a_long_name_and_version_leave_the_content_of_a_proof_whole(install: Ins
 
 
 def test_a_bundle_of_a_network_that_has_changed_since_is_refused(install: Install) -> None:
-    """Both contents are named, and that preparing anew mends it; a package that is not here is the boards' matter."""
     install("net-fl", {"net_fl.py": "A = 1\n"}, {"fedquilt.networks": {"net": "net_fl:net"}})
     now = plugins.required_modules("network", "net")
     plugins.require_unchanged_modules(now)
@@ -265,7 +251,6 @@ class Blind:
 
 
 def test_a_meter_of_another_package_is_one_line_of_agent_toml(install: Install) -> None:
-    """By its entry point, as module:name, or with what it is called with."""
     install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
     for wanted in ("plug", "plug_fl:Plug", {"name": "plug", "watts": 60.0}):
         made: Meter = devices.create_meter(wanted)  # type: ignore[arg-type]
@@ -284,14 +269,12 @@ def test_a_meter_of_another_package_is_one_line_of_agent_toml(install: Install) 
     ],
 )
 def test_a_meter_that_is_none_is_one_sentence(install: Install, wanted: object, said: str) -> None:
-    """Before the agent starts."""
     install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
     with pytest.raises(JobError, match=said):
         devices.create_meter(wanted)  # type: ignore[arg-type]
 
 
 def test_a_simulated_board_has_no_meter(install: Install) -> None:
-    """Its joules are its profile's."""
     install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
     with pytest.raises(JobError, match="is simulated and has no meter"):
         devices.create_device("jetson-nano", meter=devices.create_meter("plug"))

@@ -31,7 +31,6 @@ def clock() -> Clock:
 
 
 def test_elsewhere_a_line_comes_now_and_then(clock: Clock) -> None:
-    """None of what is soon over; then ever more rarely."""
     out = io.StringIO()
     line = ProgressLine(out, clock=clock)
     shown = []
@@ -49,7 +48,6 @@ def test_elsewhere_a_line_comes_now_and_then(clock: Clock) -> None:
 
 
 def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, but not more often than the eye sees; lines that stay come above it."""
     monkeypatch.setenv("COLUMNS", "20")
     out = Terminal()
     line = ProgressLine(out, clock=clock)
@@ -78,7 +76,6 @@ def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> 
 
 
 def test_a_remaining_time_does_not_climb(clock: Clock) -> None:
-    """It stands still while work slows down a little, and is not shown while it is far from true."""
     shown = []
     for slow, fast in ((1.4, 1.0), (9.0, 0.1)):
         line = ProgressLine(io.StringIO(), clock=clock)
@@ -95,7 +92,6 @@ def test_a_remaining_time_does_not_climb(clock: Clock) -> None:
 
 
 def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
-    """What came before says nothing of it: neither after the end nor where fewer are done than before."""
     out = io.StringIO()
     line = ProgressLine(out, live=True, clock=clock)
     line.show_status("runs", 4, 10)
@@ -111,7 +107,6 @@ def test_what_begins_anew_is_told_by_its_own_time(clock: Clock) -> None:
 
 
 def test_further_lines_are_rewritten_in_place_and_only_on_a_terminal(clock: Clock) -> None:
-    """A block of three lines is removed whole before a line that stays."""
     out, file = Terminal(), io.StringIO()
     line = ProgressLine(out, clock=clock)
     line.show_status("one\ntwo\nthree")
@@ -125,7 +120,6 @@ def test_further_lines_are_rewritten_in_place_and_only_on_a_terminal(clock: Cloc
 
 
 def test_a_line_that_says_the_same_is_not_written_again(clock: Clock) -> None:
-    """A terminal far away gets no bytes for nothing."""
     out = Terminal()
     line = ProgressLine(out, clock=clock)
     for _ in range(3):
@@ -145,7 +139,6 @@ def test_words_that_are_not_shown_are_not_made(clock: Clock) -> None:
 
 
 def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From another thread, until the body ends; then the line is gone, also if it ends by an error."""
     out, shown = Terminal(), threading.Event()
     write = out.write
     monkeypatch.setattr(out, "write", lambda text: (write(text), "so far" in text and shown.set())[0])
@@ -167,7 +160,6 @@ def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPa
 
 
 def test_work_in_parts_says_which_it_is_at_how_many_are_done_and_how_long_the_others_may_take() -> None:
-    """Nothing of that is left for the work that comes after it."""
     out = Terminal()
     line = ProgressLine(out, live=True, clock=(clock := Clock()))
     with progress.show_progress("preparing", line):

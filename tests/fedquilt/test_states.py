@@ -19,19 +19,16 @@ from fedquilt.core import StoreError
 
 
 def test_a_nested_state_comes_back_equal_in_every_bit() -> None:
-    """Arrays of all kinds in mappings in dataclasses in tuples; scalars; integer keys; a missing array."""
     assert same_bits(tensors.unpack_state(tensors.pack_state(STATE), State), STATE)
 
 
 def test_packing_a_state_twice_gives_the_same_bytes() -> None:
-    """Also after it was stored and read: a resumed run continues under the same names."""
     packed = tensors.pack_state(STATE)
     assert tensors.pack_state(STATE) == packed
     assert tensors.pack_state(tensors.unpack_state(packed, State)) == packed
 
 
 def test_a_state_of_another_type_is_refused() -> None:
-    """After an update of the program, say."""
     with pytest.raises(StoreError, match="not a stored Inner"):
         tensors.unpack_state(tensors.pack_state(STATE), Inner)
 
@@ -72,7 +69,6 @@ def test_a_state_with_a_field_that_is_not_known_is_refused() -> None:
 
 
 def test_a_state_may_not_hold_what_cannot_be_stored() -> None:
-    """The method's author is told at once, not at the first restart."""
     with pytest.raises(TypeError, match="may not hold a range"):
         tensors.pack_state(State({}, (), {}, range(3)))  # type: ignore[arg-type]
 
@@ -90,7 +86,6 @@ class Arithmetic:
 
 
 def test_arrays_without_axes_stay_arrays_through_arithmetic_and_storage() -> None:
-    """`np.maximum` and `+` make scalars of them; what is annotated as an array is one again, in its own type."""
     counter, gain = np.array(7), np.array(0.1, np.float32)
     state = Arithmetic(
         {"seen": np.maximum(counter, counter), "gain": gain + gain, "w": np.ones(2, np.float16)},
@@ -113,7 +108,6 @@ def test_arrays_without_axes_stay_arrays_through_arithmetic_and_storage() -> Non
 
 
 def test_combined_arrays_without_axes_are_arrays() -> None:
-    """numpy returns a scalar for two arrays of shape (); `combine` makes an array of it again."""
     one = {"seen": np.array(3), "gain": np.array(0.5, np.float32)}
     found = tensors.map_arrays(np.maximum, one, {"seen": np.array(4), "gain": np.array(0.25, np.float32)})
     assert same_bits(dict(found), {"seen": np.array(4), "gain": np.array(0.5, np.float32)})
@@ -142,14 +136,12 @@ def unpacks_or_refuses(payload: bytes) -> None:
 @FUZZ
 @given(st.fixed_dictionaries(dict.fromkeys(("model", "layers", "by_round", "name", "best"), STATE_JSON)))
 def test_stored_states_that_are_damaged_give_only_the_named_error(fields: dict[str, Any]) -> None:
-    """Any JSON in any field; references to arrays that are not there."""
     unpacks_or_refuses(tensors.encode_tensors({"0": np.zeros(1)}, {"state": json.dumps(fields)}))
 
 
 @FUZZ
 @given(st.binary(max_size=60), st.data())
 def test_arbitrary_and_mutated_states_give_only_the_named_error(noise: bytes, data: st.DataObject) -> None:
-    """Noise, and a valid state with a few bytes replaced."""
     unpacks_or_refuses(noise)
     valid = tensors.pack_state(STATE)
     place = data.draw(st.integers(0, len(valid)))
@@ -157,5 +149,4 @@ def test_arbitrary_and_mutated_states_give_only_the_named_error(noise: bytes, da
 
 
 def test_bottomless_states_give_the_named_error() -> None:
-    """Nesting deeper than the interpreter's stack."""
     unpacks_or_refuses(tensors.encode_tensors({}, {"state": "[" * 100_000}))

@@ -22,7 +22,6 @@ def heard(tmp_path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 
 def test_systemd_is_told(heard: tuple[str, Callable[[], bytes]], tmp_path: Path) -> None:
-    """One datagram; without systemd, or with one that is gone, nothing happens."""
     address, read = heard
     systemd.send_notification("READY=1", address)
     assert read() == b"READY=1"
@@ -31,7 +30,6 @@ def test_systemd_is_told(heard: tuple[str, Callable[[], bytes]], tmp_path: Path)
 
 
 def test_an_abstract_address_is_understood() -> None:
-    """systemd writes its first byte, which is 0, as "@"."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.bind(b"\0fedquilt-test-of-notify")
         line.settimeout(5)
@@ -78,7 +76,6 @@ def test_it_is_ready_after_its_first_step_without_any_broker() -> None:
 
 
 def test_a_step_that_fails_is_never_ready() -> None:
-    """systemd then says so, and starts it again."""
     told: list[str] = []
     steps = Steps()
     steps.step = lambda now_s: 1 / 0  # type: ignore[method-assign]
@@ -88,7 +85,6 @@ def test_a_step_that_fails_is_never_ready() -> None:
 
 
 def test_the_watchdog_hears_of_it_once_a_second() -> None:
-    """However many steps there are; and of a clock that jumped back at once, not when it has caught up."""
     case = Case()
     case.at(100.0)
     assert case.at(100.5) == []
@@ -99,7 +95,6 @@ def test_the_watchdog_hears_of_it_once_a_second() -> None:
 
 
 def test_a_new_status_is_told_at_once_and_an_old_one_never_again() -> None:
-    """On one line, as lines are words of their own there."""
     case = Case()
     case.at(100.0)
     case.status = "online as orin-1\nREADY=1"
@@ -108,7 +103,6 @@ def test_a_new_status_is_told_at_once_and_an_old_one_never_again() -> None:
 
 
 def test_it_is_finished_when_what_it_watches_is() -> None:
-    """So the loop ends."""
     case = Case()
     assert not case.watched.finished
     case.steps.finished = True
@@ -116,7 +110,6 @@ def test_it_is_finished_when_what_it_watches_is() -> None:
 
 
 def test_what_leads_to_the_journal_is_known_by_the_file_that_systemd_names(tmp_path: Path) -> None:
-    """Another file, an empty word or none is no journal: a shell hands the word on to all that it starts."""
     with (tmp_path / "journal").open("w") as journal, (tmp_path / "other").open("w") as other:
         found = os.fstat(journal.fileno())
         environ = {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}

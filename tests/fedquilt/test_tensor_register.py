@@ -36,7 +36,6 @@ def kinds(register: TensorRegister) -> dict[str, str]:
 
 
 def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still() -> None:
-    """Of any name, with statistics or without; a normalisation of other kind, or of another part, does not."""
     layers = {"a": nn.Conv1d(2, 2, 3), "b": nn.BatchNorm1d(2, track_running_stats=False), "c": nn.GroupNorm(1, 2)}
     register = register_trace.trace_register(nn.Sequential(OrderedDict(layers)), (2, 8))
     names = {entry.name for entry in register.tensors}
@@ -49,7 +48,6 @@ def test_batch_norm_couples_examples_unless_all_its_tensors_are_held_still() -> 
 
 
 def test_convolutions_along_time_are_convolutions_and_learned_places_are_not() -> None:
-    """A class token and places of three axes belong to the network itself."""
     assert (
         traced(difficult_networks.network_table("tokens")).convolution_paths(
             kinds(traced(difficult_networks.network_table("tokens")))
@@ -63,7 +61,6 @@ def test_convolutions_along_time_are_convolutions_and_learned_places_are_not() -
 
 
 def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
-    """Not where a module of another kind has buffers of these names."""
     named = nn.Module()
     named.register_buffer("running_mean", torch.zeros(2))
     named.register_buffer("running_var", torch.ones(2))
@@ -76,7 +73,6 @@ def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
 
 
 def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> None:
-    """Moving averages are buffers that training changes, and their module is a normalisation."""
     register = traced(difficult_networks.network_table("moving_average"))
     entry = register.find_entry("2.mean_ema")
     assert entry is not None
@@ -86,7 +82,6 @@ def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> 
 
 
 def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None:
-    """`waves` never changes; the class token and the places are parameters of the network itself."""
     register = traced(difficult_networks.network_table("tokens"))
     waves, token = register.find_entry("waves"), register.find_entry("class_token")
     assert waves is not None
@@ -98,7 +93,6 @@ def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None
 
 
 def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> None:
-    """An order of columns stays, `seen` grows; float16 is a buffer as float32 is."""
     register = traced(difficult_networks.network_table("typed_buffers"))
     assert {name: kinds(register)[name] for name in ("order", "seen", "scale", "level")} == {
         "order": "counter",
@@ -110,7 +104,6 @@ def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> 
 
 
 def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
-    """A weight that two layers share, and a module in two places with all that is in it."""
     rows = {entry.name: entry.aliases for entry in traced(difficult_networks.network_table("tied")).tensors}
     assert rows["second.weight"] == ("third.weight",)
     assert "third.weight" not in rows
@@ -121,7 +114,6 @@ def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
 
 
 def test_tracing_leaves_the_network_as_it_was() -> None:
-    """Its tensors, its mode, and torch's random numbers."""
     model = registry.build_network(difficult_networks.network_table("root_parameter"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3)
@@ -137,7 +129,6 @@ def test_tracing_leaves_the_network_as_it_was() -> None:
 
 
 def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many_channels() -> None:
-    """By the order of calls: names do not matter, and one that stands before its layer is a layer of its own."""
     found = traced({"name": "plain", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}})
     assert found.parameters_by_layer()["0.0"] == ("0.0.weight", "0.1.bias", "0.1.weight")
     assert found.find_entry("0.1.running_mean").layer == "0.0"  # type: ignore[union-attr]
@@ -149,8 +140,6 @@ def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many
 
 
 def test_the_head_is_the_linear_layer_called_last() -> None:
-    """A network whose `classifier` comes before its `encoder` in the alphabet."""
-
     class Net(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -174,8 +163,6 @@ def test_the_head_is_the_linear_layer_called_last() -> None:
 
 
 def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
-    """As in a language model whose embedding is its classifier."""
-
     class Net(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -206,7 +193,6 @@ def head_of(name: str) -> tuple[str | None, list[str]]:
 
 @pytest.mark.parametrize("name", ["convnext_tiny", "squeezenet1_1", "mnasnet0_5"])
 def test_the_head_of_a_torchvision_classifier_is_the_layer_that_gives_its_classes(name: str) -> None:
-    """Names alone take ConvNeXt's `features.7.2.block.5`. SqueezeNet has none."""
     pytest.importorskip("fedquilt.host.torchvision_compat")
     found, told = head_of(name)
     assert [found] == (told or [None])
@@ -215,13 +201,11 @@ def test_the_head_of_a_torchvision_classifier_is_the_layer_that_gives_its_classe
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["vit_b_32", "swin_t", "googlenet", "densenet121", "regnet_y_400mf", "inception_v3"])
 def test_so_are_the_heads_of_larger_ones(name: str) -> None:
-    """Those that take longer to run."""
     found, told = head_of(name)
     assert [found] == told
 
 
 def test_a_residual_net_s_batch_norms_go_with_their_convolutions() -> None:
-    """ResNet18: 20 convolutions each with its own batch norm, and the classifier, which is the head."""
     found = traced({"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 32}})
     layers = found.parameters_by_layer()
     assert len(layers) == 21
@@ -234,7 +218,6 @@ def test_a_residual_net_s_batch_norms_go_with_their_convolutions() -> None:
 
 
 def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself() -> None:
-    """As that of an `mlp` does, which the numpy engine trains."""
     network = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
     assert register_from_table(network) == traced(network) == make_mlp_register(3)
     with pytest.raises(ModelError, match="no register of the tensors of 'gru'"):
@@ -244,7 +227,6 @@ def test_a_table_without_a_register_is_refused_unless_it_says_the_tensors_itself
 
 
 def test_numbers_in_names_are_compared_as_numbers() -> None:
-    """So the last layer of a long sequence is its last, not its ninth."""
     rows = [RegisterEntry(f"{n}.weight", "parameter", f"{n}", f"{n}", "Linear", False, True) for n in (10, 2, 9)]
     register = TensorRegister(tuple(rows))
     assert list(register.parameters_by_layer()) == ["2", "9", "10"]
@@ -254,7 +236,6 @@ def test_numbers_in_names_are_compared_as_numbers() -> None:
 
 @pytest.mark.parametrize("normalised", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
 def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -> None:
-    """So the classifier is found, and its buffers are no batch norm's."""
     register = register_trace.trace_register(
         nn.Sequential(nn.Linear(4, 5), nn.ReLU(), normalised(nn.Linear(5, 3))), (4,)
     )
@@ -271,7 +252,6 @@ def test_tensors_that_a_weight_is_made_of_belong_to_its_layer(normalised: Any) -
 
 
 def test_buffers_outside_the_state_are_not_in_the_register() -> None:
-    """As frequencies of rotary positions are, beside tensors that count."""
     layer = nn.Linear(4, 3)
     layer.register_buffer("frequencies", torch.ones(4), persistent=False)
     assert [entry.name for entry in register_trace.trace_register(layer, (4,)).tensors] == ["weight", "bias"]

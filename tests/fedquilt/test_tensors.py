@@ -35,7 +35,6 @@ def test_arithmetic_goes_name_by_name_and_gives_new_arrays() -> None:
 
 
 def test_unlike_tensors_are_told_apart_by_name() -> None:
-    """The error names which tensor, and how it differs."""
     wanted = {"w": np.zeros((2, 3)), "b": np.zeros(3)}
     tensors.require_matching(wanted, wanted)
     with pytest.raises(UpdateError, match="tensor names differ: b, c"):
@@ -65,12 +64,10 @@ def test_what_a_device_sent_has_the_types_and_bounds_that_a_sum_can_take() -> No
 
 
 def test_integers_are_always_finite() -> None:
-    """Counters pass the check that looks for NaN."""
     tensors.require_finite({"steps": np.array([2**62])})
 
 
 def test_a_generator_is_named_by_its_keys() -> None:
-    """Same keys, same numbers; another round, others. The first number is the same on every machine."""
     assert tensors.seeded_rng(1, "job", 2).random() == tensors.seeded_rng(1, "job", 2).random()
     assert tensors.seeded_rng(1, "job", 2).random() != tensors.seeded_rng(1, "job", 3).random()
     assert tensors.seeded_rng("12", 3).integers(1000) != tensors.seeded_rng("1", 23).integers(1000)
@@ -98,7 +95,6 @@ def test_equal_tensors_have_equal_bytes_whatever_their_order() -> None:
     ],
 )
 def test_bytes_are_the_librarys_own_the_first_time_and_after_it(given_: dict[str, np.ndarray]) -> None:
-    """A header that is known is used again, with other numbers behind it; what is read back is the caller's own."""
     plain = {name: np.asarray(array, order="C") for name, array in given_.items()}
     for _ in range(3):
         plain = {name: np.asarray(array + array, array.dtype) for name, array in plain.items()}
@@ -120,7 +116,6 @@ def test_a_blob_with_a_known_header_that_ends_too_early_or_too_late_is_refused()
 
 
 def test_few_of_many_headers_are_kept() -> None:
-    """Blobs of any number of shapes come back, and what is known of them does not grow with their number."""
     for size in range(3 * tensors.LAYOUTS_MOST):
         assert tensors.decode_tensors(tensors.encode_tensors({"w": np.ones(size)}))["w"].shape == (size,)
     assert len(tensors._heads) <= tensors.LAYOUTS_MOST
@@ -128,7 +123,6 @@ def test_few_of_many_headers_are_kept() -> None:
 
 
 def test_tensors_come_back_with_their_type_and_shape() -> None:
-    """Also a single number, nothing at all, and big-endian input."""
     given_ = {**STATE.model, "big": np.array([1, 258], ">i4")}
     back = tensors.decode_tensors(tensors.encode_tensors(given_))
     assert back.keys() == given_.keys()
@@ -139,7 +133,6 @@ def test_tensors_come_back_with_their_type_and_shape() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """Absent: the store's fault. Not safetensors: the update's."""
     with pytest.raises(StoreError, match="gone"):
         tensors.read_tensors(tmp_path / "gone")
     (tmp_path / "odd").write_bytes(b"odd")
@@ -155,7 +148,6 @@ def decodes_or_refuses(payload: bytes) -> None:
 @FUZZ
 @given(st.binary(max_size=100), st.data())
 def test_arbitrary_and_mutated_blobs_give_only_the_named_error(noise: bytes, data: st.DataObject) -> None:
-    """Noise; and a valid blob with a few bytes replaced, or cut short."""
     decodes_or_refuses(noise)
     valid = tensors.encode_tensors(STATE.model)
     place = data.draw(st.integers(0, len(valid)))
@@ -179,7 +171,6 @@ def test_arbitrary_and_mutated_blobs_give_only_the_named_error(noise: bytes, dat
     )
 )
 def test_headers_that_promise_too_much_give_only_the_named_error(header: dict[str, Any]) -> None:
-    """Types numpy does not have, shapes beyond the data, offsets beyond the file."""
     text = json.dumps(header).encode()
     decodes_or_refuses(len(text).to_bytes(8, "little") + text + bytes(8))
 
@@ -209,7 +200,6 @@ def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("payload", [b"", b"PK\x03\x04" * 9, b"\x02" + bytes(7) + b"[]", b"\xff" * 40])
 def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path: Path, payload: bytes) -> None:
-    """The one named error that `read` raises too."""
     (tmp_path / "file").write_bytes(payload)
     with pytest.raises(UpdateError, match="not a safetensors"):
         safetensors_files.FloatReader(tmp_path / "file")
@@ -225,7 +215,6 @@ def test_an_empty_tensor_beyond_the_end_of_its_file_is_missed_by_name(tmp_path: 
 
 
 def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path: Path) -> None:
-    """A file that ends early, and one that is gone."""
     path = tmp_path / "file"
     safetensors_files.write_safetensors(path, {"w": np.ones(9, np.float32)})
     path.write_bytes(path.read_bytes()[:-4])
@@ -246,7 +235,6 @@ KEPT = NetworkState({"lr": 0.1}, {"name": "mlp"}, {"w": np.ones((3, 2), np.float
 def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(
     tmp_path: Path, metadata: dict[str, str] | None
 ) -> None:
-    """Of every type, an empty one and one without axes; each comes back in every bit, however often it is read."""
     types = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?"]
     given = {f"t.{kind}": np.arange(1, 7).reshape(2, 3).astype(kind) for kind in types}
     given |= {"none": np.zeros((0, 2), np.float32), '\u00e9 "\\\x01': np.array(7)}
@@ -260,7 +248,6 @@ def test_a_file_that_is_written_piece_by_piece_has_the_bytes_of_the_whole(
 
 
 def test_a_state_in_a_file_has_the_bytes_of_a_packed_one(tmp_path: Path) -> None:
-    """And is read back piece by piece; another file is refused by name."""
     path = tmp_path / "state"
     safetensors_files.write_safetensors(path, *tensors.split_state(KEPT))
     assert path.read_bytes() == tensors.pack_state(KEPT)

@@ -31,17 +31,14 @@ def device(budget_bytes: int, *engines: str) -> Profile:
     ],
 )
 def test_a_tier_is_the_largest_that_the_budget_reaches(budget_bytes: int, name: str) -> None:
-    """The budget for a task counts, not the board's memory, which is twice that here."""
     assert tiers.tier_from_profile(device(budget_bytes)) == name
 
 
 def test_a_device_that_has_not_said_what_it_is_has_no_tier() -> None:
-    """Unknown is not small."""
     assert tiers.tier_from_profile(None) == ""
 
 
 def test_work_fits_a_device_up_to_the_last_byte_beside_the_engine() -> None:
-    """1 GB less torch at work."""
     room = GB - ASSUMED_BASE_BYTES["torch"] - FIRST_USE_BYTES["torch"]
     assert tiers.fits_budget(device(GB), "torch", WorkEstimate(peak_bytes=room))
     assert not tiers.fits_budget(device(GB), "torch", WorkEstimate(peak_bytes=room + 1))
@@ -73,7 +70,6 @@ def test_a_device_takes_part_with_any_engine_that_it_has_and_that_fits() -> None
 
 
 def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such() -> None:
-    """They count as devices, and not as 0 examples; where nobody has said, nothing is said of examples."""
     known, unknown = TierDevice(device(GB), 7), TierDevice(device(GB))
     work = WorkEstimate(peak_bytes=MB)
     told = tiers.format_coverage(tiers.tier_coverage([known, unknown], ["onnx"], work), work)
@@ -86,6 +82,5 @@ def test_devices_that_have_not_said_how_many_examples_they_have_are_told_as_such
 
 
 def test_an_empty_fleet_covers_nothing() -> None:
-    """And says nothing."""
     assert tiers.tier_coverage([], ["onnx"], WorkEstimate()) == {}
     assert tiers.format_coverage({}, WorkEstimate()) == []

@@ -23,12 +23,10 @@ from fedquilt.coordinator import limits, settings
     ],
 )
 def test_bytes_have_three_digits_and_their_unit(count: int, text: str) -> None:
-    """What is little is not 0.0 of something large."""
     assert units.format_bytes(count) == text
 
 
 def test_units_are_those_of_the_largest() -> None:
-    """Bytes and joules of any size have labels of a few digits."""
     assert units.select_prefix(2_500_000) == (1e6, "M")
     assert units.select_prefix(0.004) == (1e-3, "m")
     assert units.select_prefix(0.0) == (1.0, "")
@@ -48,7 +46,6 @@ def test_units_are_those_of_the_largest() -> None:
     ],
 )
 def test_a_time_is_read_with_any_unit(text: str, seconds: float) -> None:
-    """An option of a command, [trigger] pause and [retention] older_than take the same ones."""
     assert units.parse_seconds(text) == seconds
     assert options.TIME.convert(text, None, None) == seconds
     assert settings.DriftTrigger(pause=text).pause_s == seconds
@@ -67,6 +64,5 @@ def test_a_time_is_read_with_any_unit(text: str, seconds: float) -> None:
     ],
 )
 def test_what_is_no_time_says_what_is_one(text: str, said: str) -> None:
-    """With the units that there are."""
     with pytest.raises(ValueError, match=said):
         units.parse_seconds(text)

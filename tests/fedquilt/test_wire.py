@@ -53,7 +53,6 @@ def test_a_message_is_one_json_object_that_any_dashboard_reads() -> None:
 
 
 def test_any_single_flipped_bit_is_seen() -> None:
-    """All bits of one message, one after the other."""
     payload = wire.encode(wire.Ack(**NUMBERED, accepted=True))
     for place in range(len(payload)):
         for bit in range(8):
@@ -63,21 +62,18 @@ def test_any_single_flipped_bit_is_seen() -> None:
 
 
 def test_another_version_is_named_in_the_error() -> None:
-    """An operator with one old board reads which side to update."""
     payload = wire.encode(wire.CoordState(online=True)).replace(b'"v":1', b'"v":2')
     with pytest.raises(WireError, match="protocol version 2, this side speaks 1"):
         wire.decode(payload, wire.CoordState)
 
 
 def test_one_kind_of_message_is_not_taken_for_another() -> None:
-    """Unknown fields are refused, not ignored."""
     with pytest.raises(WireError, match="not a CoordState"):
         wire.decode(wire.encode(wire.Presence(online=True, boot="b")), wire.CoordState)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_is_refused(message: WireMessage) -> None:
-    """A neighbouring version's report is still read; a task with a part that is not understood is not carried out."""
     payload = wire.encode(message)
     fields = b',"of_a_later_version":{"a":[1]}' + payload[payload.index(b",", payload.index(b"crc")) :]
     if type(message) in wire.UP.values():
@@ -88,7 +84,6 @@ def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_i
 
 
 def test_what_a_newer_device_tells_inside_a_report_is_skipped_too() -> None:
-    """A task's cost and a board's operating points grow fields as meters do; a blob is named by two, and no others."""
     update = next(message for message in MESSAGES if isinstance(message, Update))
     payload = wire.encode(update)
 
@@ -124,14 +119,12 @@ def test_a_message_too_large_is_refused_by_both_sides() -> None:
 
 
 def test_text_that_is_not_unicode_is_refused_before_it_is_sent() -> None:
-    """A file name of undecodable bytes in a reason, say."""
     with pytest.raises(WireError, match="not Unicode"):
         wire.encode(wire.MissingBlob(sha256=SHA, reason="\udcff"))
 
 
 @pytest.mark.parametrize("sha256", [SHA + "\n", SHA[:-1], SHA.upper(), "../" + SHA])
 def test_a_digest_is_64_hex_digits_and_nothing_more(sha256: str) -> None:
-    """A digest becomes a file name."""
     body = json.dumps({"sha256": sha256, "chunk": 1024})[1:].encode()
     with pytest.raises(WireError):
         wire.decode(seal(b"," + body), wire.ChunkRequest)
@@ -140,7 +133,6 @@ def test_a_digest_is_64_hex_digits_and_nothing_more(sha256: str) -> None:
 @FUZZ
 @given(st.sampled_from(KINDS), st.binary(max_size=200))
 def test_arbitrary_bytes_give_only_the_named_error(kind: type[WireMessage], payload: bytes) -> None:
-    """Bare, and inside an envelope whose checksum is right."""
     only_named_errors(payload, kind)
     only_named_errors(seal(payload), kind)
     only_named_errors(seal(b"," + payload + b"}"), kind)
@@ -163,7 +155,6 @@ def test_mutated_messages_with_a_right_checksum_give_only_the_named_error(
 def test_any_json_in_any_field_gives_only_the_named_error(
     message: WireMessage, value: object, data: st.DataObject
 ) -> None:
-    """One field of a valid message becomes any JSON at all."""
     fields = json.loads(wire.encode(message))
     del fields["v"], fields["crc"]
     fields[data.draw(st.sampled_from(sorted(fields)))] = value
@@ -171,7 +162,6 @@ def test_any_json_in_any_field_gives_only_the_named_error(
 
 
 def test_a_bottomless_message_gives_the_named_error() -> None:
-    """Nesting deeper than the interpreter's stack."""
     body = b',"params":' + b"[" * 60000
     with pytest.raises(WireError):
         wire.decode(seal(body), Task)
@@ -195,13 +185,11 @@ BUILT = [
 
 @pytest.mark.parametrize(("topic", "leaf", "device", "direction"), BUILT)
 def test_every_topic_that_is_built_is_understood(topic: str, leaf: str, device: str, direction: str) -> None:
-    """route() undoes Topics."""
     route = wire.parse_topic(topic)
     assert (route.leaf, route.device, route.direction) == (leaf, device, direction)
 
 
 def test_a_chunk_is_named_by_its_topic_alone() -> None:
-    """Its payload is raw bytes, so blob and index come from the topic."""
     route = wire.parse_topic(TOPICS.chunk_topic("tx2-1", "dn", SHA, 12))
     assert (route.sha256, route.index, route.kind) == (SHA, 12, None)
 
@@ -231,7 +219,6 @@ def test_what_is_no_topic_of_ours_is_refused(topic: str) -> None:
 @FUZZ
 @given(st.sampled_from([topic for topic, *_ in BUILT]), st.text(max_size=30), st.data())
 def test_arbitrary_and_mutated_topics_give_only_the_named_error(topic: str, text: str, data: st.DataObject) -> None:
-    """A route or WireError."""
     place = data.draw(st.integers(0, len(topic)))
     for candidate in (text, topic[:place] + text + topic[place:], topic[:place] + text):
         with suppress(WireError):

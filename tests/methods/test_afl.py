@@ -57,7 +57,6 @@ def split(parts: list[np.ndarray]) -> list[DeviceData]:
 @pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
 @pytest.mark.parametrize("donor", ["ash", "elm"])
 def test_one_round_equals_the_central_solution(donor: str, ridge: float) -> None:
-    """To 1e-6 of the largest weight."""
     first, last = played(donor=donor, ridge=ridge)
     assert (METHOD.done(first), METHOD.done(last)) == (False, True)
     head = stitched_network.from_artefact(*(lambda a: (a.meta, a.tensors))(METHOD.result(last))).head
@@ -78,7 +77,6 @@ SPLITS = {
 @pytest.mark.parametrize("name", SPLITS)
 @pytest.mark.parametrize("params", [{"ridge": 1e-3}, {"gcv": True}, {"random_features": 20, "ridge": 1e-3}], ids=str)
 def test_the_split_and_the_order_of_devices_do_not_matter(name: str, params: dict[str, Any]) -> None:
-    """All examples on one device, one on each, one label on each, or a few here and most there: 1e-6 of each other."""
     parts = SPLITS[name]
     *_, wanted = played(**params)
     *_, found = played(split(parts), **params)
@@ -90,7 +88,6 @@ def test_the_split_and_the_order_of_devices_do_not_matter(name: str, params: dic
 
 
 def test_the_papers_aggregation_gives_the_same() -> None:
-    """Local solutions with gamma, merged pairwise, and gamma taken off again, in float64 by its formulas."""
     *_, last = played()
     gamma, solved, inner = 1.0, [], []
     for each in image_members():
@@ -108,7 +105,6 @@ def test_the_papers_aggregation_gives_the_same() -> None:
 
 
 def test_cross_validation_chooses_a_ridge_of_standardised_features() -> None:
-    """The head is the centred ridge solution of the strength that leaves the least criterion, computed row by row."""
     *_, last = played(gcv=True)
     z = features(POOLED.x)
     varies = z.std(axis=0) > 1e-6
@@ -125,7 +121,6 @@ def test_cross_validation_chooses_a_ridge_of_standardised_features() -> None:
 
 
 def test_random_features_are_in_the_result() -> None:
-    """Scores by the artefact alone are those of ridge on the drawn features, behind the ReLU."""
     *_, last = played(random_features=20, ridge=1e-3)
     found = METHOD.result(last)
     bundle, runner = build_donors()
@@ -142,7 +137,6 @@ def test_random_features_are_in_the_result() -> None:
 
 
 def test_rounds_hear_each_device_once() -> None:
-    """One of four in a round: after four rounds the head is that of all; the default ends after the first."""
     *_, whole = played(ridge=1e-3)
     several = played(ridge=1e-3, rounds=100, cohort=1)
     assert len(several) == 2
@@ -161,7 +155,6 @@ def test_rounds_hear_each_device_once() -> None:
 
 
 def test_a_class_that_nobody_has_is_never_predicted() -> None:
-    """The log names it, and its score is below every other's."""
     some = [
         replace(each, train=Examples(each.train.x[each.train.y != 1], each.train.y[each.train.y != 1]))
         for each in image_members()
@@ -174,7 +167,6 @@ def test_a_class_that_nobody_has_is_never_predicted() -> None:
 
 
 def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
-    """Of another number of examples, of nobody, or of what no features come to; sums are looked at, and parts."""
     bundle, _ = build_donors()
     state, sound = METHOD.init(bundle, Params(), 0), METHOD.aggregation.check_sums
     part = class_moments.pack_moments(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)

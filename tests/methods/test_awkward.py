@@ -133,7 +133,6 @@ PLAYED = [
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention's gradients, example by example
 @pytest.mark.parametrize(("case", "network"), PLAYED)
 def test_a_method_does_to_an_awkward_network_what_its_rule_does_in_plain_torch(case: Case, network: str) -> None:
-    """All tensors of the result, buffers too, those of single widths and devices' own, to 2e-5; and they have moved."""
     begun = dict(bundle_of(network).load("model"))
     run = played(case.name, network, case.params, case.rounds, **case.table)
     last, wanted = run.states[-1], case.rule(network, begun, run)
@@ -178,7 +177,6 @@ PREPARED = [
 def test_a_method_trains_an_awkward_network_or_refuses_it_as_the_job_is_prepared(
     name: str, network: str, tmp_path: Path
 ) -> None:
-    """A dry run of its rounds, export and reload; or a refusal by a module, a tensor or an operation."""
     more = {"encoder": 0.0} if name == "fedlps" else {}
     job = settings.parse_job({"name": "awkward", "method": name, "model": table_of(network), "params": more})
     if reason := REFUSED.get(name, {}).get(network):

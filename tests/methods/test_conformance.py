@@ -59,7 +59,6 @@ RUNS = [
 
 @pytest.mark.parametrize(("name", "network"), RUNS)
 def test_a_run_on_any_network_goes_on_from_the_store(name: str, network: str) -> None:
-    """In type and shape; a method refuses a network if and only if UNFIT says so."""
     try:
         conformance.run_works_on_network(name, network, unfit=(name, network) in UNFIT)
     except CheckSkipped as reason:
@@ -67,7 +66,6 @@ def test_a_run_on_any_network_goes_on_from_the_store(name: str, network: str) ->
 
 
 def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
-    """Of the network of three stages each tier gets another part, by width and by depth."""
     pytest.importorskip("torch")
     for name in ("heterofl", "fjord", "fedlps", "depthfl"):
         here = make_scene(f"{name}{MIXED}")

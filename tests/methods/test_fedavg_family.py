@@ -63,7 +63,6 @@ def update(model: Mapping[str, np.ndarray], weight: float = 1.0, device: str = "
 def test_with_its_knobs_at_zero_a_method_is_fedavg_bit_for_bit(
     name: str, params: dict[str, Any], fit: dict[str, Any]
 ) -> None:
-    """Over three rounds; FedBN as this network has no batch norm."""
     members = point_members(3, examples=13)
     ours, theirs = play(name, devices=members, **params, **fit), play("fedavg", devices=members, **fit)
     assert [tensors.encode_tensors(state.model) for state in ours] == [
@@ -90,14 +89,12 @@ def test_moon_without_contrast_is_fedavg_bit_for_bit() -> None:
 
 
 def test_fednova_with_equal_steps_is_fedavg() -> None:
-    """To float tolerance, with momentum too: every a_i is the same and cancels."""
     ours, theirs = play("fednova", momentum=0.9), play("fedavg", momentum=0.9)
     for name, array in theirs[-1].model.items():
         np.testing.assert_allclose(ours[-1].model[name], array, atol=1e-6)
 
 
 def test_the_learning_rate_decays_by_round() -> None:
-    """A decay of 1/2 makes 0.1, 0.05, 0.025."""
     assert [local_training.learning_rate({"lr": 0.1, "lr_decay": 0.5}, r) for r in range(3)] == [0.1, 0.05, 0.025]
 
 
@@ -124,7 +121,6 @@ def test_scaffold_reaches_the_least_of_two_quadratics_and_fedavg_does_not() -> N
 
 
 def test_scaffold_survives_a_resume_at_every_round() -> None:
-    """The server's state through storage once more: the same bits, and the same point."""
     bundle, members = quadratics(*TWO)
 
     def stored(state: Any, total: Any) -> Any:
@@ -138,7 +134,6 @@ def test_scaffold_survives_a_resume_at_every_round() -> None:
 
 
 def test_scaffold_without_its_devices_variates_does_not_get_there() -> None:
-    """What a lost c_i costs: this test shows that the one above tests something."""
     bundle, members = quadratics(*TWO)
 
     def forgets(task: Any, site: Any) -> ClientResult:
@@ -181,7 +176,6 @@ def test_scaffold_takes_a_known_number_of_devices() -> None:
 
 
 def test_devices_that_kept_their_variates_count_with_a_new_coordinator() -> None:
-    """Two devices say that they are not new, and no round is known: N is 2, the slopes are -5 and -15."""
     bundle, _ = quadratics(*TWO)
     state = scaffold.init(bundle, scaffold.Params(lr=0.1), 0)
     total = None
@@ -220,7 +214,6 @@ def test_how_far_momentum_goes_is_summed_up_by_hand() -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_engine_goes_as_far_as_fednova_reckons(nesterov: bool) -> None:
-    """A linear network on one example at a tiny rate: the gradient hardly changes, so it moves by a times the first."""
     network = {**MLP, "hidden": []}
     start = {"1.weight": np.zeros((3, 6), np.float32), "1.bias": np.zeros(3, np.float32)}
     one = Examples(np.ones((1, 6), np.float32), np.zeros(1, np.int64))
@@ -248,7 +241,6 @@ def test_the_engine_goes_as_far_as_fednova_reckons(nesterov: bool) -> None:
     ],
 )
 def test_server_steps_are_what_they_are_on_paper(server: Any, points: tuple[float, ...]) -> None:
-    """Two rounds in which the only device comes back 1 further than it began."""
     bundle, _ = quadratics(*TWO)
     params = fedopt.Params(server=server, server_lr=0.1, beta1=0.5, beta2=0.75, tau=1.0)
     state = fedopt.init(bundle, params, 0)
@@ -306,14 +298,12 @@ def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
     ],
 )
 def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
-    """When the job is read, not on a board."""
     with pytest.raises(JobError, match=message):
         settings.parse_job({"name": "j", "method": name, "params": params})
 
 
 @pytest.mark.parametrize("name", ["scaffold", "fednova"])
 def test_an_update_that_does_not_say_its_steps_is_refused(name: str) -> None:
-    """None, zero and NaN alike."""
     method = methods.load(name)
     state = method.init(toy_bundle(), method.params(), 0)
     for metrics in ({}, {"steps": 0.0}, {"steps": float("nan")}):
@@ -325,7 +315,6 @@ def test_an_update_that_does_not_say_its_steps_is_refused(name: str) -> None:
 
 
 def test_a_round_nobody_answered_changes_nothing() -> None:
-    """No total, or one without weight."""
     for name in ("fedavg", "fedprox", "scaffold", "fednova", "fedopt", "fedbn", "moon"):
         method = methods.load(name)
         state = method.init(toy_bundle(), method.params(), 0)

@@ -60,7 +60,6 @@ def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
 
 
 def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
-    """Two devices of other brightness keep other statistics; a check runs with them; the server never sees any."""
     kept: dict[str, Mapping[str, np.ndarray]] = {}
     checked: list[float] = []
 
@@ -109,7 +108,6 @@ def test_moons_contrast_is_what_it_is_on_paper() -> None:
 
 
 def test_moons_other_models_only_look() -> None:
-    """In evaluation mode: no statistics move, the received and the previous model's included; modes are put back."""
     torch_one()
     torch = pytest.importorskip("torch")
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
@@ -144,7 +142,6 @@ def test_moon_looks_at_other_models_with_tied_weights() -> None:
 
 
 def test_moon_says_so_where_there_is_no_linear_layer() -> None:
-    """As the job is prepared."""
     pytest.importorskip("torch")
     table = {**BN, "name": "torchvision/squeezenet1_1", "input": {"channels": 3, "size": 32}}
     table = {key: table[key] for key in ("name", "classes", "input")}

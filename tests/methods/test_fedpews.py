@@ -47,7 +47,6 @@ def told(device: str, mask: list[int], value: float, weight: float = 1.0, theta:
 
 @pytest.mark.parametrize(("mu", "base"), [(0.0, "fedavg"), (0.3, "fedprox")])
 def test_with_all_ones_masks_it_is_its_base_bit_for_bit(mu: float, base: str) -> None:
-    """Three warm-up rounds with devices of 13 examples, so uneven batches; masks are drawn and sent all the same."""
     devices = point_members(3, examples=13)
     ours = play("fedpews", members=devices, mu=mu, **ALL_ONES)
     theirs = play(base, torch_one(), devices, **({"mu": mu} if mu else {}))
@@ -83,13 +82,11 @@ def test_without_warm_up_it_is_its_base_bit_for_bit(
     ],
 )
 def test_fixed_with_one_part_is_its_base_bit_for_bit(engine: Any, fit: dict[str, Any], base: str) -> None:
-    """That part is the whole network; in either engine, with any optimizer."""
     ours = play("fedpews_fixed", engine(), parts=1, warmup=3, **fit)
     assert models(ours) == models(play(base, engine(), **fit))
 
 
 def test_micro_batches_take_the_same_steps() -> None:
-    """One example at a time: draws are made for the mini-batch, not for its parts."""
     params = {"warmup": 3, "mu": 0.3, "diversity": 0.5}
     ours, theirs = play("fedpews", torch_one(1), **params), play("fedpews", **params)
     for name, array in theirs[-1].model.items():
@@ -128,7 +125,6 @@ def test_devices_may_all_count_alike() -> None:
 
 
 def test_uncovered_entries_stay_to_the_last_bit() -> None:
-    """Also where x is no round number and eta_g is not 1."""
     state = begun(server_lr=0.7)
     after = fedpews.step(state, fedpews.fold(state, None, told("a", [0, 1, 0, 0, 1], 3.0)))
     mark = masks.covered_entries(PLAN, np.array([0, 1, 0, 0, 1], bool))
@@ -138,7 +134,6 @@ def test_uncovered_entries_stay_to_the_last_bit() -> None:
 
 
 def test_the_others_probabilities_are_those_last_published() -> None:
-    """theta_{g without i} of three devices of which one has not answered in the second round; before, all are 0.5."""
     state = begun()
 
     def others(device: str) -> list[float]:
@@ -158,7 +153,6 @@ def test_the_others_probabilities_are_those_last_published() -> None:
 
 
 def test_bits_stand_for_probabilities_where_only_they_are_published() -> None:
-    """And where one device is alone there is nothing to differ from."""
     state = begun(publish="bits")
     first = told("a", [1, 0, 1, 0, 1], 1.0)
     first = replace(first, bundles={**first.bundles, "mask": {"bits": first.bundles["mask"]["bits"]}})
@@ -173,7 +167,6 @@ def test_bits_stand_for_probabilities_where_only_they_are_published() -> None:
 
 
 def test_when_the_warm_up_is_over_nothing_of_masks_is_left() -> None:
-    """In the order, the update, the device's private state and the coordinator's."""
     answers: list[ClientResult] = []
 
     def work(task: Any, site: Any) -> ClientResult:
@@ -212,7 +205,6 @@ def test_a_mask_that_is_none_is_refused(change: dict[str, np.ndarray], message: 
 
 
 def test_an_update_of_another_phase_is_refused() -> None:
-    """A whole model in the warm-up, a masked one after it."""
     state = begun(warmup=1)
     whole = DeviceUpdate("a", 0, 1.0, {}, {"model": state.model})
     with pytest.raises(UpdateError, match="told \\[\\] of its mask"):
@@ -229,7 +221,6 @@ def test_an_update_of_another_phase_is_refused() -> None:
 
 @pytest.mark.parametrize("publish", ["theta", "bits"])
 def test_an_upload_is_its_formula(publish: str) -> None:
-    """ceil(h/8) bytes of mask, 2 h of theta if it is published, 4 for each covered entry; every mask is another."""
     sizes = []
 
     def work(task: Any, site: Any) -> ClientResult:
@@ -249,8 +240,6 @@ def test_an_upload_is_its_formula(publish: str) -> None:
 
 @pytest.mark.parametrize("publish", ["theta", "bits"])
 def test_mask_scores_stay_on_the_device(publish: str) -> None:
-    """Neither they nor their probabilities in 32 bits are in the bytes that are sent; with bits none in 16 either."""
-
     def work(task: Any, site: Any) -> ClientResult:
         answer = fedpews.work(task, site)
         assert answer.local.keys() == {"scores"}
@@ -269,7 +258,6 @@ def test_mask_scores_stay_on_the_device(publish: str) -> None:
 
 
 def test_scores_are_kept_from_round_to_round_and_begun_anew_where_they_are_lost() -> None:
-    """With a mask learning rate so small that scores hardly move from where they are."""
     first: list[float] = []
 
     def work(task: Any, site: Any) -> ClientResult:
@@ -284,7 +272,6 @@ def test_scores_are_kept_from_round_to_round_and_begun_anew_where_they_are_lost(
 
 
 def test_devices_that_are_to_differ_do() -> None:
-    """Two devices with the same examples: with lambda their probabilities part, without they stay closer."""
     same = [replace(point_members(1)[0], device=name) for name in ("dev-0", "dev-1")]
     apart = []
     for diversity in (0.0, 5.0):
@@ -329,13 +316,11 @@ def test_the_mask_learning_rate_does_not_decay() -> None:
     ],
 )
 def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
-    """When the job is read, not on a board."""
     with pytest.raises(JobError, match=message):
         settings.parse_job({"name": "j", "method": name, "params": params})
 
 
 def test_a_bundle_without_a_plan_of_masks_is_refused_where_one_is_wanted() -> None:
-    """Without a warm-up none is."""
     bundle = toy_bundle()
     bare = replace(bundle, files={"model": bundle.files["model"]})
     with pytest.raises(ModelError, match="run `fedquilt prepare` anew"):
@@ -348,7 +333,6 @@ def test_a_bundle_without_a_plan_of_masks_is_refused_where_one_is_wanted() -> No
 
 
 def test_a_round_nobody_answered_changes_nothing() -> None:
-    """Nor does it count as a round of the warm-up."""
     for name in ("fedpews", "fedpews_fixed"):
         state = begun(name)
         assert methods.load(name).step(state, None) is state

@@ -19,7 +19,6 @@ from fedquilt.testing.toy_networks import MLP, bundle_files, point_members
 
 
 def test_fixed_masks_of_all_devices_sum_to_one() -> None:
-    """Two named devices; a third begins again with the first part."""
     state = begun("fedpews_fixed", devices=("x", "y", "z"))
     held = [fedpews_fixed.device_mask(state, device).astype(int) for device in ("x", "y")]
     assert sum(held).tolist() == [1] * H
@@ -29,7 +28,6 @@ def test_fixed_masks_of_all_devices_sum_to_one() -> None:
 
 @pytest.mark.parametrize("engine", [numpy_one, torch_one])
 def test_a_fixed_part_is_trained_by_itself_and_nothing_else_moves(engine: Any) -> None:
-    """One device with neurons 0 and 1: the others' entries stay, its own move, as in a network that has no others."""
     params = {"devices": ["dev-0"], "warmup": 3, "mu": 0.2}
     run = play("fedpews_fixed", engine(), point_members(1), **params)
     mark = masks.covered_entries(PLAN, np.array([1, 1, 0, 0, 0], bool))
@@ -69,7 +67,6 @@ def test_of_a_fixed_part_only_its_entries_travel_both_ways() -> None:
 
 
 def test_a_device_is_judged_by_what_it_has() -> None:
-    """In the warm-up by its own part, which is all that it was sent; then by the whole network."""
     checked: list[float] = []
 
     def work(task: Any, site: Any) -> ClientResult:

@@ -63,7 +63,6 @@ def test_a_head_that_is_called_head_is_aggregated(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedsdg", "fedlora"])
 def test_the_backbone_is_sent_once_and_never_changes(name: str) -> None:
-    """A second round costs a device the shared part alone; LayerNorm too is held still."""
     two = Played(name, rounds=2)
     first, again = (round.down_bytes for round in two.rounds)
     assert 0 < again < first / 2
@@ -75,7 +74,6 @@ def test_the_backbone_is_sent_once_and_never_changes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedlora", "fedsdg"])
 def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
-    """Training everything by Adam takes a gradient and two moments of the backbone more, three times its bytes."""
     method = methods.load(name)
     state = method.init(bundle(), method.params(**QUICK), 0)
     order = method.send(state, DeviceView("a", None))
@@ -88,8 +86,6 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedrep", "ditto"])
 def test_a_personal_method_on_adapters_sends_them_alone_and_leaves_the_backbone(name: str) -> None:
-    """FedRep sends the adapters and keeps the head, Ditto sends both and keeps its own of both; in the result, a plain
-    network, nothing has moved but what is adapted and the head, and FedRep's head is the first one."""
     played = Played(name, rank=2, lr=0.1)
     adapters = {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.SHARED}
     sent, kept = (adapters, HEAD) if name == "fedrep" else (adapters | HEAD, adapters | HEAD)
@@ -116,7 +112,6 @@ def test_a_personal_method_on_adapters_is_evaluated_with_its_own_part(name: str)
 
 
 def test_ditto_on_adapters_without_pull_trains_its_own_as_fedlora_does() -> None:
-    """The same steps from the same start: what it keeps after a round is what it sends, and FedLoRA's by sgd."""
     settings = {"optimizer": "sgd", "lr": 0.1, "clip": 0.0}
     ((_, mine),) = Played("ditto", 1, 1, pull=0.0, **settings).worked
     ((_, plain),) = Played("fedlora", 1, 1, **settings).worked
@@ -125,14 +120,12 @@ def test_ditto_on_adapters_without_pull_trains_its_own_as_fedlora_does() -> None
 
 
 def test_adapters_and_a_named_head_are_refused() -> None:
-    """With adapters the device's own layer is the one that tells classes."""
     method = methods.load("fedrep")
     with pytest.raises(JobError, match="head and rank"):
         method.init(bundle(), method.params(rank=2, head=("head",)), 0)
 
 
 def test_a_private_head_stays_on_the_device() -> None:
-    """Neither sent nor aggregated: the device keeps its own, the result has the first one of the job and says so."""
     played = Played("fedsdg", rounds=1, head="private")
     for _, answer in played.worked:
         assert answer.bundles["delta"].keys().isdisjoint(HEAD)
@@ -143,7 +136,6 @@ def test_a_private_head_stays_on_the_device() -> None:
 
 
 def test_gates_are_told_when_the_job_asks_for_it() -> None:
-    """One for each block, to two decimals, near the 0.5 that they begin with."""
     for _, answer in Played("fedsdg", rounds=1, tell_gates=True).worked:
         gates = {name: m for name, m in answer.metrics.items() if name.startswith("gate.")}
         assert gates.keys() == {"gate.00", "gate.01"}
@@ -180,7 +172,6 @@ def test_the_result_is_the_model_with_all_gates_shut() -> None:
 
 @pytest.mark.parametrize("preset", ["paper", "official"])
 def test_who_has_never_trained_is_evaluated_with_all_gates_shut(preset: str) -> None:
-    """Its own branch is noise: what it scores is what the result scores, the same for every such device."""
     played = Played("fedsdg", rounds=2, lr=0.02, preset=preset)
     state = played.states[-1]
     found = played.method.result(state)
@@ -193,7 +184,6 @@ def test_who_has_never_trained_is_evaluated_with_all_gates_shut(preset: str) -> 
 
 
 def test_fedlora_with_mu_stays_nearer_to_what_it_received() -> None:
-    """FedProx's pull at 100 against 0: by plain gradient steps the adapters and the head move less."""
     options = {"optimizer": "sgd", "lr": 0.005, "clip": 0.0, "rounds": 1, "epochs": 3}
     ways = []
     for mu in (0.0, 100.0):
@@ -206,7 +196,6 @@ def test_fedlora_with_mu_stays_nearer_to_what_it_received() -> None:
 
 
 def test_the_three_groups_move_at_their_own_rates() -> None:
-    """Adam's first step is its rate, whatever the gradient: 0.001 shared, 0.002 own, 0.03 gates, 0 the backbone."""
     task, site = asked(began(lr=0.001, lr_own=0.002, lr_gates=0.03, batch=1000))
     before = fedsdg.load_own_branch(task, site, site.load("backbone"))
     answer = fedsdg.work(task, site)
@@ -233,7 +222,6 @@ def test_penalties_shut_gates_and_shrink_the_own_branch() -> None:
 
 
 def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it() -> None:
-    """What it had before its second task is what it kept after its first; another branch gives another loss."""
     worked = Played("fedsdg", rounds=2, devices=1).worked
     assert tensors.encode_tensors(worked[1][0].local) == tensors.encode_tensors(worked[0][1].local)
     state = began()
@@ -253,14 +241,12 @@ def test_a_device_that_never_trained_begins_with_noise_of_its_own() -> None:
 
 
 def test_a_branch_of_another_rank_is_refused() -> None:
-    """It was kept by a job of the same name with rank 2."""
     kept = dict(Played("fedsdg", rounds=1, devices=1).worked[0][1].local)
     with pytest.raises(ModelError, match="dev-0 keeps a branch of another network, rank or choice of gates"):
         fedsdg.work(*asked(began(rank=3), kept))
 
 
 def test_training_makes_the_devices_better() -> None:
-    """Three rounds at a quick rate: a lower loss on the devices' own held-out examples than before."""
     played = Played("fedsdg", rounds=3, lr=0.02, lr_own=0.02)
     first = compute_metrics(fedsdg.check(*asked(played.states[0])))
     last = compute_metrics(fedsdg.check(*asked(played.states[-1], played.worked[-2][1].local)))

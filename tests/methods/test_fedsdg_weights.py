@@ -113,7 +113,6 @@ def test_the_presets_are_the_papers_and_the_official_codes_values() -> None:
 
 
 def test_the_official_preset_has_a_gate_for_every_layer() -> None:
-    """Two for each block, at -2 first; the run goes through, and decays its shared part."""
     played = Played("fedsdg", rounds=1, preset="official", tell_gates=True)
     for _, answer in played.worked:
         gates = [name for name in answer.local if name.endswith(".gate")]
@@ -123,7 +122,6 @@ def test_the_official_preset_has_a_gate_for_every_layer() -> None:
 
 
 def test_the_trainers_settings_are_the_methods() -> None:
-    """Adam and the clip reach the engine; the shared part's decay does not, as it is not the other parts'."""
     task, _ = asked(began(preset="official", lr=0.004))
 
     assert local_training.fit_from_task(task) == Fit(epochs=1, batch=16, lr=0.004, optimizer="adam", clip=1.0)

@@ -25,7 +25,6 @@ from fedquilt.tools.simulation import DeviceData
 
 
 def test_a_search_ends_with_a_validated_network() -> None:
-    """Within its budget of expansions; the chosen one is the best of those validated."""
     last = FULL[-1]
     assert METHOD.done(last)
     assert last.expansions <= SMALL["expansions"] + 1
@@ -61,7 +60,6 @@ def test_a_search_ends_with_a_validated_network() -> None:
     ids=str,
 )
 def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str, Any]) -> None:
-    """Start first, end last, none twice, no deeper than D_max, junctions where blocks are no neighbours."""
     _, runner = build_donors()
     last = play(**changes)[-1]
     blocks = last.stock.blocks
@@ -108,14 +106,12 @@ def evaluate(found: Any, devices: list[DeviceData]) -> float:
     "changes", [{}, {"head": "aligned"}, {"random_features": 3}, {"native_continuation": "exclude"}]
 )
 def test_the_artefact_does_what_was_validated(changes: dict[str, Any]) -> None:
-    """Rebuilt from the result alone, the network has the accuracy that the devices counted."""
     found = METHOD.result(play(**changes)[-1])
     counted = max(each["accuracy"] for each in found.meta["search"])
     assert evaluate(found, image_members()) == pytest.approx(counted, abs=1e-12)
 
 
 def test_paths_that_were_cut_short_still_yield_a_network() -> None:
-    """Stopped before validation, the result is the best-scoring finished network, without a head: a whole donor."""
     donors = [list(donor.blocks) for donor in FULL[0].stock.donors.values()]
     for state in (FULL[0], next(state for state in FULL if len(state.finished) > 3)):
         found = METHOD.result(state)
@@ -128,7 +124,6 @@ def test_paths_that_were_cut_short_still_yield_a_network() -> None:
 
 
 def test_a_search_whose_budget_runs_out_ends_no_stem() -> None:
-    """After one vote on every block: the longest path is ended, and a whole donor is there where paths go on."""
     for changes in (
         {"completion": False},
         {"native_continuation": "exclude"},
@@ -159,7 +154,6 @@ def test_a_search_whose_budget_runs_out_ends_no_stem() -> None:
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_is_refused(phase: str, spoil: Any, why: str) -> None:
-    """Not finite, inconsistent, incomplete or impossible: one named error, and nothing is folded."""
     caught = []
 
     def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
@@ -181,7 +175,6 @@ def test_an_answer_to_another_step_of_the_search_is_refused() -> None:
 
 
 def test_a_device_with_too_few_examples_says_so() -> None:
-    """Four images to score on, and four others for the junctions."""
     with pytest.raises(JobError, match="needs at least 8"):
         play(image_members(1, examples=8))
 
@@ -195,7 +188,6 @@ def test_labels_outside_the_jobs_are_refused() -> None:
 
 
 def test_parameters_that_cannot_be_used_are_refused_at_once() -> None:
-    """Aligned heads need an alignment; a bundle needs donors and their files."""
     bundle, _ = build_donors()
     bare = {name: {**donor, "align": None} for name, donor in bundle.meta["donors"].items()}
     with pytest.raises(JobError, match="give a donor `align`"):
@@ -208,7 +200,6 @@ def test_parameters_that_cannot_be_used_are_refused_at_once() -> None:
 
 # -- rounds ---------------------------------------------------------------------------------------
 def test_a_round_without_answers_changes_nothing_but_closes_an_open_vote() -> None:
-    """Nobody answered: the same is asked again; with votes already cast they are counted."""
     assert replace(METHOD.step(FULL[0], None), log=FULL[0].log) == FULL[0]
     several = play(subrounds=3)
     voting = next(state for state in several if state.ballots and state.phase == "score")
@@ -218,13 +209,11 @@ def test_a_round_without_answers_changes_nothing_but_closes_an_open_vote() -> No
 
 
 def test_votes_close_early_once_all_devices_are_known_to_have_voted() -> None:
-    """Of five sub-rounds the first expansion takes two (the second brings nobody new), later ones take one."""
     phases = [state.phase for state in play(subrounds=5)]
     assert phases[:6] == ["score", "score", "fit", "score", "fit", "score"]
 
 
 def test_a_device_that_joins_in_the_middle_takes_part() -> None:
-    """It has no references and no weight yet: it gets both, and its vote counts."""
     devices = image_members(5)
     early = play(devices[:4])[4]
     resumed = replace(METHOD, init=lambda bundle, params, seed: early)
@@ -235,7 +224,6 @@ def test_a_device_that_joins_in_the_middle_takes_part() -> None:
 
 
 def test_without_held_out_examples_the_criterion_decides_and_the_story_says_so() -> None:
-    """Nothing to validate on: accuracies are unknown, not zero."""
     devices = [replace(member, held=Examples(member.held.x[:0], member.held.y[:0])) for member in image_members()]
     last = play(devices)[-1]
     found = METHOD.result(last)
@@ -247,7 +235,6 @@ def test_without_held_out_examples_the_criterion_decides_and_the_story_says_so()
 
 
 def test_paper_mode_is_the_papers_letter() -> None:
-    """Biased CKA of outputs, projections without bias or ridge, random order, the donors' own classes."""
     bundle, _ = build_donors()
     params = METHOD.init(bundle, SearchParams(mode="paper"), 0).params
     assert {name: getattr(params, name) for name in fedstitch.PAPER} == fedstitch.PAPER
@@ -271,7 +258,6 @@ def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks() -
 
 
 def test_exploration_fades_with_the_expansions() -> None:
-    """0.3, then 0.27 after one, never below 0.05."""
     assert steps.exploration_rate(FULL[0]) == pytest.approx(0.3)
     assert steps.exploration_rate(replace(FULL[0], expansions=1)) == pytest.approx(0.27)
     assert steps.exploration_rate(replace(FULL[0], expansions=99)) == 0.05
@@ -298,7 +284,6 @@ def replace_params(task: Any, **changes: Any) -> Any:
 
 
 def test_progress_rises_and_can_cancel(tmp_path: Path) -> None:
-    """A cancelled task stops at the next block."""
     bundle, runner = build_donors()
     order = METHOD.send(METHOD.init(bundle, SearchParams(**SMALL), 3), DeviceView("dev-0", None))
     assert order is not None
@@ -316,7 +301,6 @@ def test_progress_rises_and_can_cancel(tmp_path: Path) -> None:
 
 
 def test_blocks_are_typed_all_the_way() -> None:
-    """What a task says of its blocks is what the bundle says."""
     bundle, _ = build_donors()
     order = METHOD.send(METHOD.init(bundle, SearchParams(**SMALL), 3), DeviceView("dev-0", None))
     assert order is not None

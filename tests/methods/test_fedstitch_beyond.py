@@ -21,7 +21,6 @@ from fedquilt.testing.toy_networks import SMALL, build_donors, image_members
 
 @pytest.mark.parametrize("mode", ["default", "paper"])
 def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) -> None:
-    """Solved from all sums in the devices' order, to the bit; the residual is that of leaving one device out."""
     fits: dict[int, dict[str, DeviceUpdate]] = {}
 
     def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
@@ -56,7 +55,6 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) 
 
 
 def test_the_result_names_the_worst_junction_of_each_network() -> None:
-    """A donor's own succession has none; a head replaces the junction before the last block."""
     last = FULL[-1]
     told = {tuple(map(tuple, each["taps"])): each["residual"] for each in METHOD.result(last).meta["search"]}
     blocks = last.stock.blocks
@@ -83,7 +81,6 @@ def test_the_result_names_the_worst_junction_of_each_network() -> None:
 
 
 def test_of_a_single_device_nothing_can_be_left_out() -> None:
-    """The residual is unknown, not zero, and weighs nothing."""
     run = play(image_members(1), residual="weigh")
     assert all(each is None for finalist in run[-1].finalists for each in finalist.residuals)
     assert any("is not known" in line for state in run for line in METHOD.explain(state))
@@ -121,7 +118,6 @@ def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
 
 
 def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
-    """A finished network before a better-scoring partial one; among partial ones the best goes on."""
     partial, end, poor = (
         vote.Winner("elm.1", 1.0, 0.5, 1),
         vote.Winner("fir.2", 1.0, 0.2, 1),
@@ -139,7 +135,6 @@ def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
 
 
 def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
-    """With its junctions; and a finished network that scores too low does not count beside a good one."""
     low, end, low_end = (
         vote.Winner("elm.1", 1.0, 0.5, 1),
         vote.Winner("fir.2", 1.0, 0.9, 1),
@@ -167,7 +162,6 @@ def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_sea
 
 
 def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network() -> None:
-    """Nothing but a donor's own succession reaches 1, and that is excluded: all is given up, one is taken back."""
     hasty = play(stop_below=1.0, native_continuation="exclude", spread=False)
     patient = play(native_continuation="exclude", spread=False)
     assert len(hasty) < len(patient)
@@ -185,7 +179,6 @@ def picked(*nets: tuple[tuple[str, ...], float], **changes: Any) -> tuple[str, .
 
 
 def test_the_next_path_is_the_one_that_promises_most() -> None:
-    """0.6 half-way through a donor before 0.9 at a beginning; how many blocks a donor is cut into is no matter."""
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.6)) == ("elm.0", "elm.1")
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.5)) == ("ash.0",)
     assert picked((("ash.0",), 0.51), (("elm.0",), 0.5)) == ("ash.0",)  # of four blocks and of three
@@ -193,13 +186,11 @@ def test_the_next_path_is_the_one_that_promises_most() -> None:
 
 
 def test_a_path_promises_no_more_for_blocks_that_it_left_out() -> None:
-    """The donor's own next block at score 1 before the one after it at 0.97: neither has run more than the other."""
     assert picked((("ash.0", "ash.2"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "ash.1")
     assert picked((("ash.0", "elm.1"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "elm.1")  # half a donor, a third
 
 
 def test_donors_are_left_at_their_middle_first_and_in_turns() -> None:
-    """Of equal scores; a better score comes before all of them."""
     whole = [("ash.0", "ash.1", "ash.2"), ("ash.0", "ash.1"), ("ash.0",), ("elm.0", "elm.1"), ("elm.0",)]
     left, found = [(path, 1.0) for path in whole], []
     while left:
@@ -210,7 +201,6 @@ def test_donors_are_left_at_their_middle_first_and_in_turns() -> None:
 
 
 def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None:
-    """In eight votes, most of the networks with blocks of two donors; too few are told with the reason."""
     last = FULL[-1]
     paths = {finalist.path[:-1] for finalist in last.finalists}
     assert len(paths) >= 10
@@ -225,7 +215,6 @@ def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None
 
 
 def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() -> None:
-    """ash.0 > elm.1 is finished by elm.2, which is its native end; its maps are offered what another donor has."""
     grown = steps.grow_paths(voted(vote.Winner("fir.1", 1.0, 0.5, 1), completion=True), {})
     assert ("ash.0", "fir.1", "fir.2") in [net.path for net in grown.finished]
     ended = next(net for net in grown.finished if net.path == ("ash.0", "fir.1", "fir.2"))

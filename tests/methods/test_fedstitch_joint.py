@@ -43,7 +43,6 @@ def ends(state: SearchState, paths: Any, shares: list[Examples]) -> np.ndarray:
 
 @pytest.mark.parametrize("cohort", [0, 1, 3])
 def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> None:
-    """Each device is heard once, in as many rounds as it takes, and its split does not show in the head."""
     devices = image_members(8)
     last = played(devices, cohort=cohort)[-1]
     y = np.concatenate([member.train.y for member in devices])
@@ -61,7 +60,6 @@ def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> 
 
 
 def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted() -> None:
-    """Three of eight in a round: three rounds each, of three, three and two devices."""
     answered: dict[str, set[tuple[str, int]]] = {"gather": set(), "validate": set()}
 
     def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
@@ -90,7 +88,6 @@ def test_a_device_that_was_heard_is_not_asked_again() -> None:
 
 
 def test_where_the_number_of_devices_is_not_known_a_round_without_anybody_ends_the_phase() -> None:
-    """Without a search nobody is known: after three rounds one more finds nobody left, and costs no device anything."""
     seen: list[tuple[str, int]] = []
 
     def step(state: SearchState, total: Any) -> SearchState:
@@ -123,14 +120,12 @@ def test_a_job_without_a_search_joins_donors() -> None:
 
 
 def test_a_single_device_gets_a_head() -> None:
-    """Of its own examples alone."""
     last = played(image_members(1), expansions=2)[-1]
     assert METHOD.done(last)
     assert last.examples == 15
 
 
 def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
-    """Its row is zero in every head, with a bias below all scores."""
     devices = []
     for member in image_members(4):
         shares = [Examples(share.x[share.y != 2], share.y[share.y != 2]) for share in (member.train, member.held)]
@@ -149,7 +144,6 @@ def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_single_example_gives_a_head(same: bool) -> None:
-    """Of its class, without a criterion: no state ever holds what is not finite."""
     member = image_members(1)[0]
     own = Examples(member.train.x[:1], member.train.y[:1])
     kin = (member.held.y == own.y[0]) == same
@@ -161,7 +155,6 @@ def test_a_single_example_gives_a_head(same: bool) -> None:
 
 
 def test_heads_of_random_features_take_the_taps_themselves() -> None:
-    """Devices send two numbers for each tap, the head that comes back has a column for each channel."""
     last = played(expansions=2, random_features=2)[-1]
     for candidate in last.candidates:
         channels = sum(last.stock.blocks[path[-1]].out_shape[0] for path in candidate.paths)
@@ -173,7 +166,6 @@ def test_heads_of_random_features_take_the_taps_themselves() -> None:
 
 
 def test_each_donor_is_a_candidate_at_its_best_depth_and_at_its_last() -> None:
-    """And every finished network alone: whatever wins is at least as good on held-out examples."""
     last = FULL[-1]
     alone = {each.paths[0]: each for each in last.candidates if len(each.paths) == 1}
     for donor in last.stock.donors:
@@ -187,7 +179,6 @@ def test_each_donor_is_a_candidate_at_its_best_depth_and_at_its_last() -> None:
 
 
 def test_of_candidates_that_are_equally_right_the_smallest_is_chosen() -> None:
-    """Counts decide, then blocks; the criterion where nothing is held out."""
     state = replace(FULL[-1], examples=100)
     small = Candidate("donor", (("ash.0",),), right=90, criterion=0.5)
     large = Candidate("joined", (("ash.0",), ("elm.0",)), right=90, criterion=0.4)
@@ -198,7 +189,6 @@ def test_of_candidates_that_are_equally_right_the_smallest_is_chosen() -> None:
 
 
 def test_the_story_tells_what_joining_and_stitching_add() -> None:
-    """In points of held-out accuracy, beside the best that does without."""
     blank = {"weights": np.zeros((3, 4), np.float32), "bias": np.zeros(3, np.float32)}
     own, other = ("ash.0",), ("ash.0", "elm.1")
     state = replace(
@@ -220,7 +210,6 @@ def test_the_story_tells_what_joining_and_stitching_add() -> None:
 
 
 def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:
-    """So what stitching adds is told beside like networks, whether or not the criterion wants stitched taps."""
     state = next(state for state in FULL if state.phase == "validate")
     native = [all(candidates.is_native_path(state.stock, path) for path in each.paths) for each in state.candidates]
     joined = {flag for flag, each in zip(native, state.candidates, strict=True) if each.kind == "joined"}
@@ -245,7 +234,6 @@ def test_a_job_that_joins_nothing_has_each_finished_network_alone() -> None:
 
 
 def test_a_job_that_is_cut_short_hands_out_what_it_can() -> None:
-    """While gathering: solved from what there is; while validating: what looks best so far."""
     run = played(cohort=3)
     gathering = next(state for state in run if state.phase == "gather" and state.heard)
     found = METHOD.result(gathering)

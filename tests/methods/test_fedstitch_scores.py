@@ -44,7 +44,6 @@ def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], d
 @pytest.mark.parametrize("estimator", ["unbiased", "biased"])
 @pytest.mark.parametrize("maps", ["flatten", "gap", "position"])
 def test_the_native_next_block_always_scores_one(score_at: str, estimator: str, maps: str) -> None:
-    """After ash.0 > ash.1 comes ash.2, exactly 1; every other block scores less."""
     state, scores, _ = score_answers(score_at=score_at, estimator=estimator, maps=maps)
     native = state.pool.index("ash.2")
     assert scores["score"][native] == 1.0
@@ -53,13 +52,11 @@ def test_the_native_next_block_always_scores_one(score_at: str, estimator: str, 
 
 
 def test_a_penalised_native_block_scores_less_by_the_penalty() -> None:
-    """With penalty 0.25 the donor's own next block scores 0.75."""
     state, scores, _ = score_answers(native_continuation="penalise", native_penalty=0.25)
     assert scores["score"][state.pool.index("ash.2")] == 0.75
 
 
 def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first() -> None:
-    """Three of the pool reach level 1: the best by input; their output scores are those of mode output."""
     _, hybrid, _ = score_answers(score_at="hybrid", k=3)
     _, coarse, _ = score_answers(score_at="input")
     _, fine, _ = score_answers(score_at="output")
@@ -73,7 +70,6 @@ def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first() -> No
 
 
 def test_references_are_computed_once_per_device() -> None:
-    """By input, a path that is a donor's own needs no run at all once the references are there."""
     bundle, runner = build_donors()
     changes = {"score_at": "input", "subrounds": 3}
     devices = image_members(1)
@@ -114,7 +110,6 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
 
 
 def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
-    """What `lab bench stitch` measures against: everything run again for each candidate, in whole arrays."""
     bundle, runner = build_donors()
     state = METHOD.init(bundle, SearchParams(**SMALL), 3)
     blocks = state.stock.blocks
@@ -142,7 +137,6 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("score_at", ["input", "output", "hybrid"])
 def test_nothing_is_run_twice_that_could_be_kept(score_at: str, tmp_path: Path) -> None:
-    """The second time only the candidates run whose output is scored; the scores are the same bits."""
     scores, runs, again = score_twice(tmp_path, score_at=score_at)
     offered = {"ash.2.onnx", "ash.3.onnx", "ash.1.onnx", "elm.2.onnx", "fir.1.onnx", "fir.2.onnx"}
     assert set(runs[0]) >= {"ash.0.onnx", "elm.1.onnx", "fir.0.onnx"}
@@ -157,7 +151,6 @@ def test_nothing_is_run_twice_that_could_be_kept(score_at: str, tmp_path: Path) 
 
 
 def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path: Path) -> None:
-    """Those far below the K-th best run on 6 images only, and rank below all that were scored on 16."""
     full, _, _ = score_twice(tmp_path / "full", score_at="output")
     scores, runs, _ = score_twice(tmp_path / "early", score_at="output", early=6, early_margin=0.0)
     level, kept = scores[1]["level"], full[1]["score"]
@@ -172,7 +165,6 @@ def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path: Path) -> N
 
 
 def test_a_task_brings_only_the_files_it_needs() -> None:
-    """Scored by their input, terminating blocks are never run, hence not sent; references cost the first time only."""
     bundle, _ = build_donors()
     state = METHOD.init(bundle, SearchParams(**{**SMALL, "score_at": "input", "completion": False}), 3)
     order = METHOD.send(state, DeviceView("dev-0", None))
@@ -189,7 +181,6 @@ def test_a_task_brings_only_the_files_it_needs() -> None:
 # -- label-aware scores ---------------------------------------------------------------------------
 @pytest.mark.parametrize("criterion", ["labels", "residual"])
 def test_outputs_can_be_judged_by_the_labels(criterion: str) -> None:
-    """A whole search ends in a network; the donor's own next block scores what its own output says of the labels."""
     last = play(criterion=criterion)[-1]
     assert METHOD.done(last)
     assert max(each["accuracy"] for each in METHOD.result(last).meta["search"]) > 0.8

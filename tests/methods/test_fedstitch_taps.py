@@ -25,7 +25,6 @@ from fedquilt.tools.simulation import DeviceData
 
 
 def test_taps_step_down_shallow_first_and_say_so() -> None:
-    """Each donor's last one stays, whatever the limit."""
     stock = FULL[0].stock
     made = tuple(
         Finalist((*path, "elm.2"), 1.0) for path in (("ash.0", "elm.1"), ("fir.0", "ash.1"), ("elm.0", "fir.1"))
@@ -51,7 +50,6 @@ def test_taps_step_down_shallow_first_and_say_so() -> None:
 
 
 def test_a_path_runs_once_for_all_that_begin_with_it() -> None:
-    """Three donors of three, two and two taps, and no block twice for one wave of images."""
     _, runner = build_donors()
     played(image_members(1), runner=runner, expansions=0, rounds=1)
     assert {name: runs for name, runs in runner.runs.items() if runs} == {
@@ -60,7 +58,6 @@ def test_a_path_runs_once_for_all_that_begin_with_it() -> None:
 
 
 def test_a_board_with_little_memory_gives_fewer_images() -> None:
-    """A device computes moments of as many images as fit into memory, 32 at least, and the log counts such devices."""
     state, task, site = gathering()
     whole = METHOD.work(task, site)
     assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
@@ -75,7 +72,6 @@ def test_a_board_with_little_memory_gives_fewer_images() -> None:
 
 
 def test_the_orders_memory_counts_the_moments() -> None:
-    """Matrices of many features are larger than the toy donors' maps."""
     _, task, _ = gathering()
     width = 38
     assert task.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, width)
@@ -89,7 +85,6 @@ def test_the_orders_memory_counts_the_moments() -> None:
 
 
 def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
-    """For a head that takes 30 no more than 30, with 20 those 20; for the counts the held-out ones."""
     _, task, _ = gathering(head_samples=30)
     each = task.work.total_for_examples(1).flops
     assert each > 0
@@ -110,7 +105,6 @@ def test_a_device_is_charged_for_the_images_that_it_gives() -> None:
 
 
 def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None:
-    """Its trapezoid is smaller than half of the matrix: 20 images of 38 features are 20 rows."""
     _, task, site = gathering(head_samples=20)
     sent = METHOD.work(task, site).bundles["moments"]
     assert sent["rows"][0] == 20
@@ -119,7 +113,6 @@ def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None
 
 
 def test_a_task_brings_the_blocks_of_the_taps_and_no_others() -> None:
-    """Classifiers stay on the coordinator."""
     state, _, _ = gathering()
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
@@ -151,7 +144,6 @@ def test_a_device_counts_no_more_than_its_update_weighs() -> None:
 
 @pytest.mark.parametrize(("own", "held", "counted"), [(20, 8, 8), (8, 20, 8), (20, 0, 0)])
 def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, held: int, counted: int) -> None:
-    """Its update weighs as many as it counted, and the coordinator takes a weight up to the device's own examples."""
     state = next(state for state in FULL if state.phase == "validate")
     shares = [Examples(np.full((count, 8, 8), 9, np.uint8), np.zeros(count, np.int64)) for count in (own, held)]
     order = METHOD.send(state, DeviceView("dev-0", None))
@@ -164,7 +156,6 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, he
 
 
 def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
-    """Only the sum over the round's devices is stored, and it is gone once heads are solved."""
     run = played(cohort=3)
     state = next(state for state in run if state.phase == "gather" and state.heard)
     assert state.gathered is not None
@@ -188,7 +179,6 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
     ],
 )
 def test_a_sites_counts_that_cannot_be_are_refused(spoil: Any, why: str) -> None:
-    """While validating; while scoring and fitting a site sends no sums, but its boards' answers."""
     kinds = {state.phase: METHOD.aggregation.accumulator(state) for state in FULL}
     assert kinds == {"score": None, "fit": None, "gather": ExactMomentSums, "validate": CorrectCounts, "done": None}
     state, sound = next(state for state in FULL if state.phase == "validate"), METHOD.aggregation.check_sums

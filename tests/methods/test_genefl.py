@@ -55,7 +55,6 @@ def trained(worked: list[Any], device: str) -> list[Any]:
 
 
 def test_the_first_round_asks_for_fingerprints_and_nothing_else() -> None:
-    """No model goes down or up; after it every device has a cluster."""
     run, worked = play(rounds=1)
     assert all(answer.bundles.keys() == {"fingerprint"} for _, _, answer in worked)
     assert all(answer.bundles["fingerprint"]["u"].shape == (6, 5) for _, _, answer in worked)
@@ -65,7 +64,6 @@ def test_the_first_round_asks_for_fingerprints_and_nothing_else() -> None:
 
 
 def test_the_head_stays_and_layers_become_fewer() -> None:
-    """Two of three layers can be shared; with the schedule of one round there is one in the end."""
     run, worked = play(rounds=4, shrink_every=1, tolerance=1.0)
     assert run[0].shared == ("1", "3")
     assert [state.size for state in run] == [2, 2, 1, 1, 1]
@@ -76,7 +74,6 @@ def test_the_head_stays_and_layers_become_fewer() -> None:
 
 
 def test_accuracy_that_falls_holds_the_schedule() -> None:
-    """Below its best by more than the tolerance: as many layers as before; near it: one less."""
     state = replace(play(rounds=1)[0][1], best=0.8, waited=4, recent=(0.7, 0.7, 0.7, 0.7))
     fell = genefl._shrink_gene_if_accurate(
         state,
@@ -110,7 +107,6 @@ def test_the_least_turned_layers_are_chosen_weighed_by_their_size() -> None:
 
 
 def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> None:
-    """Without penalties it is local training to the last bit, whatever the others send."""
     _, worked = play(rounds=3, smooth=0.0, elastic=0.0)
     first, second = trained(worked, "dev-0")
     task, site, answer = second
@@ -121,7 +117,6 @@ def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> Non
 
 
 def test_strong_penalties_draw_the_model_to_the_cluster_s() -> None:
-    """lambda_1 large: the device's layers end near Theta_k; the head, which the cluster never had, is free."""
     far, near = (
         trained(play(rounds=3, smooth=value, elastic=0.0, strength="one", epochs=5)[1], "dev-0")[1]
         for value in (0.0, 4.0)
@@ -151,7 +146,6 @@ def test_both_penalties_are_one_pull_to_one_aim() -> None:
 
 
 def test_fisher_values_are_scaled_for_each_tensor() -> None:
-    """From 0 to 1, and a tensor whose values are alike is the device's own."""
     np.testing.assert_allclose(learngene.scale_fisher(np.array([2.0, 4.0, 3.0])), [0, 1, 0.5])
     np.testing.assert_array_equal(learngene.scale_fisher(np.full(3, 7.0)), np.zeros(3))
 
@@ -188,7 +182,6 @@ def gave(state: Any, device: str, layer: str, value: float) -> DeviceUpdate:
 
 
 def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it() -> None:
-    """Unweighted; a layer that nobody sent stays as it was, and no cluster hears of another's."""
     state, total = one_cluster(), None
     for device, layer, value in (("a", "1", 1.0), ("b", "1", 3.0), ("c", "3", 7.0)):
         total = genefl.fold(state, total, gave(state, device, layer, value))
@@ -213,7 +206,6 @@ def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it() -> None:
     ],
 )
 def test_what_is_no_learngene_of_the_size_wanted_is_refused(change: Any, said: str) -> None:
-    """Too many layers, the head, half a layer, and a fingerprint in place of a gene."""
     state = one_cluster()
     with pytest.raises(UpdateError, match=said):
         genefl.fold(state, None, DeviceUpdate("a", 3, 1.0, {}, change(state)))
@@ -235,7 +227,6 @@ def test_what_is_no_fingerprint_is_refused(u: np.ndarray, said: str) -> None:
 
 
 def test_accuracy_is_that_of_all_held_out_examples() -> None:
-    """9 of 10 right on one device and 10 of 90 on the other are 19 %, not the mean of the two, 50.6 %."""
     state, total = one_cluster(), None
     for device, correct, held in (("a", 9.0, 10.0), ("b", 10.0, 90.0)):
         told = {"held_correct": correct, "held_examples": held}
@@ -246,7 +237,6 @@ def test_accuracy_is_that_of_all_held_out_examples() -> None:
 
 @pytest.mark.parametrize(("correct", "held"), [(7.0, 1.0), (-1.0, 5.0), (1.0, float("inf")), (float("nan"), 5.0)])
 def test_an_accuracy_that_is_none_is_refused(correct: float, held: float) -> None:
-    """What devices say of their accuracy leads the schedule."""
     state, told = one_cluster(), {"held_correct": correct, "held_examples": held}
     with pytest.raises(UpdateError, match=f"{correct:g} of {held:g} held-out examples"):
         genefl.fold(state, None, replace(gave(state, "a", "1", 1.0), metrics=told))
@@ -271,7 +261,6 @@ def take(state: Any, member: DeviceData, number: int, answer: ClientResult) -> A
 
 
 def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene() -> None:
-    """First its fingerprint, then the layers of the cluster's gene, the job's first weights elsewhere."""
     run, _ = play(rounds=4, clusters=2, first_layers=1)
     newcomer = DeviceData("late", *(vars(point_members(4, 24)[2])[key] for key in ("train", "held")))
     state = run[-1]
@@ -294,7 +283,6 @@ def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_lea
 
 
 def test_fingerprints_can_be_gathered_for_several_rounds() -> None:
-    """With two devices a round; nobody is asked twice, and those who wait are told nothing."""
     cohort, params = {"size": 2}, {"gather": 3}
     run = run_of("genefl", bundle(), point_members(4), params, engine=ENGINE, seed=1, rounds=3, cohort=cohort)
     assert [state.phase for state in run[:3]] == ["fingerprint"] * 3
@@ -303,7 +291,6 @@ def test_fingerprints_can_be_gathered_for_several_rounds() -> None:
 
 
 def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> None:
-    """Asked for a fingerprint there is no model yet; later it is the one it keeps."""
     run, worked = play(rounds=3)
     site = worked[0][1]
     assert genefl.check(worked[0][0], site).examples == 0
@@ -315,14 +302,12 @@ def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> Non
 
 
 def test_private_state_of_another_network_is_refused() -> None:
-    """With the names that differ."""
     run, _ = play(rounds=1)
     with pytest.raises(UpdateError, match="names differ"):
         ask(run[-1], point_members(4, 24)[0], (0,), {"x": np.zeros(2)})
 
 
 def test_without_held_out_examples_nobody_tells_an_accuracy() -> None:
-    """Unknown is not 0: the metric is absent, and the schedule goes by time."""
     alone = [DeviceData(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_members(3)]
     run, worked = play(alone, rounds=3, shrink_every=1)
     assert all("held_examples" not in answer.metrics for _, _, answer in worked)
@@ -330,7 +315,6 @@ def test_without_held_out_examples_nobody_tells_an_accuracy() -> None:
 
 
 def test_the_result_holds_every_cluster_s_layers() -> None:
-    """Named by cluster; which make its learnGene is in the facts."""
     state = play(rounds=4, clusters=2)[0][-1]
     found = genefl.result(state)
     assert found.kind == "genes"

@@ -80,7 +80,6 @@ def torch_one() -> Any:
 
 
 def test_of_a_resnet18_the_papers_bytes_travel() -> None:
-    """GENE-FL's table: FedFina 31.50 MiB, and ParFed what is left of the 42.65 MiB that are learned: 11.15."""
     bundle = toy_bundle(RESNET18, resnet18())
     fina, par = fedfina.init(bundle, fedfina.Params(), 0), parfed.init(bundle, parfed.Params(), 0)
     learned = fedavg.init(bundle, fedavg.Params(), 0).trained_names()
@@ -92,7 +91,6 @@ def test_of_a_resnet18_the_papers_bytes_travel() -> None:
 
 
 def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_papers_did() -> None:
-    """Two of 512x512x3x3 and layer2.0.conv1 told to be the smallest."""
     bundle = toy_bundle(RESNET18, resnet18())
     state = fedlg.init(bundle, fedlg.Params(), 0)
     small = {"layer4.0.conv2.weight", "layer4.1.conv2.weight", "layer2.0.conv1.weight"}
@@ -107,7 +105,6 @@ def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_p
 
 @pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg", "local"])
 def test_what_is_not_shared_never_travels_up_and_down_once_only(name: str) -> None:
-    """A fourth round costs the shared part's bytes each way: less than the model's, where all of it is sent."""
     taken: list[tuple[int, int]] = []
 
     def observe(simulation: Simulation, hands: WorkBackend) -> None:
@@ -123,7 +120,6 @@ def test_what_is_not_shared_never_travels_up_and_down_once_only(name: str) -> No
 
 @pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg"])
 def test_a_networks_shared_part_and_the_rest_are_all_of_it(name: str) -> None:
-    """On every device after every round: nothing is lost, nothing is in both, and each device's rest is its own."""
     run, answers = play(name, engine=torch_one())
     shared = set(run[-1].model)
     assert 0 < len(shared) < len(tensors_of())
@@ -137,7 +133,6 @@ def test_a_networks_shared_part_and_the_rest_are_all_of_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["parfed", "fedfina", "fedlg"])
 def test_statistics_of_batch_norm_stay_on_the_device(name: str) -> None:
-    """Means, variances and counters; FedRep averages those of its representation, as FedAvg does."""
     run, _ = play(name, engine=torch_one())
     assert not any("running" in key or "num_batches" in key for key in run[-1].model)
     averaged = play("fedrep", engine=torch_one())[0][-1].model
@@ -150,7 +145,6 @@ def test_statistics_of_batch_norm_stay_on_the_device(name: str) -> None:
 
 
 def test_parfed_that_keeps_nothing_is_fedavg() -> None:
-    """In a network without statistics, bit for bit."""
     ours, theirs = play("parfed", layers=0)[0], play("fedavg")[0]
     assert [tensors.encode_tensors(state.model) for state in ours] == [
         tensors.encode_tensors(state.model) for state in theirs
@@ -158,7 +152,6 @@ def test_parfed_that_keeps_nothing_is_fedavg() -> None:
 
 
 def test_parfed_and_fedfina_share_what_the_other_keeps() -> None:
-    """Of all that is learned."""
     bundle = toy_bundle(BN, tensors_of())
     par = parfed.init(bundle, parfed.Params(layers=2), 0).model.keys()
     fina = fedfina.init(bundle, fedfina.Params(layers=2), 0).model.keys()
@@ -167,7 +160,6 @@ def test_parfed_and_fedfina_share_what_the_other_keeps() -> None:
 
 
 def test_a_network_that_cannot_be_parted_is_refused() -> None:
-    """A single linear layer."""
     table = {"name": "mlp", "inputs": 3, "hidden": [], "classes": 2}
     bundle = toy_bundle(table, {"1.weight": np.zeros((2, 3), np.float32), "1.bias": np.zeros(2, np.float32)})
     for method in (parfed, fedfina, fedlg):
@@ -179,7 +171,6 @@ def test_a_network_that_cannot_be_parted_is_refused() -> None:
 
 
 def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them() -> None:
-    """Two rounds of sizes, one number for each candidate; then the smallest in the mean of both."""
     run, answers = play("fedlg", rounds=4, engine=torch_one(), probe=2, layers=1)
     assert [state.phase for state in run] == ["probe", "probe", "share", "share", "share"]
     candidates = set(run[0].candidates)
@@ -195,7 +186,6 @@ def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them() -> Non
 
 
 def test_a_gradients_size_is_its_root_mean_square() -> None:
-    """By the engine's Fisher diagonal on the device's mini-batches, at the weights that the device came to."""
     state = fedlg.init(toy_bundle(), fedlg.Params(**SMALL), 0)
     engine = NumpyEngine(1 << 40, base_bytes=0)
     order = fedlg.send(state, DeviceView("dev-0", None))
@@ -206,7 +196,6 @@ def test_a_gradients_size_is_its_root_mean_square() -> None:
 
 
 def test_what_a_device_has_trained_is_not_lost_when_sharing_begins() -> None:
-    """Nobody has sent the learnGene yet: a device goes on from its own; a newcomer from the job's."""
     run, answers = play("fedlg", rounds=2)
     own = answers[0].local
     order = fedlg.send(run[1], DeviceView("dev-0", None, (0,)))
@@ -244,7 +233,6 @@ def test_fedlp_averages_each_layer_over_those_who_sent_it() -> None:
 
 
 def test_fedlp_leaves_layers_out_before_they_are_sent() -> None:
-    """By a draw of the device's own for each, as often as p says: of 3 x 40 x 2 layers about half."""
     _, answers = play("fedlp", rounds=40)
     kept = [len(answer.bundles["model"]) for answer in answers]
     assert set(kept) == {0, 2, 4}  # weight and bias go together
@@ -262,7 +250,6 @@ def test_half_a_layer_is_refused() -> None:
 
 
 def test_fedlps_layers_are_all_of_the_network() -> None:
-    """Each tensor is in one; statistics go with the layer that they are of, counters as counters."""
     model = tensors_of()
     found = fedlp.layer_units(fedavg.init(toy_bundle(BN, model), fedlp.Params(), 0))
     assert sorted(name for names in found for name in names) == sorted(model)

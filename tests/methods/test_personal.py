@@ -95,7 +95,6 @@ def one(method: Method, engine: Any, **params: Any) -> tuple[Task, ClientContext
     ],
 )
 def test_with_its_knobs_at_zero_a_method_is_fedavg_bit_for_bit(name: str, params: dict[str, Any], torch: bool) -> None:
-    """Over three rounds of two epochs."""
     engine = torch_one if torch else numpy_one
     ours, theirs = Played(name, engine(), **params), Played("fedavg", engine())
     assert ours.models == theirs.models
@@ -111,8 +110,6 @@ def test_ditto_without_pull_trains_its_own_models_as_if_alone(engine: Callable[[
 
 
 def test_dittos_own_model_stays_near_to_what_it_is_pulled_to() -> None:
-    """The stronger the pull, the nearer to what was received."""
-
     def far(pull: float) -> float:
         task, site = one(ditto.METHOD, numpy_one(), pull=pull)
         mine, received = ditto.work(task, site).local, site.load("model")
@@ -131,7 +128,6 @@ def test_perfedavg_with_a_tiny_step_ahead_is_next_to_fedavg() -> None:
 
 
 def test_local_models_know_nothing_of_each_other() -> None:
-    """A device's model among three is the one that it trains by itself; the state holds what the job began with."""
     run = Played("local")
     method = methods.load("local")
     apart = []
@@ -170,7 +166,6 @@ def test_dittos_own_model_takes_the_papers_step() -> None:
 
 
 def test_ditto_evaluates_the_own_model_and_sends_the_other() -> None:
-    """Once it has one; a newcomer is evaluated with what it received."""
     task, site = one(ditto.METHOD, numpy_one(), pull=0.5)
     answer = ditto.work(task, site)
     own, plain = answer.local, fedavg.work(*one(fedavg.METHOD, numpy_one()))
@@ -255,7 +250,6 @@ def test_perfedavg_on_a_quadratic_takes_the_gradient_from_one_step_ahead() -> No
 
 
 def test_perfedavg_is_evaluated_after_a_step_on_the_devices_own_examples() -> None:
-    """Of rate alpha; not at all without examples, without alpha, or without epochs for it."""
     task, site = one(perfedavg.METHOD, torch_one(), alpha=0.2)
     plain = fedavg.check(task, site)
     fit = Fit(epochs=1, batch=4, lr=0.2)
@@ -272,7 +266,6 @@ def test_perfedavg_is_evaluated_after_a_step_on_the_devices_own_examples() -> No
 
 
 def test_fedrep_moves_the_head_first_and_then_what_it_stands_on() -> None:
-    """Without a pass over the representation's examples only the head moves; the metrics count both parts' steps."""
     task, site = one(fedrep.METHOD, numpy_one(), head_epochs=3)
     answer = fedrep.work(task, site)
     first = fedrep.load_device_network(site)
@@ -300,7 +293,6 @@ def test_fedrep_moves_the_head_first_and_then_what_it_stands_on() -> None:
 
 
 def test_fedreps_progress_goes_from_nothing_to_all_once() -> None:
-    """Through both parts."""
     told: list[float] = []
     task, site = one(fedrep.METHOD, numpy_one(), head_epochs=3)
     fedrep.work(task, replace(site, progress=told.append))
@@ -310,7 +302,6 @@ def test_fedreps_progress_goes_from_nothing_to_all_once() -> None:
 
 
 def test_head_and_representation_are_all_of_the_network_and_have_nothing_in_common() -> None:
-    """No tensor is missing from both (a head that is not told by its own name) and none is in both."""
     pytest.importorskip("torch")
     torch_one()
     from fedquilt.models.networks import registry
@@ -326,7 +317,6 @@ def test_head_and_representation_are_all_of_the_network_and_have_nothing_in_comm
 
 
 def test_a_head_of_several_layers_is_named() -> None:
-    """And one that is not there, or is everything, is refused with what there is."""
     state = fedrep.init(toy_bundle(), fedrep.Params(head=("1",)), 0)
     assert state.own.keys() == {"1.weight", "1.bias"}
     with pytest.raises(ModelError, match=r"no layer 'fc'; it has 1, 3"):
@@ -356,13 +346,11 @@ def test_a_head_of_several_layers_is_named() -> None:
     ],
 )
 def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
-    """When the job is read, not on a board."""
     with pytest.raises(JobError, match=message):
         settings.parse_job({"name": "j", "method": name, "params": params})
 
 
 def test_nothing_travels_with_local() -> None:
-    """An update with tensors is refused, by name."""
     state = local.init(toy_bundle(), local.METHOD.params(), 0)
     with pytest.raises(UpdateError, match="dev-7 sent model"):
         local.fold(state, None, DeviceUpdate("dev-7", 0, 1.0, {}, {"model": dict(state.model)}))
@@ -371,7 +359,6 @@ def test_nothing_travels_with_local() -> None:
 
 @pytest.mark.parametrize("name", ["local", "ditto", "fedrep", "pfedme"])
 def test_a_private_model_of_another_network_is_refused(name: str) -> None:
-    """One that a job of the same name has left, say."""
     method = methods.load(name)
     task, site = one(method, torch_one())
     odd = replace(site, local={"9.weight": np.zeros(2, np.float32)})
@@ -385,7 +372,6 @@ def test_a_private_model_of_another_network_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["local", "fedrep", "ditto", "pfedme", "perfedavg"])
 def test_a_round_nobody_answered_changes_nothing(name: str) -> None:
-    """The very same state, also if the sums weigh nothing."""
     method = methods.load(name)
     state = method.init(toy_bundle(), method.params(), 0)
     assert method.step(state, None) is state

@@ -81,7 +81,6 @@ NUMBERS = [pytest.param(number, id=f"{case[0]}-{case[1]['name']}-{number}") for 
 
 @pytest.mark.parametrize("case", NUMBERS)
 def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
-    """It is made of what any new device is sent, and of what this one has kept; each device has another."""
     network, played, made = CASES[case][1], played_once(case), []
     for device, member in enumerate(played.members):
         local = played.kept[member.device]
@@ -98,7 +97,6 @@ def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
 
 @pytest.mark.parametrize("case", [each for each in NUMBERS if CASES[each.values[0]][0] != "genefl"])  # type: ignore
 def test_a_newcomer_runs_what_it_would_evaluate(case: int) -> None:
-    """A device that has kept nothing."""
     network, played = CASES[case][1], played_once(case)
     task, site = played.given(0, DeviceView("", None))
     own = played.method.personal(task, site)  # type: ignore[misc]
@@ -109,7 +107,6 @@ def test_a_newcomer_runs_what_it_would_evaluate(case: int) -> None:
 
 
 def test_genefl_has_no_network_for_a_newcomer() -> None:
-    """Its evaluation has none either: a device is asked for its fingerprint first."""
     played = played_once([name for name, _, _ in CASES].index("genefl"))
     task, site = played.given(0, DeviceView("", None))
     assert played.method.check(task, site).examples == 0  # type: ignore[misc]
@@ -125,7 +122,6 @@ def test_every_method_that_evaluates_what_a_board_keeps_says_what_it_is() -> Non
 
 @pytest.mark.parametrize("case", [number for number, case in enumerate(CASES) if case[0] == "fedsdg"])
 def test_fedsdg_names_what_each_board_has_for_itself(case: int) -> None:
-    """The layers that its own branch adds to, and the head if that is private."""
     found = played_once(case)
     meta = found.method.result(found.states[-1]).meta
     layers = {name for name in meta["private"] if not name.startswith("head")}

@@ -82,7 +82,6 @@ def test_krum_takes_one_update_and_multi_krum_the_mean_of_all_but_f() -> None:
 
 
 def test_a_long_change_is_shortened_and_the_log_says_so() -> None:
-    """Changes of norm 1, 1 and 100: to the median norm, or to a radius of the job's."""
     points = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (100.0, 0.0)}
     state = begun(rule="clipped", attackers=0.3)
     after = robust.step(state, folded(state, points))
@@ -96,7 +95,6 @@ def test_a_long_change_is_shortened_and_the_log_says_so() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_running_statistics_take_the_median_and_do_not_hide_an_update_from_krum(rule: Any) -> None:
-    """An attacker with an honest model and a variance of -1e6 changes nothing; nor do variances that differ a lot."""
     state = begun(rule=rule, attackers=0.2)
     spread = {"a": -1e6, "b": 500.0, "c": 2.0, "d": 3.0, "e": 1e4, "f": 4.0, "g": 2.0}
     points = {**HONEST, "g": (1.05, 1.05)}
@@ -108,7 +106,6 @@ def test_running_statistics_take_the_median_and_do_not_hide_an_update_from_krum(
 
 
 def test_buckets_are_drawn_by_seed_and_round_and_named_in_the_log() -> None:
-    """Ten devices in buckets of two; Krum's choice names both devices of a bucket."""
     points = {f"dev-{i}": (1 + 0.01 * i, 1.0) for i in range(10)}
     state = begun(rule="krum", attackers=0.1, bucket=2)
     first = robust.step(state, folded(state, points))
@@ -139,7 +136,6 @@ def test_with_nobody_to_leave_out_it_is_the_mean(params: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule: Any) -> None:
-    """One of seven sends -100 times its change: FedAvg explodes, here the loss is below a guess's (ln 3)."""
     devices, engine = point_members(7, 40), NumpyEngine(1 << 40, base_bytes=0)
     fleet = {"adversaries": {"share": 0.14, "attack": "sign_flip", "factor": 100.0}}
 
@@ -157,7 +153,6 @@ def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule: Any) 
 
 
 def test_claiming_many_examples_gains_nothing() -> None:
-    """A weight of 1e9 counts as one of 1."""
     for rule in RULES:
         state = begun(rule=rule)
         heavy = folded(state, {**HONEST}, weight=1e9)
@@ -178,7 +173,6 @@ def test_too_few_updates_for_krum_change_nothing_and_it_says_so() -> None:
 
 
 def test_the_log_says_where_a_share_of_attackers_is_nobody() -> None:
-    """A fifth of four: none is left out."""
     state = begun(attackers=0.2)
     few = robust.step(state, folded(state, dict(list(HONEST.items())[:4])))
     assert few.told == ("4 updates are too few for an attacker among them: trimmed_mean left none out",)
@@ -186,7 +180,6 @@ def test_the_log_says_where_a_share_of_attackers_is_nobody() -> None:
 
 
 def test_only_so_many_updates_are_held_whatever_the_order_they_come_in() -> None:
-    """Three of six, drawn by the seed and not by name; how many were left out is told."""
     state = begun(rule="median", most=3)
     total, other = folded(state, HONEST), folded(state, dict(reversed(HONEST.items())))
     assert total is not None
@@ -208,7 +201,6 @@ def test_only_so_many_updates_are_held_whatever_the_order_they_come_in() -> None
     ],
 )
 def test_parameters_that_make_no_sense_are_refused_in_the_job(params: dict[str, Any], message: str) -> None:
-    """Half of the updates wrong is beyond any rule."""
     with pytest.raises(JobError, match=message):
         settings.parse_job({"name": "j", "method": "robust", "params": params, "cohort": {"min_devices": 32}})
 

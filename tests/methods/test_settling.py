@@ -67,7 +67,6 @@ def view(name: str, budget: int) -> DeviceView:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_small_device_measures_every_width_whose_forward_pass_it_has_room_for(name: str) -> None:
-    """All of a small network's on half a gigabyte; who has not said how much it has measures its own width alone."""
     method, state = begun(name)
     order = method.settle.send(state, view("a", SMALL))
     unknown = method.settle.send(state, DeviceView("a", None))
@@ -79,7 +78,6 @@ def test_a_small_device_measures_every_width_whose_forward_pass_it_has_room_for(
 
 
 def test_statistics_are_those_of_all_devices_examples_together() -> None:
-    """Two devices whose means lie apart, by 1 and 3 examples: the variance has what lies between them in it."""
     method, state = begun("heterofl")
     names = [name for name in state.model if name.endswith(("running_mean", "running_var"))]
     total = None
@@ -108,7 +106,6 @@ def test_statistics_are_those_of_all_devices_examples_together() -> None:
     ],
 )
 def test_what_is_no_statistics_of_a_width_is_refused(spoil: Any, said: str) -> None:
-    """Nothing, another bundle, a variance below 0, another type, a missing tensor."""
     method, state = begun("heterofl")
     sent = {name: array for name, array in state.model.items() if name.endswith(("running_mean", "running_var"))}
     with pytest.raises(UpdateError, match=said):
@@ -118,7 +115,6 @@ def test_what_is_no_statistics_of_a_width_is_refused(spoil: Any, said: str) -> N
 def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the first normalisation, which hears what no other has normalised: mean and variance over all pixels."""
     draws, model = np.random.default_rng(0), bundle().load("model")
     x = draws.integers(0, 255, (50, 8, 8)).astype(np.uint8)
     first = torch.nn.functional.conv2d(
@@ -137,7 +133,6 @@ def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batche
 
 
 def test_what_is_held_still_keeps_its_statistics() -> None:
-    """FedLPS asks for none of its encoder's, and a step leaves them."""
     method, state = begun("fedlps")
     from fedquilt.methods import fedlps
 
@@ -151,25 +146,18 @@ def test_what_is_held_still_keeps_its_statistics() -> None:
 
 
 def test_a_network_without_batch_normalisation_needs_no_such_round() -> None:
-    """HeteroFL on a perceptron."""
     method = methods.load("heterofl")
     assert not method.settle.wanted(method.init(toy_bundle(), method.params(), 0))
     assert method.settle.wanted(begun("heterofl")[1])
 
 
 def test_the_learning_rate_does_not_fall_with_rounds_that_do_not_count() -> None:
-    """Round 5 after two such rounds has the rate of the third round of work."""
-
     method = methods.load("heterofl")
     state = replace(method.init(bundle(), method.params(lr=0.1, lr_decay=0.5), 0), settled=2)
     assert local_training.learning_rate(method.send(state, view("a", LARGE)).params, 5) == pytest.approx(0.1 * 0.5**3)
 
 
 def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(tmp_path: Path) -> None:
-    """Six boards, two a round, one of them with room for the whole width: before each evaluation all are asked.
-
-    Rounds: 0 with a check, 1, one that does not count, 2 with a check, one that does not count, and the closing check.
-    """
     data = write_images(tmp_path / "data.npz", 8)
     prepare.prepare_bundle(
         {"model": {**TABLE, "classes": 10, "seed": 0}, "input": NETWORK["input"]}, tmp_path / "bundle"

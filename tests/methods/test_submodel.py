@@ -43,11 +43,6 @@ def averaged() -> Any:
     ],
 )
 def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name: str, params: dict[str, Any]) -> None:
-    """Width 1, one exit, one group, nothing pruned, room for all: of a network with batch norm, in every tensor.
-
-    Every device has examples of every class. Methods that gather batch normalisation's statistics at the end have
-    others than FedAvg's means.
-    """
     made, plain, method = bundle(), averaged(), methods.load(name)
     mine = method.result(run(name, made, **params)[-1]).tensors
     assert mine.keys() == plain.keys()
@@ -58,7 +53,6 @@ def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name: str, params: dict[
 
 @pytest.mark.parametrize("exits", [2, 3])
 def test_depthfl_with_all_depths_equal_is_the_mean_of_everything(exits: int) -> None:
-    """Every entry, the classifiers' too, counts every device's examples."""
     method, totals = methods.load("depthfl"), []
 
     def step(state: Any, total: Any) -> Any:
@@ -75,7 +69,6 @@ def test_depthfl_with_all_depths_equal_is_the_mean_of_everything(exits: int) -> 
 # -- who gets what --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", SUBMODELS)
 def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -> None:
-    """From 512 MB to 8 GB the part, its FLOPs and its memory grow; whoever has not told gets the smallest one."""
     method = methods.load(name)
     state = method.init(bundle(), method.params(**SMALL), 0)
     orders = [method.send(state, view(budget)) for budget in BUDGETS]
@@ -96,7 +89,6 @@ def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -
 
 @pytest.mark.parametrize("name", SUBMODELS)
 def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
-    """Three tiers at once, three rounds; something is learned in each, and the result has the network's own tensors."""
     method, made = methods.load(name), bundle()
     found = run(name, made, rounds=3, budgets=MIXED)
     result = method.result(found[-1]).tensors
@@ -108,7 +100,6 @@ def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "depthfl"])
 def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
-    """A fleet of the smallest tier alone leaves the rest of the network untouched, and moves its own part."""
     first, last = run(name, bundle(), rounds=2)[::2]
     at = (
         depthfl.leading_stage_places(first, 1)
@@ -131,7 +122,6 @@ def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
 
 @pytest.mark.parametrize("name", SUBMODELS)
 def test_a_device_evaluates_its_own_part(name: str) -> None:
-    """Each tier's part tells an accuracy over the held-out examples."""
     method = methods.load(name)
     state = method.init(bundle(), method.params(**SMALL), 0)
     for budget in BUDGETS:
@@ -146,7 +136,6 @@ def test_a_device_evaluates_its_own_part(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "fedlps"])
 def test_without_a_plan_of_units_the_job_says_what_to_do(name: str) -> None:
-    """A bundle that holds no masks."""
     whole = bundle()
     made = replace(whole, files={"model": whole.files["model"]})
     with pytest.raises(ModelError, match="fedquilt prepare"):

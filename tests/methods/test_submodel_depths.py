@@ -21,11 +21,6 @@ torch = pytest.importorskip("torch")
 
 # -- DepthFL and FeDepth --------------------------------------------------------------------------
 def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() -> None:
-    """The engine's cross entropy of the training scores plus the penalty, in value and in gradients.
-
-    An exit learns from each other exit's distribution, which is held still: KL(p_j || p_i), as the public
-    implementation has it. The divergence is not symmetric, so the other direction gives other figures.
-    """
     F = torch.nn.functional
     drawn = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     y = torch.tensor([0, 2, 1, 1])
@@ -53,7 +48,6 @@ def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() ->
 
 
 def test_depthfls_result_says_the_mean_of_all_exits() -> None:
-    """The network "exits", built from its table and the tensors alone, scores as a device with every stage does."""
     from fedquilt.models.networks import registry
 
     method, member = methods.load("depthfl"), pictures(1)[0]
@@ -90,7 +84,6 @@ def test_depthfls_mutual_term_grows_to_one() -> None:
 
 
 def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
-    """Three groups: a device trains the whole network, each group once; the largest group's memory counts."""
     method, trained = methods.load("fedepth"), []
     state = method.init(bundle(), method.params(**SMALL), 0)
     body = depth.split_stages(fedepth.plain_network(state), 6, state.register)
@@ -140,7 +133,6 @@ def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less() -> None:
 
 
 def test_ft_part_moves_the_last_layers_alone() -> None:
-    """FT-Part trains the last layer, then the last two; every other tensor keeps its bits, also running means."""
     for count in (1, 2):
         found = run("ft_part", bundle(), layers=count)
         first, last = found[0], found[-1]
@@ -159,7 +151,6 @@ def test_ft_part_moves_the_last_layers_alone() -> None:
 
 
 def test_a_params_table_of_the_wrong_length_is_refused_at_the_job() -> None:
-    """Params of methods with one value for each of the five tiers: a list of another length, a value out of bounds."""
     import msgspec
 
     bad: list[tuple[Callable[..., Any], dict[str, Any]]] = [

@@ -36,8 +36,6 @@ def folded(method: Method, state: Any, *sent: tuple[int, float, float, list[int]
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord"])
 def test_each_width_has_statistics_of_its_own(name: str) -> None:
-    """Rates 0.5 and 1, full of ones and of fives: each width is sent its own mean and variance again, while the
-    leading channels' weights are the mean of both; a width that nobody has had has the first ones."""
     method = methods.load(name)
     state = method.init(bundle(), method.params(rates=(0.25, 0.25, 0.5, 0.5, 1.0)), 0)
     everything = [0, 1, 2]
@@ -66,7 +64,6 @@ def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics()
 
 
 def test_rates_that_cut_as_much_share_their_statistics() -> None:
-    """Of four, eight and sixteen channels 0.0625 and 0.05 leave one each, and 0.99 all: it is the whole network."""
     rates = [0.05, 0.0625, 0.5, 0.99]
     assert [heterofl.canonical_rate([4, 8, 16], rates, rate) for rate in rates] == [0.0625, 0.0625, 0.5, 1.0]
 
@@ -85,7 +82,6 @@ def test_rows_of_a_class_are_averaged_over_devices_that_have_it() -> None:
 
 
 def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
-    """Examples of classes 0 and 2: the row of class 1 does not move, in a task that does not mask it does."""
     method, x = methods.load("heterofl"), np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     member = DeviceData("a", Examples(x, np.array([0, 2] * 4)), Examples(x, np.array([0, 2] * 4)))
     moved = []
@@ -102,7 +98,6 @@ def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
 
 
 def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_without_any() -> None:
-    """No bundle, another number of them; a network that ends in a convolution has no rows to average."""
     method = methods.load("heterofl")
     state = method.init(toy_bundle(), method.params(), 0)
     for bundles in ({}, {"classes": {"held": np.ones(2, np.uint8)}}):
@@ -118,7 +113,6 @@ def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_w
 
 
 def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
-    """FjORD's draws at 0.5 alone: batch norm's mean and variance are as received; at 1 they move."""
     from fedquilt.core import Fit, Hooks, Step
 
     made, examples = bundle(), pictures(1)[0].train
@@ -133,7 +127,6 @@ def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
 
 
 def test_heterofl_counts_an_entry_by_who_has_it() -> None:
-    """Toy network of five neurons, rates 0.2 and 1 with 3 and 1 examples: the first neuron's mean is of both."""
     method = methods.load("heterofl")
     state = method.init(toy_bundle(), method.params(rates=(0.2, 0.2, 1.0, 1.0, 1.0)), 0)
     after = folded(method, state, (10**9, 3.0, 1.0, [0, 1, 2]), (8 * 10**9, 1.0, 5.0, [0, 1, 2]))
@@ -141,7 +134,6 @@ def test_heterofl_counts_an_entry_by_who_has_it() -> None:
 
 
 def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -> None:
-    """A step at width 0.4 of five neurons: rows and columns of the last three stay, those of the first two move."""
     from fedquilt.core import Fit, Hooks, Step
 
     model = toy_bundle().load("model")
@@ -161,7 +153,6 @@ def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -
 
 
 def test_fjord_draws_every_width_up_to_the_devices_own() -> None:
-    """Of five widths the third is the most: three are drawn, about as often each."""
     ordered = fjord.OrderedDropoutHooks(MLP_MASKS, 0.6, (0.2, 0.4, 0.6), np.random.default_rng(0))
     drawn = []
     for _ in range(300):
@@ -172,7 +163,6 @@ def test_fjord_draws_every_width_up_to_the_devices_own() -> None:
 
 
 def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
-    """Encoder and its statistics stay in every bit over three rounds; the sent names are all others."""
     method, answers = methods.load("fedlps"), []
 
     def work(task: Any, site: Any) -> ClientResult:
@@ -190,7 +180,6 @@ def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
 
 
 def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round() -> None:
-    """What makes the encoder's channels stays whole in the narrowest part, and so do the choices after training."""
     method = methods.load("fedlps")
     found = run("fedlps", bundle(), rounds=2, budgets=MIXED)
     first, last = found[0], found[-1]

@@ -56,7 +56,6 @@ def test_it_is_the_mean_of_squared_gradients_of_single_examples(engine: Any) -> 
 
 
 def test_a_group_s_gradients_are_averaged_before_the_square(engine: Any) -> None:
-    """All in one group is the square of the mean gradient, which is less; a smaller last group is a group."""
     model, given = init_tensors(MLP, 3), examples(7)
     single = engine.fisher(MLP, model, given)
     whole = engine.fisher(MLP, model, given, each=7)
@@ -69,7 +68,6 @@ def test_a_group_s_gradients_are_averaged_before_the_square(engine: Any) -> None
 
 
 def test_little_room_changes_nothing_but_how_many_go_at_once() -> None:
-    """With a budget for one gradient at a time the diagonal is the same."""
     module = pytest.importorskip("fedquilt.edge_agent.engines.torch.engine")
     model, given = init_tensors(MLP, 3), examples()
     wide, narrow = (module.TorchEngine(budget, base_bytes=0).fisher(MLP, model, given) for budget in (AMPLE, 1))
@@ -98,7 +96,6 @@ def test_batch_normalisation_takes_one_example_at_a_time_by_its_running_statisti
 
 
 def test_tied_weights_have_their_gradient_under_the_first_name() -> None:
-    """Under which they travel: the sum of what both layers have, as the other name does not exist for methods."""
     torch = pytest.importorskip("torch")
     from fedquilt.models import fisher
 
@@ -110,7 +107,6 @@ def test_tied_weights_have_their_gradient_under_the_first_name() -> None:
 
 
 def test_nothing_to_take_gradients_of_is_said(engine: Any) -> None:
-    """No examples, and groups of none."""
     with pytest.raises(DataError, match="no examples"):
         engine.fisher(MLP, init_tensors(MLP, 3), examples(0))
     with pytest.raises(JobError, match="groups of 0"):

@@ -55,7 +55,6 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_trimmed_mean_and_median_are_their_definitions_value_by_value(count: int, cut: int) -> None:
-    """Sorted in plain Python, value by value."""
     if count <= 2 * cut:
         pytest.skip("nothing would be left")
     updates = drawn(count)
@@ -82,7 +81,6 @@ def test_krums_scores_are_summed_up_by_hand() -> None:
 
 @pytest.mark.parametrize("f", [0, 1, 2])
 def test_krums_scores_are_their_definition(f: int) -> None:
-    """Over all tensors together, in plain Python."""
     updates = drawn(8)
     points = [flat(update) for update in updates]
     naive = [
@@ -110,7 +108,6 @@ def test_clipping_is_its_definition_and_leaves_short_changes_alone() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_order_of_updates_does_not_matter(rule: str) -> None:
-    """Every cyclic shift and the reverse of seven updates; Krum's scores are compared in sorted order by the caller."""
     updates = drawn(7)
     before = flat(everything(updates, 2)[rule])
     for shift in range(1, 7):
@@ -123,11 +120,6 @@ def test_the_order_of_updates_does_not_matter(rule: str) -> None:
 def test_below_the_breakdown_point_no_attacker_moves_the_result_further_than_honest_updates_lie(
     rule: str, size: float
 ) -> None:
-    """Three of nine send the same far point, points on both sides, or points each of its own.
-
-    Median and trimmed mean stay between the least and the largest honest value; Krum's choice is honest, or
-    closer to most of them than sqrt(n - f - 2) times their diameter; a clipped mean is no longer than the radius.
-    """
     f, honest = 3, drawn(6, seed=3, spread=0.1)
     points = np.array([flat(update) for update in honest])
     diameter = max(np.linalg.norm(a - b) for a, b in itertools.combinations(points, 2))
@@ -146,14 +138,12 @@ def test_below_the_breakdown_point_no_attacker_moves_the_result_further_than_hon
 
 @pytest.mark.parametrize("rule", ["trimmed_mean", "median", "krum", "multi_krum"])
 def test_beyond_the_breakdown_point_attackers_who_agree_win(rule: str) -> None:
-    """Five of nine: no rule can know which half is right. With as many it is the attackers' point."""
     honest, far = drawn(4, spread=0.1), 1e4
     wrong = [{name: np.full_like(a, far) for name, a in honest[0].items()} for _ in range(5)]
     assert np.abs(flat(everything([*wrong, *honest], 3)[rule])).max() > far / 3
 
 
 def test_a_rule_holds_one_block_of_every_update_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight updates of 4 MB each: far less than the 64 MB that all of them take in float64."""
     monkeypatch.setattr(robust_aggregates, "BLOCK", 1 << 14)
     updates = [{"w": np.full(1 << 20, index, np.float32)} for index in range(8)]
     rows, centre = UpdateRows(updates), {"w": np.zeros(1 << 20, np.float32)}
@@ -174,7 +164,6 @@ def test_a_rule_holds_one_block_of_every_update_and_no_more(monkeypatch: pytest.
 
 
 def test_buckets_hold_everybody_once_and_differ_less() -> None:
-    """Seven in buckets of two: four rows, each the mean of its updates; a row of one is that update."""
     updates = drawn(7)
     groups = robust_aggregates.draw_buckets(7, 2, np.random.default_rng(5))
     assert sorted(index for group in groups for index in group) == list(range(7))
@@ -188,7 +177,6 @@ def test_buckets_hold_everybody_once_and_differ_less() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_arrays_in_another_order_of_memory_give_the_same(rule: str) -> None:
-    """Transposed copies hold the same values."""
     updates = drawn(7)
     other = [{name: np.asfortranarray(array) for name, array in update.items()} for update in updates]
     assert flat(everything(other, 2)[rule]) == pytest.approx(flat(everything(updates, 2)[rule]), rel=1e-6)

@@ -17,6 +17,5 @@ def homes() -> Iterator[Ground]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_flipped_bit_is_mended_or_named_and_never_another_result(homes: Ground, seed: int) -> None:
-    """Whatever file of either side it is in."""
     found = homes.play(seed)
     assert found.verdict != "SILENT", f"{found.file}: {found.said}"

@@ -42,7 +42,6 @@ def changed(run: Golden, *, by: float) -> Golden:
 
 
 def test_what_moved_is_told(kept: goldens.File) -> None:
-    """Where only the last bits differ, values do not, unless they do; who was asked counts everywhere."""
     run = kept.runs["fedavg"]
     assert goldens.differences(run, run, bits=True) == []
     assert goldens.differences(run, changed(run, by=1e-7), bits=False) == []

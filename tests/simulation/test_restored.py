@@ -43,7 +43,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(
     tmp_path: Path, calm: dict[str, list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A method without private state: boards work again for rounds 3 to 5, which they have counted."""
     federation = Federation(tmp_path, "fedavg").make()
     put_back(federation, after=2, until=5)
     federation.run()
@@ -56,7 +55,6 @@ def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(
 def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the_method_allows(
     tmp_path: Path, calm: dict[str, list[str]]
 ) -> None:
-    """SCAFFOLD counts such a device as a new one. The run's log says so of each device, once."""
     federation = Federation(tmp_path, "scaffold").make()
     put_back(federation, after=1, until=5)  # of which devices have heard no answer
     federation.run()
@@ -68,7 +66,6 @@ def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the
 
 
 def test_private_state_of_the_round_before_is_still_there(tmp_path: Path, calm: dict[str, list[str]]) -> None:
-    """A copy that is a round older loses nothing, whatever the method."""
     for method in ("scaffold", "local"):
         federation = Federation(tmp_path / method, method).make()
         put_back(federation, after=2, until=3)
@@ -93,7 +90,6 @@ def test_an_update_of_a_later_round_than_the_homes_costs_nothing(tmp_path: Path,
 
 
 def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path: Path) -> None:
-    """The models of `local` are the devices' own: training them from the start again is another result."""
     federation = Federation(tmp_path, "local").make()
     put_back(federation, after=1, until=5)
     federation.run()
@@ -103,7 +99,6 @@ def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path: Path) 
 def test_a_copy_from_before_several_starts_learns_the_epoch_from_its_devices(
     tmp_path: Path, calm: dict[str, list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own number of starts is smaller than the one that devices know: at first they take its tasks for old ones."""
     caplog.set_level(logging.WARNING)
     federation = Federation(tmp_path, "fedavg").make()
     home, copy = tmp_path / "coordinator", tmp_path / "copy"

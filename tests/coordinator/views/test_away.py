@@ -32,7 +32,6 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_a_coordinator_without_its_broker_is_what_runs_wait_for(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From its start on, until it reaches the broker, and again once that is lost; for how long, in words."""
     now = [1000.0]
     monkeypatch.setattr("time.time", lambda: now[0])
     link = MemoryBroker().connect()

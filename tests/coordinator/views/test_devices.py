@@ -64,7 +64,6 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
-    """Sorted by name; what a board sends moves no cursor."""
     assert devices.format_devices(devices.load_devices(home, NOW), NOW, wide=80) == [
         "3 boards: 2 online, 1 of them at work; 1 offline",
         "",
@@ -80,7 +79,6 @@ def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
 
 
 def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) -> None:
-    """Neither online nor offline; a board that was asked just now says when it was last heard. 80 columns hold it."""
     silent = replace(WORKING, online=False, silent=True, since=NOW - 700.0, seen=NOW - 700.0, doing=None)
     quiet = replace(IDLE, quiet=True, seen=NOW - 40.0)
     with TelemetryStore(home, writes=True) as store:
@@ -101,7 +99,6 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) ->
 
 
 def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
-    """A board's lines and its JSON have answers, drift, and accuracy where labels arrive."""
     with TelemetryStore(tmp_path, writes=True) as store:
         known = {
             "a": TelemetrySample(int(NOW), served=1200, drift=0.414, accuracy=0.9),
@@ -130,14 +127,12 @@ def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:
     ],
 )
 def test_memory_is_in_the_budgets_unit_and_no_power_of_ten(task: int, budget: int, told: str) -> None:
-    """Hundreds of MB are written in full, not with an exponent."""
     board = msgspec.structs.replace(WORKING, budget_bytes=budget)
     reading = TelemetrySample(int(NOW), task_bytes=task)
     assert told in devices.format_devices([devices.DeviceRow(board, reading)], NOW, wide=80)[3]
 
 
 def test_without_a_coordinator_that_is_said(home: Path) -> None:
-    """Who is online is then not known."""
     assert (
         "no coordinator serves this home"
         in devices.format_devices(devices.load_devices(home, NOW), NOW, served=False)[1]
@@ -145,7 +140,6 @@ def test_without_a_coordinator_that_is_said(home: Path) -> None:
 
 
 def test_a_reading_that_is_old_is_not_shown(home: Path) -> None:
-    """The watts of an hour ago are none of now."""
     assert devices.load_devices(home, NOW + 3600)[0].reading == TelemetrySample(0)
 
 
@@ -165,7 +159,6 @@ def test_a_reading_that_is_old_is_not_shown(home: Path) -> None:
 def test_boards_are_chosen_by_name_label_and_state(
     home: Path, words: list[str], found: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As JSON with everything that is known."""
     assert cli.main(["devices", *words, "--home", str(home), "--format", "json"]) == 0
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     assert [row["device"] for row in rows] == found
@@ -186,7 +179,6 @@ def test_boards_are_chosen_by_name_label_and_state(
 def test_what_is_no_board_label_or_state_is_refused(
     home: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With what there is."""
     try:
         code = cli.main(["devices", *words, "--home", str(home)])
     except SystemExit as end:
@@ -196,7 +188,6 @@ def test_what_is_no_board_label_or_state_is_refused(
 
 
 def test_a_home_without_a_coordinator_has_no_boards_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And looking at it makes none."""
     Store(tmp_path).close()
     assert cli.main(["devices", "--home", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("0 boards")
@@ -204,7 +195,6 @@ def test_a_home_without_a_coordinator_has_no_boards_yet(tmp_path: Path, capsys: 
 
 
 def test_watching_shows_each_change_once() -> None:
-    """And nothing while nothing changes."""
     looks = [[], [], [devices.DeviceRow(IDLE, TelemetrySample(0))], [devices.DeviceRow(IDLE, TelemetrySample(0))], []]
     shown: list[list[devices.DeviceRow]] = []
 
@@ -230,7 +220,6 @@ def printed(home: Path) -> Any:
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool) -> None:
-    """A viewer needs no right to write, whether a coordinator writes meanwhile or has ended; nothing is made there."""
     home = written(user.folder / "coordinator")
     writer = TelemetryStore(home, writes=True) if alive else None
     if writer is not None:
@@ -250,7 +239,6 @@ def test_who_may_only_read_a_home_sees_its_boards(user: User, alive: bool) -> No
 
 
 def test_a_home_that_is_shut_to_its_viewer_is_named(user: User) -> None:
-    """Not taken for an empty one."""
     home = written(user.folder / "coordinator")
     user.shut(home)
     try:

@@ -46,7 +46,6 @@ def committed(
 
 
 def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
-    """Eleven devices: the worst tenth is two of them, as a part of a device counts as one."""
     told = {f"dev-{i:02d}": of_classes(i / 10, 10 if i else 90) for i in range(11)}
     found = run_summary.summarise_evaluation(total(*told.values()), told)
     assert found is not None
@@ -57,7 +56,6 @@ def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
 
 
 def test_a_device_without_held_out_examples_tells_nothing() -> None:
-    """And where nobody has any, nothing is known: not 0."""
     nothing = EvaluationSums(examples=0)
     assert run_summary.summarise_evaluation(nothing, {"a": nothing}) is None
     found = run_summary.summarise_evaluation(
@@ -83,7 +81,6 @@ FACTS: list[tuple[float, AnyEvent]] = [
 
 
 def test_what_stands_beside_an_evaluation_is_what_all_rounds_before_it_took() -> None:
-    """Two rounds and the closing evaluation, whose own cost belongs to no point; the pause counts on no clock."""
     found = run_summary.progress_points(summarised(FACTS, 2))
     assert [point.rounds for point in found] == [0, 1, 2]
     assert [point.clock_s for point in found] == [0.0, 7.0, 12.0]
@@ -95,7 +92,6 @@ def test_what_stands_beside_an_evaluation_is_what_all_rounds_before_it_took() ->
 
 
 def test_a_run_that_goes_on_has_a_last_point_without_an_evaluation() -> None:
-    """After three of ten rounds; also where no round was committed yet."""
     found = run_summary.progress_points(summarised(FACTS, 10))
     assert [point.rounds for point in found] == [0, 1, 2, 3]
     assert (found[-1].clock_s, found[-1].energy_j, found[-1].personal) == (14.0, 15.0, None)
@@ -104,7 +100,6 @@ def test_a_run_that_goes_on_has_a_last_point_without_an_evaluation() -> None:
 
 
 def test_a_method_that_ends_by_itself_has_its_closing_evaluation_too() -> None:
-    """The round after the finished one is no round of work."""
     facts = [(0.0, committed(0, 1.0, finished=True)), (1.0, answered("a", 1, 1.0, of_classes(0.5, 2)))]
     found = run_summary.progress_points(summarised([*facts, (2.0, committed(1, 9.0, sums=of_classes(0.5, 2)))], 10))
     assert [(point.rounds, point.clock_s) for point in found] == [(0, 0.0), (1, 1.0)]
@@ -112,7 +107,6 @@ def test_a_method_that_ends_by_itself_has_its_closing_evaluation_too() -> None:
 
 
 def test_joules_of_which_one_task_was_not_metered_are_not_known_from_then_on() -> None:
-    """Before it they are."""
     facts: list[tuple[float, AnyEvent]] = [
         (1.0, answered("a", 0, energy_j=3.0)),
         (1.0, committed(0)),
@@ -129,7 +123,6 @@ def times(facts: Sequence[tuple[float, AnyEvent]]) -> list[run_summary.TimeBreak
 
 
 def test_the_parts_of_a_round_add_up_to_it() -> None:
-    """Round 0 lasted 7 s: a computed 3 and moved 1, b computed 4 and moved 2; the rest is waiting."""
     first, second, third = times(FACTS)
     assert (first.compute_s, first.transfer_s, first.wait_s) == (3.5, 1.5, 2.0)
     assert first.compute_s + first.transfer_s + first.wait_s == first.lasted_s == 7.0
@@ -138,19 +131,16 @@ def test_the_parts_of_a_round_add_up_to_it() -> None:
 
 
 def test_a_round_without_a_timed_answer_has_no_split() -> None:
-    """Nobody answered, or the answers tell no time."""
     facts = [(1.0, answered("a", 0)), (1.0, committed(0, 3.0)), (2.0, committed(1, 3.0))]
     assert times(facts) == []
 
 
 def test_an_answer_that_took_longer_than_its_round_leaves_no_negative_waiting() -> None:
-    """A coordinator that was restarted has seen less of the round than the device."""
     (found,) = times([(1.0, answered("a", 0, 9.0, wall_s=8.0)), (1.0, committed(0, 2.0))])
     assert (found.lasted_s, found.compute_s, found.transfer_s, found.wait_s) == (9.0, 8.0, 1.0, 0.0)
 
 
 def test_the_closing_evaluation_is_no_round() -> None:
-    """Rounds are over by the job's number or by the method's own end; what comes after only looks."""
     facts = [committed(0), committed(1), committed(2)]
     assert summarised(facts, 9).completed_rounds == 3
     assert summarised(facts, 2).completed_rounds == 2

@@ -74,7 +74,6 @@ def answer(device: str, round: int = 0) -> UpdateAccepted:
 
 
 def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
-    """And a wait that is over and begins again is a new one."""
     waiting, a, b = WaitReporter(), WaitReason("a", "a", "lost"), WaitReason("b", "b", "boards")
     assert waiting.line_due(a, 0.0) is None
     assert waiting.line_due(a, WAIT_SAID_S) == "waiting for a"
@@ -88,7 +87,6 @@ def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
 
 
 def test_a_wait_for_devices_at_work_is_told_later() -> None:
-    """Every round has one: the slowest device is named once the others have waited for half a minute."""
     waiting, slow = WaitReporter(), WaitReason("c, at work", "c", "working")
     assert waiting.line_due(slow, 0.0) is None
     assert waiting.line_due(slow, WORK_SAID_S - 1) is None
@@ -96,7 +94,6 @@ def test_a_wait_for_devices_at_work_is_told_later() -> None:
 
 
 def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
-    """Also a loss so short that only the new session shows it; a link that is up from the start is no news."""
     contact = ConnectionReporter()
     told = [contact.line_due(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
     lost, again = (
@@ -149,7 +146,6 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
 
 
 def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
-    """How many are there, of which kind, and how many it takes."""
     state = begun(CohortSettings(size=3, min_devices=3))
     wait = wait_reasons.find_wait(state, ["torch", "numpy"], ["a"])
     assert wait is not None
@@ -157,7 +153,6 @@ def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -
 
 
 def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_start_more() -> None:
-    """Two of three online devices lack the package or have another content of it, and two are needed."""
     codes = {"plugin mine-fl|1.0 aaaa|": ("b",), "plugin mine-fl|1.0 aaaa|1.1 bbbb": ("c",)}
     state = apply_event(begun(CohortSettings(size=2, min_devices=2)), EligibilityRecorded(0, ("a",), codes), 1.0)
     for online in (["a", "b", "c"], ["a"]):  # the coordinator knows those online, the log those that can run the job
@@ -188,7 +183,6 @@ def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
 
 
 def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
-    """Of many the first few; those at work are not named before another has answered."""
     names = tuple("abcdefg")
     state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, names), 1.0)
 
@@ -203,7 +197,6 @@ def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
 
 
 def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when() -> None:
-    """Offline, silent, not heard for a while, or at work while the others have answered; 80 columns hold one."""
     state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, ("d1", "d2", "d3")), NOW - 88.0)
     state = apply_event(apply_event(state, answer("d1"), NOW - 60.0), answer("d2"), NOW - 50.0)
     at = time.strftime("%H:%M", time.localtime(NOW - 45.0))
@@ -224,7 +217,6 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bool) -> None:
-    """Whether the job's rounds are over or the method has ended by itself."""
     state = begun(CohortSettings(), rounds=5 if finished else 1, check_every=1)
     facts = [CohortSelected(0, 0, ("a",)), answer("a"), RoundClosed(0), RoundCommitted(0, REF, finished, {})]
     facts += [
@@ -245,7 +237,6 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
 
 
 def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round() -> None:
-    """It is not the evaluation, which follows it."""
     plan = JobConstants(0, 1, CohortSettings(), 1)
     state, facts = apply_event(JobState(plan), JobStarted(REF, settles=True), 0.0), []
     for round, settled in enumerate((True, False, True, False)):
@@ -258,7 +249,6 @@ def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_ro
 
 
 def test_progress_counts_rounds_of_work_alone() -> None:
-    """Rounds that gather statistics, and the final evaluation, have numbers and are none of the job's two."""
     state, told = (
         apply_event(JobState(JobConstants(0, 2, CohortSettings(), 1)), JobStarted(REF, settles=True), 0.0),
         list[list[str]](),
@@ -301,7 +291,6 @@ def test_progress_counts_rounds_of_work_alone() -> None:
     ],
 )
 def test_an_attempt_without_a_quorum_says_what_became_of_it(facts: list[AnyEvent], attempt: int, said: str) -> None:
-    """A deadline is named only where boards were waited for until it."""
     facts = [CohortSelected(0, 0, ("a", "b", "c")), *facts, RoundRetried(0, attempt)]
     told = formatted(begun(CohortSettings(size=4)), facts)[-1]
     assert told == [f"round 1: {said}"]
@@ -309,7 +298,6 @@ def test_an_attempt_without_a_quorum_says_what_became_of_it(facts: list[AnyEvent
 
 
 def test_a_count_is_told_to_the_last_one() -> None:
-    """And a measure with four digits."""
     told = event_messages.format_single_event(
         RoundCommitted(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False
     )
@@ -317,7 +305,6 @@ def test_a_count_is_told_to_the_last_one() -> None:
 
 
 def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> None:
-    """Devices evaluate what they get, before they train it: the state that the round before has left."""
     for round, of in ((0, "at the start"), (3, "after round 3")):
         evaluated = "accuracy 50.0 % on 4 held-out examples, balanced accuracy 50.0 %, macro F1 33.3 %, loss 0.5"
         (told,) = event_messages.format_single_event(
@@ -331,7 +318,6 @@ def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> 
 
 
 def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
-    """Three of four devices, of which two have a meter: 12 J; the accuracy is of what the round before has left."""
     state = begun(CohortSettings(size=4), check_every=1)
     metered = [msgspec.structs.replace(answer(name).update, usage=Usage(wall_s=1.0, energy_j=6.0)) for name in "ab"]
     facts = [
@@ -354,7 +340,6 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
 
 
 def test_a_round_that_another_process_began_is_told_whole() -> None:
-    """A coordinator that was killed and began again has seen one of three answers, and one of them again."""
     facts = [
         CohortSelected(0, 0, tuple("abc")),
         answer("a"),
@@ -368,7 +353,6 @@ def test_a_round_that_another_process_began_is_told_whole() -> None:
 
 
 def test_an_evaluation_has_its_own_metrics() -> None:
-    """Shares in per cent, others as they are; the main one comes first."""
     (told,) = event_messages.format_single_event(
         RoundCommitted(1, REF, False, {}, evaluation=of_numbers(1.5, 1.25, 40))
     )
@@ -376,8 +360,6 @@ def test_an_evaluation_has_its_own_metrics() -> None:
 
 
 def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Five are named with each reason when the round goes on."""
-
     class Job:
         id = "j"
         job = JOB
@@ -412,7 +394,6 @@ def round_facts(number: int, score: float | None, devices: str = "ab", energy_j:
 
 
 def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """The next round evaluates what the round before has left; the final evaluation what the last one has left."""
     console = Console(clock=lambda: 0.0, stamp=VIRTUAL.format)
     state = begun(CohortSettings(), check_every=1)
     state = observe_round(console, state, round_facts(0, 0.1))
@@ -433,7 +414,6 @@ def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys: py
 
 
 def test_a_round_without_an_evaluation_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """With its loss; an evaluation beside the rounds is in none."""
     console = Console(clock=lambda: 0.0)
     observe_round(console, begun(CohortSettings()), round_facts(0, None, "ab", 600.0))
     assert capsys.readouterr().out == "[   0.0 s] round 1 of 2: loss 0.25, 1.2 kJ predicted, 2 kB, 2 devices\n"

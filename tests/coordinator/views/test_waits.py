@@ -94,7 +94,6 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
 
 
 def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> None:
-    """It is tried again later than before; at the third failure the job has failed, and is held no more."""
     first = held.store.holds.current_suspension(held.job)
     held.play(suspended_jobs.AGAIN_S + 1.0)
     second = held.store.holds.current_suspension(held.job)
@@ -109,7 +108,6 @@ def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> N
 
 
 def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pytest.CaptureFixture[str]) -> None:
-    """No device has been asked: the run's own reason is all that there is."""
     held.play(suspended_jobs.TRIES * (suspended_jobs.AGAIN_S + 1.0))
     assert main(["why", held.job, "--home", str(held.store.home)]) == 0
     told = " ".join(capsys.readouterr().out.split())
@@ -118,7 +116,6 @@ def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pyte
 
 
 def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held: Stage) -> None:
-    """Nor by nobody, where none is here; and a run that is removed leaves nothing behind."""
     held.restart()
     assert held.store.holds.current_suspension(held.job) is None
     assert held.store.acquire_lock()
@@ -149,7 +146,6 @@ def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_bu
 
 
 def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> None:
-    """One that is offline is another reason, and one that has declined is no board to wait for."""
     state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, ("a", "b")), 1.0)
     assert (
         wait_reasons.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1"))
@@ -164,7 +160,6 @@ def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> Non
 def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The job fails 10 s after the round's begin, not at its deadline, and nobody is told to start more."""
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
     hands = [stage.hand(name) for name in "abc"]
     console = terminal.Console(clock=lambda: stage.broker.now_s)
@@ -185,7 +180,6 @@ def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
 def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
     two_jobs: TwoJobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Until they are free, it says which job has them."""
     stage, first, second, a, b = two_jobs
     stage.play()
     now_s = iter([0.0, *[stage.broker.now_s + after_s for after_s in (0.0, 6.0, 6.0)]])
@@ -199,7 +193,6 @@ def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
 
 
 def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """5 s after its broker has reported it, at the next look of a second; nobody is told to start more."""
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
     hands = [stage.hand(name) for name in "abc"]
     console = terminal.Console(clock=lambda: stage.broker.now_s)
@@ -219,7 +212,6 @@ def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys:
 def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It closes as soon as the two others have answered; without `min_devices` that is long before its deadline."""
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
     hands = [stage.hand(name) for name in "abc"]
     console, told = terminal.Console(clock=lambda: stage.broker.now_s), ""
@@ -238,7 +230,6 @@ def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_f
 
 
 def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -> None:
-    """As `ls` does, from the log and from what the coordinator has noted of devices."""
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
     assert stage.store.acquire_lock()
     hands = [stage.hand(name) for name in "abc"]

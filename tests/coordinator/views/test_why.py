@@ -102,7 +102,6 @@ def played(plan: JobConstants, fleet: dict[str, str], rounds: int) -> list[AnyEv
 
 
 def test_every_device_has_its_reason_and_who_was_not_drawn_its_place() -> None:
-    """Two of four are drawn; one is hot, one offline."""
     fleet = {"a": "", "b": "", "c": "", "d": "", "e": "hot", "f": "offline"}
     told = round_outcomes.outcomes_by_round(played(PLAN, fleet, 1), PLAN)[0]
     codes = [told[device].code for device in "abcdef"]
@@ -113,7 +112,6 @@ def test_every_device_has_its_reason_and_who_was_not_drawn_its_place() -> None:
 
 
 def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round() -> None:
-    """Whoever is told to have had place 1 or 2 of a round was asked; with waiting counted in."""
     plan = msgspec.structs.replace(PLAN.cohort, turns=1.0)
     plan = JobConstants(7, 100, plan, 0)
     facts = played(plan, dict.fromkeys("abcdefg", ""), 40)
@@ -123,7 +121,6 @@ def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round() -> No
 
 
 def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one() -> None:
-    """Nobody answers the first attempt: the second one draws among the others, and says their places among them."""
     facts: list[AnyEvent] = [JobStarted(BLOB), EligibilityRecorded(0, tuple("abcdef"))]
     state = JobState(PLAN)
     for fact in facts:
@@ -147,7 +144,6 @@ def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one() -> 
 
 
 def test_what_became_of_those_who_were_asked_is_told() -> None:
-    """Declined with its reason, refused, silent at the close; and a replacement that was not drawn at first."""
     facts = [
         JobStarted(BLOB),
         EligibilityRecorded(0, ("a", "b", "c", "d")),
@@ -170,7 +166,6 @@ def test_what_became_of_those_who_were_asked_is_told() -> None:
 
 
 def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
-    """Before the next attempt asks anew."""
     facts = [JobStarted(BLOB), EligibilityRecorded(0, ("a",)), CohortSelected(0, 0, ("a",)), RoundRetried(0, 1)]
     assert (
         round_outcomes.outcomes_by_round(facts, PLAN)[0]["a"].text
@@ -181,7 +176,6 @@ def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
 
 
 def test_a_run_that_was_stopped_and_fails_as_it_is_taken_up_again_was_stopped_with_its_round() -> None:
-    """Nobody had a task when it failed, for a bundle that is gone."""
     facts: list[AnyEvent] = [
         JobStarted(BLOB),
         CohortSelected(0, 0, ("a",)),
@@ -198,7 +192,6 @@ def test_a_run_that_was_stopped_and_fails_as_it_is_taken_up_again_was_stopped_wi
     [("failed", "no update by the deadline"), ("stopped", "no update before the run was stopped")],
 )
 def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: str, silence: str) -> None:
-    """In whichever attempt: what became of a device is not lost when the next attempt asks others."""
     facts: list[AnyEvent] = [
         JobStarted(BLOB),
         EligibilityRecorded(0, tuple("abcde")),
@@ -221,7 +214,6 @@ def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: 
 
 
 def test_what_became_of_a_round_outlives_a_resumption() -> None:
-    """Whom the survey after it finds offline was asked, and was silent."""
     facts: list[AnyEvent] = [
         JobStarted(BLOB),
         EligibilityRecorded(0, ("a", "b")),
@@ -240,13 +232,11 @@ def test_what_became_of_a_round_outlives_a_resumption() -> None:
 
 
 def test_a_round_that_cannot_begin_tells_why_too() -> None:
-    """All are hot."""
     facts = [JobStarted(BLOB), EligibilityRecorded(0, (), {"hot": ("a", "b")})]
     assert round_outcomes.format_outcomes(told(facts)) == ["round 1:", "  hotter than [cohort] max_temperature_c: a, b"]
 
 
 def test_a_log_from_before_there_were_surveys_tells_what_it_can() -> None:
-    """Who was asked, and what came of it."""
     told = round_outcomes.outcomes_by_round(
         [JobStarted(BLOB), CohortSelected(0, 0, ("a",)), UpdateAccepted(0, update("a"))], PLAN
     )
@@ -254,7 +244,6 @@ def test_a_log_from_before_there_were_surveys_tells_what_it_can() -> None:
 
 
 def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes() -> None:
-    """Fifty rounds are one survey; when ten boards are hot, only they are noted."""
     fleet = {f"dev-{i:04d}": "offline" if i % 3 == 0 else "" for i in range(1000)}
     facts = played(PLAN, fleet, 50)
     surveys = [fact for fact in facts if isinstance(fact, EligibilityRecorded)]
@@ -279,7 +268,6 @@ def told(facts: list[AnyEvent], plan: JobConstants = PLAN) -> round_outcomes.Rou
 
 
 def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
-    """Grouped by reason; one device's way; an error names what there is."""
     found = told(played(PLAN, {"a": "", "b": "", "c": "battery"}, 2))
     assert round_outcomes.format_outcomes(found, round=2) == [
         "round 2:",
@@ -294,7 +282,6 @@ def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
 
 
 def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it() -> None:
-    """Not that of a round which the job did not have."""
     plan = msgspec.structs.replace(PLAN, rounds=1, check_every=1)
     evaluated = [*played(plan, {"a": "", "b": ""}, 1), CohortSelected(1, 0, ("a", "b"))]
     assert [line for line in round_outcomes.format_outcomes(told(evaluated, plan)) if not line.startswith(" ")] == [
@@ -305,7 +292,6 @@ def test_the_evaluation_after_the_last_round_has_the_name_that_the_log_gives_it(
 
 
 def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) -> None:
-    """They are set aside for ten minutes, and `devices` shows them as online too."""
     with Store(tmp_path) as store:
         id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         assert store.acquire_lock()
@@ -328,7 +314,6 @@ def test_boards_that_flood_are_online_in_what_a_run_waits_for(tmp_path: Path) ->
 def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(
     tmp_path: Path, steps: tuple[str, ...], said: str
 ) -> None:
-    """Where nobody sends, those that have come are read still."""
     with Store(tmp_path) as store, TelemetryStore(tmp_path, writes=True) as noted:
         id = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         assert store.acquire_lock()

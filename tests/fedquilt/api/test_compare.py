@@ -45,7 +45,6 @@ PROX = fq.Job(method="fedprox", params={"mu": 0.1})
 
 
 def test_a_row_says_how_far_a_job_came_and_at_what_cost() -> None:
-    """Differences are of the same seeds: 0.1 and 0.2, mean 0.15, sd 0.0707; t of one degree of freedom is 12.706."""
     first, second = comparison(PROX, PROX.replace(method="scaffold")).table()
     assert first["job"] == "fedprox"
     assert (first["accuracy"], first["held_accuracy"]) == pytest.approx((0.65, 0.325))
@@ -57,7 +56,6 @@ def test_a_row_says_how_far_a_job_came_and_at_what_cost() -> None:
 
 
 def test_costs_are_counted_to_the_target() -> None:
-    """To the first evaluation that reached it, of the seeds that did."""
     first, second = comparison(PROX, PROX.replace(method="scaffold")).table(target=0.6)
     assert (first["reached"], first["rounds"], first["joules"]) == (2, 2, 10.0)
     assert (second["reached"], second["rounds"], second["joules"]) == (2, 1, 5.0)
@@ -72,7 +70,6 @@ def test_jobs_of_one_method_are_called_by_what_differs() -> None:
 
 
 def test_every_evaluation_is_a_row_of_the_curves() -> None:
-    """For plots; pandas takes them."""
     found = comparison(PROX, PROX.replace(method="scaffold"))
     assert len(found.curves()) == 8
     pytest.importorskip("pandas")
@@ -82,7 +79,6 @@ def test_every_evaluation_is_a_row_of_the_curves() -> None:
 def test_runs_are_the_commands_and_are_made_once(
     job: fq.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same folder serves both: what Python has run, the command finds; and a failed run is told, not raised."""
     job = job.replace(method="fedavg", rounds=1)
     found = fq.compare([job, job.replace(method="scaffold")], seeds=range(2), out=tmp_path / "out", workers=1)
     assert [len(of) for of in found.runs] == [2, 2]
@@ -98,6 +94,5 @@ def test_runs_are_the_commands_and_are_made_once(
 
 @pytest.mark.parametrize(("jobs", "seeds"), [([], range(3)), ([PROX], [])])
 def test_nothing_to_compare_is_an_error(jobs: list[fq.Job], seeds: Any) -> None:
-    """It shows a call."""
     with pytest.raises(fq.JobError, match=r"as in fq\.compare\(\[job, other\]"):
         fq.compare(jobs, seeds=seeds)

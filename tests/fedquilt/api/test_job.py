@@ -31,14 +31,12 @@ def job(**changes: Any) -> fq.Job:
 
 
 def test_its_keys_and_defaults_are_those_of_a_job_file() -> None:
-    """One vocabulary: a key that a job file gains or loses has to be gained or lost here; the name has a default."""
     plain = settings.JobSettings(name="job", method="fedavg")
     assert {each.name for each in dataclasses.fields(fq.Job)} == set(settings.JobSettings.__struct_fields__)
     assert fq.Job(method="fedavg").settings == plain
 
 
 def test_a_job_reads_as_it_was_written(tmp_path: Path) -> None:
-    """The file holds what is not as its default; the command reads the same job."""
     path = job().write(tmp_path / "job.toml")
     assert fq.Job.read(path) == job()
     assert settings.load_job(path) == job().settings
@@ -55,13 +53,11 @@ def test_values_and_tables_are_the_same_job() -> None:
 
 
 def test_relative_paths_are_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are when the job is made, whatever the folder is when it runs."""
     monkeypatch.chdir(tmp_path)
     assert job(data=fq.Data("digits.npz")).data == {"path": str(tmp_path / "digits.npz")}
 
 
 def test_a_replaced_method_keeps_the_parameters_that_it_has() -> None:
-    """mu is FedProx's alone; what is given wins."""
     assert job().replace(method="scaffold").params == {"lr": 0.2}
     assert job().replace(method="scaffold", params={"server_lr": 0.5}).params == {"server_lr": 0.5}
     assert job().replace(rounds=3) == job(rounds=3)
@@ -70,7 +66,6 @@ def test_a_replaced_method_keeps_the_parameters_that_it_has() -> None:
 
 
 def test_a_job_is_frozen() -> None:
-    """It is a value."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         job().rounds = 3  # type: ignore[misc]
 
@@ -103,14 +98,12 @@ def test_a_job_is_frozen() -> None:
     ],
 )
 def test_what_is_wrong_is_said_with_its_key_and_the_mend(make: Any, said: str) -> None:
-    """When the value is made, before anything runs."""
     with pytest.raises(fq.JobError, match=said) as caught:
         make()
     assert "\n" not in str(caught.value)
 
 
 def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a wrong value in a file, with the file's name before it."""
     path = tmp_path / "job.toml"
     path.write_text('name = "a"\nmethod = "fedprox"\n[params]\nmuu = 1.0\n')
     assert main(["lab", "partition", str(path)]) == 2
@@ -120,7 +113,6 @@ def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_tables_of_a_job_are_what_their_names_say() -> None:
-    """What is made is the coordinator's own type, and counts as one of the public name."""
     assert isinstance(fq.Cohort(size=3), settings.CohortSettings)
     assert isinstance(fq.Cohort(size=3), fq.Cohort)
     assert isinstance(fq.Data("x.npz"), DataSpec)
@@ -129,7 +121,6 @@ def test_tables_of_a_job_are_what_their_names_say() -> None:
 
 
 def test_what_is_shown_makes_the_same_job() -> None:
-    """Only what is not as its default."""
     assert eval(repr(job()), {"Job": fq.Job}) == job()
     assert "attempts" not in repr(job())
 

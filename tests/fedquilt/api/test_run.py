@@ -46,7 +46,6 @@ def summarised(store: Store, run: str) -> RunSummary:
 
 
 def test_rounds_and_devices_add_up_to_the_whole_run(run: fq.Run) -> None:
-    """Bytes and joules are split by round and by device, and none is lost; so says the log's own account."""
     with Store(run.home) as store:
         whole = summarised(store, run.id).total
     rounds, devices = run.rounds(), run.devices()
@@ -60,7 +59,6 @@ def test_rounds_and_devices_add_up_to_the_whole_run(run: fq.Run) -> None:
 
 
 def test_checks_in_rounds_are_of_the_round_before(run: fq.Run) -> None:
-    """A check is of the state that its round begins with; the closing one is the last round's."""
     with Store(run.home) as store:
         points = {
             point.rounds: point for point in progress_points(summarised(store, run.id)) if point.personal is not None
@@ -73,7 +71,6 @@ def test_checks_in_rounds_are_of_the_round_before(run: fq.Run) -> None:
 
 
 def test_a_table_goes_into_data_frames(run: fq.Run) -> None:
-    """By its methods, and as plain columns."""
     pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
     table = run.rounds()
     assert table.to_pandas().equals(pandas.DataFrame(table.columns))
@@ -84,7 +81,6 @@ def test_a_table_goes_into_data_frames(run: fq.Run) -> None:
 
 
 def test_a_missing_library_is_named_with_its_extra(run: fq.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one sentence."""
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(fq.JobError, match=r"needs pandas, which is not installed: pip install 'fedquilt\[frames\]'"):
         run.rounds().to_pandas()
@@ -93,7 +89,6 @@ def test_a_missing_library_is_named_with_its_extra(run: fq.Run, monkeypatch: pyt
 def test_what_a_report_or_a_network_needs_is_named_with_its_extra(
     run: fq.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the commands say it."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(fq.JobError, match=r"needs matplotlib, .*: pip install 'fedquilt\[report\]'"):
         run.report(tmp_path / "run.html")
@@ -103,7 +98,6 @@ def test_what_a_report_or_a_network_needs_is_named_with_its_extra(
 
 
 def test_a_table_is_readable_as_text_and_in_a_notebook(run: fq.Run) -> None:
-    """Long ones are shown by their ends; names are escaped."""
     assert repr(run.rounds()).splitlines()[0].split()[:2] == ["round", "accuracy"]
     table = fq.Table({"<name>": list(range(100)), "value": [None] * 100})
     assert len(repr(table).splitlines()) == 42
@@ -122,14 +116,12 @@ def test_why_says_what_became_of_a_device(run: fq.Run) -> None:
 
 
 def test_the_log_is_told_in_sentences(run: fq.Run) -> None:
-    """It begins with the start and ends with what was taken."""
     said = run.log()
     assert said[0] == "started"
     assert any(line.startswith("energy: ") for line in said[-2:])
 
 
 def test_weights_are_those_of_the_export(run: fq.Run, tmp_path: Path) -> None:
-    """And the ONNX file computes what the network does: x as float32 in, scores out."""
     weights = run.weights()
     assert {name: array.shape for name, array in weights.items()} == {
         "1.weight": (8, 64),
@@ -149,7 +141,6 @@ def test_weights_are_those_of_the_export(run: fq.Run, tmp_path: Path) -> None:
 
 
 def test_a_report_is_one_page(run: fq.Run, tmp_path: Path) -> None:
-    """The command's."""
     pytest.importorskip("matplotlib")
     page = run.report(tmp_path / "run.html").read_text()
     assert run.id in page
@@ -157,7 +148,6 @@ def test_a_report_is_one_page(run: fq.Run, tmp_path: Path) -> None:
 
 
 def test_a_run_of_any_home_is_opened(run: fq.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its id, or the name of its job; the command lists it too."""
     for name in (run.id, "viewed"):
         assert fq.Run.open(run.home, name).rounds() == run.rounds()
     assert run.job == small(check={"every": 1})
@@ -172,7 +162,6 @@ def test_a_run_of_any_home_is_opened(run: fq.Run, tmp_path: Path, capsys: pytest
 
 
 def test_a_column_that_there_is_not_is_told_with_those_there_are(run: fq.Run) -> None:
-    """A typo in a notebook."""
     with pytest.raises(KeyError, match=r"no column 'acuracy'; there are: round, accuracy, .*did you mean 'accuracy'"):
         run.rounds()["acuracy"]
 

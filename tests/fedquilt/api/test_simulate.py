@@ -41,7 +41,6 @@ def commanded(job: fq.Job, folder: Path) -> fq.Run:
 
 @pytest.mark.parametrize("changes", [{}, {"wire": {"codec": "int8"}}, {"method": "scaffold"}, {"check": {"every": 1}}])
 def test_values_are_the_commands_to_the_bit(job: fq.Job, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Devices asked, bytes and states of `fedquilt simulate --link memory`, also where evaluations are made beside."""
     job = job.replace(**changes)
     wanted = commanded(job, tmp_path)
     assert len(outcome(wanted)[2]) >= job.rounds
@@ -54,7 +53,6 @@ def test_values_are_the_commands_to_the_bit(job: fq.Job, changes: dict[str, Any]
 
 
 def test_the_global_model_is_evaluated_beside_every_round(job: fq.Job) -> None:
-    """At no cost to the devices, on the test set and on their held-out shares; without it nothing is known."""
     run, blind = fq.simulate(job), fq.simulate(job, evaluate=False)
     assert all(0 < value < 1 for value in run.rounds()["accuracy"])
     assert run.rounds()["accuracy"] != run.rounds()["held_accuracy"]
@@ -65,7 +63,6 @@ def test_the_global_model_is_evaluated_beside_every_round(job: fq.Job) -> None:
 
 
 def test_a_seed_is_that_of_the_job(job: fq.Job) -> None:
-    """It draws cohorts, examples and the partition; given, it counts in place of the job's."""
     one, other = fq.simulate(job, seed=1), fq.simulate(job.replace(seed=1))
     assert outcome(one) == outcome(other)
     assert outcome(one) != outcome(fq.simulate(job))
@@ -73,7 +70,6 @@ def test_a_seed_is_that_of_the_job(job: fq.Job) -> None:
 
 
 def test_a_temporary_home_lasts_as_long_as_its_run(job: fq.Job) -> None:
-    """Nothing is left on the disk."""
     run = fq.simulate(job.replace(rounds=1))
     home = run.home
     assert run.status == "done"
@@ -89,7 +85,6 @@ def break_off(row: Mapping[str, Any]) -> None:
 
 
 def test_an_interrupted_run_goes_on_in_its_home(job: fq.Job, home: Path, tmp_path: Path) -> None:
-    """The same run, and in the end the same states as without an interruption, private ones too."""
     job = job.replace(method="scaffold")
     with pytest.raises(KeyboardInterrupt):
         fq.simulate(job, home=home, on_round=break_off)
@@ -105,7 +100,6 @@ def test_an_interrupted_run_goes_on_in_its_home(job: fq.Job, home: Path, tmp_pat
 
 @pytest.mark.parametrize("check", [{}, {"every": 1}])
 def test_a_callback_receives_every_round_once(job: fq.Job, check: dict[str, Any]) -> None:
-    """The very rows of `Run.rounds`, also where a round's accuracy comes with the next one's checks."""
     rows: list[Mapping[str, Any]] = []
     run = fq.simulate(job.replace(check=check), on_round=rows.append)
     assert rows == [*run.rounds()]
@@ -114,8 +108,6 @@ def test_a_callback_receives_every_round_once(job: fq.Job, check: dict[str, Any]
 
 
 def test_a_callback_that_fails_is_logged_and_the_run_goes_on(job: fq.Job, caplog: pytest.LogCaptureFixture) -> None:
-    """With the error and its place."""
-
     def fail(row: Mapping[str, Any]) -> None:
         raise ConnectionError("no answer")
 
@@ -128,7 +120,6 @@ def test_a_callback_that_fails_is_logged_and_the_run_goes_on(job: fq.Job, caplog
 def test_the_rounds_of_a_run_under_way_are_followed_to_its_end(
     job: fq.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Round by round, as events come into the log of a coordinator that serves the home."""
     whole = fq.simulate(job.replace(rounds=2), home=tmp_path / "whole")
     with Store(whole.home) as store:
         row, facts = store.find_job(whole.id), [fact for _, _, fact in store.read_events(whole.id)]
@@ -157,7 +148,6 @@ def test_the_rounds_of_a_run_under_way_are_followed_to_its_end(
 def test_the_command_does_not_resume_what_python_began(
     job: fq.Job, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says who does."""
     with pytest.raises(KeyboardInterrupt):
         fq.simulate(job, home=home, on_round=break_off)
     assert main(["resume", "job", "--home", str(home)]) == 2
@@ -180,7 +170,6 @@ def test_the_command_does_not_resume_what_python_began(
 def test_what_cannot_be_run_is_said_before_a_run_is_begun(
     job: fq.Job, home: Path, changes: dict[str, Any], kind: type[Exception], said: str
 ) -> None:
-    """With the kind of error that the command has an exit code for."""
     with pytest.raises(kind, match=said):
         fq.simulate(job.replace(engine=None, **changes), home=home)
     assert not (home / "fedquilt.db").exists()
@@ -190,7 +179,6 @@ def test_what_cannot_be_run_is_said_before_a_run_is_begun(
 
 
 def test_a_line_is_shown_only_where_somebody_looks(job: fq.Job, capsys: pytest.CaptureFixture[str]) -> None:
-    """Standard error is no terminal here; asked for, it is rewritten after every round, with the accuracy."""
     job = job.replace(rounds=1)
     fq.simulate(job)
     fq.simulate(job, progress=False)
@@ -228,7 +216,6 @@ def notebook(shown: list[str]) -> dict[str, types.ModuleType]:
 
 
 def test_a_notebook_updates_one_output(job: fq.Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """IPython is looked up among what is loaded, never imported; a plain IPython shell is a terminal."""
     shown: list[str] = []
     for name, module in notebook(shown).items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -48,7 +48,6 @@ def indices(requests: list[wire.ChunkRequest]) -> list[int]:
 
 
 def test_an_empty_blob_is_complete_with_its_manifest() -> None:
-    """It has no chunks."""
     manifest = cut(b"", KIB)
     pull = Download(ref_of(b""), KIB, 0.0)
     assert (chunks.chunk_count(manifest), manifest.digests) == (0, "")
@@ -58,7 +57,6 @@ def test_an_empty_blob_is_complete_with_its_manifest() -> None:
 
 
 def test_the_manifest_is_asked_for_first_and_once() -> None:
-    """A request without indices."""
     pull = Download(ref_of(BLOB), CHUNK, 0.0)
     assert pull.next_requests(0.0) == [wire.ChunkRequest(sha256=ref_of(BLOB).sha256, chunk=CHUNK)]
     assert pull.next_requests(0.5) == []
@@ -66,7 +64,6 @@ def test_the_manifest_is_asked_for_first_and_once() -> None:
 
 
 def test_the_window_opens_by_one_for_each_chunk_up_to_eight() -> None:
-    """Two at first; eight outstanding once six have come, asked for in fours."""
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]
     most, got = 0, [0, 1]
@@ -81,7 +78,6 @@ def test_the_window_opens_by_one_for_each_chunk_up_to_eight() -> None:
 
 
 def test_requests_are_batched_once_the_window_is_open() -> None:
-    """With eight on their way, the next is asked for when four have come."""
     pull = begun()
     on_the_way = indices(pull.next_requests(0.0))
     for _ in range(6):
@@ -99,7 +95,6 @@ def test_requests_are_batched_once_the_window_is_open() -> None:
 
 
 def test_no_more_is_asked_for_than_there_is_room() -> None:
-    """Room for one chunk and a half is room for one."""
     pull = begun()
     assert pull.next_requests(0.0, room_bytes=2047) == []
     assert indices(pull.next_requests(0.0, room_bytes=3000)) == [0]
@@ -107,7 +102,6 @@ def test_no_more_is_asked_for_than_there_is_room() -> None:
 
 
 def test_a_chunk_that_came_twice_is_written_once() -> None:
-    """Duplicates are counted and harmless."""
     pull = begun()
     pull.next_requests(0.0)
     assert pull.handle_chunk(0, chunk_of(0), 0.1)
@@ -116,7 +110,6 @@ def test_a_chunk_that_came_twice_is_written_once() -> None:
 
 
 def test_a_damaged_chunk_is_counted_and_asked_for_again() -> None:
-    """Of the wrong content, or the wrong length."""
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]
     assert not pull.handle_chunk(0, chunk_of(1), 0.1)
@@ -127,7 +120,6 @@ def test_a_damaged_chunk_is_counted_and_asked_for_again() -> None:
 
 
 def test_nothing_but_damage_ends_the_pull_with_its_reason() -> None:
-    """Twenty in a row; one good chunk in between starts the count anew."""
     pull = begun()
     for _ in range(19):
         pull.handle_chunk(0, b"bad", 0.0)
@@ -141,7 +133,6 @@ def test_nothing_but_damage_ends_the_pull_with_its_reason() -> None:
 
 
 def test_silence_doubles_the_time_out_up_to_half_a_minute() -> None:
-    """2, 4, 8, 16, 30, 30 s; each time one chunk alone is asked for, until something is heard."""
     pull = begun()
     pull.next_requests(0.0)
     now_s, waits = 0.0, []
@@ -155,7 +146,6 @@ def test_silence_doubles_the_time_out_up_to_half_a_minute() -> None:
 
 
 def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off() -> None:
-    """Chunk 0 never comes, the others do: it is asked for again when three that were requested later are here."""
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]
     for tick in range(1, 25):
@@ -200,7 +190,6 @@ def test_the_time_out_follows_the_line() -> None:
 
 
 def test_patience_ends_after_no_progress_and_not_before() -> None:
-    """Time-outs alone do not end a pull."""
     pull = begun(patience_s=300.0)
     now_s = 0.0
     while pull.failed is None:
@@ -220,7 +209,6 @@ def test_time_does_not_pass_for_a_parked_pull() -> None:
 
 
 def test_a_new_session_asks_again_at_once_for_what_was_on_its_way() -> None:
-    """What has come stays."""
     pull = begun()
     pull.next_requests(0.0)
     pull.handle_chunk(0, chunk_of(0), 0.1)
@@ -230,7 +218,6 @@ def test_a_new_session_asks_again_at_once_for_what_was_on_its_way() -> None:
 
 
 def test_a_broker_with_smaller_packets_has_the_blob_cut_anew() -> None:
-    """After a reconnection, or when the serving side answers with a finer manifest."""
     payload = BLOB[: 6 * CHUNK]
     coarse, fine = cut(payload, 2 * CHUNK), cut(payload, CHUNK)
     pull = Download(ref_of(payload), 2 * CHUNK, 0.0)
@@ -245,7 +232,6 @@ def test_a_broker_with_smaller_packets_has_the_blob_cut_anew() -> None:
 
 
 def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken() -> None:
-    """Wrong name, size, chunk, or number of digests."""
     pull = Download(ref_of(BLOB), CHUNK, 0.0)
     good = {"sha256": MANIFEST.sha256, "size": MANIFEST.size, "chunk": CHUNK, "digests": MANIFEST.digests}
     for change in ({"sha256": "0" * 64}, {"size": 7}, {"chunk": 4 * KIB}, {"digests": ""}):
@@ -255,7 +241,6 @@ def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken() -> None:
 
 
 def test_a_pull_goes_on_from_what_is_on_disk() -> None:
-    """Chunks 0 to 17 are there: only 18 and 19 are asked for."""
     pull = begun()
     pull.set_stored_chunks(bytes([1] * 18 + [0] * 2))
     assert indices(pull.next_requests(0.0)) == [18, 19]
@@ -287,7 +272,6 @@ def test_missing_is_believed_when_it_is_said_again() -> None:
     )
 )
 def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events: list[tuple]) -> None:
-    """Arbitrary manifests (one in a while the right one), chunks, refusals, reconnections."""
     pull, now_s = Download(ref_of(BLOB), CHUNK, 0.0, patience_s=50.0), 0.0
     for event in events:
         now_s += 0.7
@@ -313,7 +297,6 @@ def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events: 
 @FUZZ
 @given(st.data())
 def test_any_damaged_copy_of_a_chunk_is_refused(data: st.DataObject) -> None:
-    """One byte replaced by another."""
     index, place = data.draw(st.integers(0, 19)), data.draw(st.integers(0, CHUNK - 1))
     chunk = bytearray(chunk_of(index))
     chunk[place] ^= data.draw(st.integers(1, 255))
@@ -321,7 +304,6 @@ def test_any_damaged_copy_of_a_chunk_is_refused(data: st.DataObject) -> None:
 
 
 def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
-    """For each smaller cut all that is here is hashed, and a manifest costs its sender nothing."""
     size = 1_000_000
     ref = BlobRef(sha256="a" * 64, size=size)
     pull = Download(ref, 200_000, 0.0)
@@ -338,7 +320,6 @@ def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
 
 
 def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
-    """Its digest is the chunk's: one request, one answer."""
     payload = BLOB[:CHUNK]
     pull = Download(ref_of(payload), CHUNK, 0.0)
     assert pull.next_requests(0.0) == [wire.ChunkRequest(sha256=ref_of(payload).sha256, chunk=CHUNK, indices=(0,))]
@@ -348,7 +329,6 @@ def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
 
 
 def test_a_blob_of_one_chunk_for_this_side_may_be_several_for_the_other() -> None:
-    """A broker's smaller packets: the other side answers with its manifest, and chunks are asked for by that."""
     payload = BLOB[:CHUNK]
     pull = Download(ref_of(payload), CHUNK, 0.0)
     pull.next_requests(0.0)

@@ -38,7 +38,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path: Path, held: Held) -> None:
-    """The caller does not wait; what is stored meanwhile under the same name stays."""
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(bytes(1000))
     depot.remove_blob(ref.sha256)
@@ -54,7 +53,6 @@ def test_a_large_blob_is_gone_while_its_blocks_are_still_to_be_freed(tmp_path: P
 def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
     tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Descriptors do not run out, however many are dropped together."""
     monkeypatch.setattr(store, "OPEN_MOST", 2)
     depot = BlobStore(tmp_path)
     refs = [depot.store_bytes(bytes([number]) * size) for number, size in enumerate((999, 1000, 1000, 1000))]
@@ -68,7 +66,6 @@ def test_small_blobs_and_more_large_ones_than_may_be_open_are_freed_at_once(
 
 
 def test_leftovers_are_freed_there_too(tmp_path: Path, held: Held) -> None:
-    """A sweep of the depot after a crash finds large blobs of no use."""
     depot = BlobStore(tmp_path)
     ref = depot.store_bytes(bytes(1000))
     depot.remove_all_but(set())

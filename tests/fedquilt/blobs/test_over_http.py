@@ -66,7 +66,6 @@ def source(server: Server, sha256: str) -> BlobLocation:
 
 
 def test_a_server_that_is_away_for_a_moment_is_gone_on_with_and_does_not_rest(tmp_path: Path) -> None:
-    """It refuses two connections, and is back before the third: within 0.3 s at the latest, by the pauses."""
     server, pauses = Server(), []
 
     def pause(seconds: float) -> None:
@@ -82,7 +81,6 @@ def test_a_server_that_is_away_for_a_moment_is_gone_on_with_and_does_not_rest(tm
 
 
 def test_a_server_that_stays_away_is_given_up_after_three_pauses(tmp_path: Path) -> None:
-    """The rest comes over the broker, within 0.7 s."""
     server, pauses = Server(), []
     reach = http_client.HttpClient(pause=pauses.append)
     server.listen(2 * CHUNK)
@@ -95,7 +93,6 @@ def test_a_server_that_stays_away_is_given_up_after_three_pauses(tmp_path: Path)
 
 
 def test_a_server_that_was_never_reached_is_not_waited_for(tmp_path: Path) -> None:
-    """The broker is there, and nothing says that the server will be."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         server = Server()
         server.port = free.getsockname()[1]
@@ -107,7 +104,6 @@ def test_a_server_that_was_never_reached_is_not_waited_for(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("origin", ["http://a..b", "http://[::1", "http://a:x", "http://a:65536"])
 def test_a_place_without_an_address_is_passed_over(tmp_path: Path, origin: str) -> None:
-    """The next place is tried, and nothing of the address but its host is quoted."""
     server = Server()
     server.listen(len(PAYLOAD))
     fetched(tmp_path, server, http_client.HttpClient(), BlobLocation(url=f"{origin}/secret", token="t"))

@@ -53,7 +53,6 @@ def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Pa
 
 @pytest.mark.parametrize("byte", range(52))
 def test_a_flipped_bit_in_the_head_of_a_slot_costs_this_slot_alone(tmp_path: Path, byte: int) -> None:
-    """The slots behind it are found, and the pack goes on to take blobs."""
     blobs = [b"first", b"second", b"third", b"fourth"]
     filled(tmp_path / "pack", *blobs)
     written = (tmp_path / "pack").read_bytes()
@@ -171,7 +170,6 @@ def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path: Path) -> N
 
 
 def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path: Path) -> None:
-    """An ONNX graph names the blobs of its weights, which are looked for beside it."""
     shared = SharedBlobStore(tmp_path / "shared")
     lodger = SharedBlobView(tmp_path / "one", shared)
     large = lodger.store_bytes(bytes(SMALL_BYTES + 1))
@@ -188,7 +186,6 @@ def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path:
 
 
 def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_it(tmp_path: Path) -> None:
-    """Nothing but the pack is written; a copy that a backup asks for is a file."""
     alone, other = BlobStore(tmp_path), BlobStore(tmp_path)
     alone.open_as_owner()
     ref = alone.store_small(b"update")
@@ -215,7 +212,6 @@ def test_a_damaged_blob_of_a_shared_file_counts_as_absent(tmp_path: Path) -> Non
 
 
 def test_stowed_blobs_are_on_the_disk_after_one_wait_for_all(tmp_path: Path) -> None:
-    """The file once, and its name with the first blobs."""
     synced: list[str] = []
 
     class File(OpenFile):

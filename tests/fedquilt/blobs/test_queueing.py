@@ -32,7 +32,6 @@ class Paced(Side):
 
 
 def test_as_many_send_as_their_bytes_allow_and_two_at_least() -> None:
-    """Of 10 bytes each: 35 bytes are room for three, and none at all for two."""
     assert queue(35.0, *"abcd").start_turns(0.0) == ["a", "b", "c"]
     assert queue(0.0, *"abcd").start_turns(0.0) == ["a", "b"]
 
@@ -45,7 +44,6 @@ def test_what_is_here_and_waits_takes_the_place_of_what_is_sent(here: int, begun
 
 
 def test_a_turn_lasts_until_all_has_come_and_that_is_counted_elsewhere() -> None:
-    """Two blobs are one turn; who has sent them keeps the place until the next look at what is here."""
     made = queue(0.0, *"abc")
     made.add_blob("a", "another of a's", 10)
     assert made.start_turns(0.0) == ["a", "b"]
@@ -69,7 +67,6 @@ def test_a_device_that_has_its_turn_sends_a_further_blob_in_it() -> None:
 
 
 def test_a_device_that_begins_another_blob_in_its_turn_takes_no_more_room_than_that() -> None:
-    """What it does not send any more is dropped."""
     made = queue(20.0, "a")
     assert made.start_turns(0.0) == ["a"]
     for name in "xyz":
@@ -82,7 +79,6 @@ def test_a_device_that_begins_another_blob_in_its_turn_takes_no_more_room_than_t
 
 
 def test_who_stalls_waits_behind_all_others_and_has_waited_once() -> None:
-    """Time for which it waits again is its own."""
     made = queue(0.0, *"abcd")
     made.start_turns(10.0)
     made.move_to_end("a", 12.0)
@@ -109,7 +105,6 @@ def test_how_long_a_device_is_held_back_is_known_until_what_it_sent_is_looked_at
 
 
 def test_what_has_changed_for_a_device_is_news_once() -> None:
-    """One that need not wait makes none; neither does one that is given up."""
     made = queue(0.0, *"abcd")
     made.start_turns(0.0)
     made.remove_blob("d", "d's")
@@ -121,7 +116,6 @@ def test_what_has_changed_for_a_device_is_news_once() -> None:
 
 
 def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is_asked_for(tmp_path: Path) -> None:
-    """Two of five devices send at a time. Those that wait are asked for no manifest either, but for a small blob."""
     broker, names = MemoryBroker(), "abcde"
     coordinator = Paced(broker, tmp_path / "here")
     sides = {name: Side(broker, tmp_path / name, name) for name in names}
@@ -147,7 +141,6 @@ def test_devices_send_in_the_order_in_which_they_came_and_no_chunk_of_another_is
 
 
 def test_those_who_are_gone_do_not_keep_others_waiting_for_their_turn(tmp_path: Path) -> None:
-    """Four dead devices of two blobs each are before one that lives: they lose their turns within a few time-outs."""
     broker = MemoryBroker()
     coordinator, agent = Paced(broker, tmp_path / "here"), Side(broker, tmp_path / "a", "alive")
     for number in range(8):
@@ -162,7 +155,6 @@ def test_those_who_are_gone_do_not_keep_others_waiting_for_their_turn(tmp_path: 
 
 
 def test_a_device_that_is_not_wanted_any_more_leaves_the_queue(tmp_path: Path) -> None:
-    """Whether it waits or sends."""
     broker = MemoryBroker()
     coordinator = Paced(broker, tmp_path / "here")
     refs = [ref_of(bytes([number])) for number in range(4)]

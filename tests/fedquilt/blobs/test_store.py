@@ -35,7 +35,6 @@ def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path: Path) -> None:
 
 
 def test_storing_the_same_bytes_again_writes_nothing(tmp_path: Path) -> None:
-    """The file stays the same one."""
     depot = BlobStore(tmp_path)
     depot.store_bytes(BLOB)
     before = (tmp_path / REF.sha256).stat().st_ino
@@ -44,7 +43,6 @@ def test_storing_the_same_bytes_again_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_file_cut_short_is_not_taken_for_the_blob(tmp_path: Path) -> None:
-    """Its size tells; storing again mends it."""
     depot = BlobStore(tmp_path)
     (tmp_path / REF.sha256).write_bytes(BLOB[:-1])
     assert not depot.has_blob(REF)
@@ -53,7 +51,6 @@ def test_a_file_cut_short_is_not_taken_for_the_blob(tmp_path: Path) -> None:
 
 
 def test_a_blob_is_read_piece_by_piece(tmp_path: Path) -> None:
-    """Fewer bytes at the end."""
     depot = BlobStore(tmp_path)
     depot.store_bytes(b"hello")
     assert depot.read_range(ref_of(b"hello").sha256, 1, 3) == b"ell"
@@ -61,7 +58,6 @@ def test_a_blob_is_read_piece_by_piece(tmp_path: Path) -> None:
 
 
 def test_what_is_not_here_is_said_so(tmp_path: Path) -> None:
-    """None or an error, never an empty blob."""
     depot = BlobStore(tmp_path)
     assert depot.blob_path(REF.sha256) is None
     assert depot.find_ref(REF.sha256) is None
@@ -72,13 +68,11 @@ def test_what_is_not_here_is_said_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../secret", "", "a" * 63, "A" * 64, "a" * 64 + "\n", "/etc/passwd"])
 def test_only_a_sha256_names_a_blob(tmp_path: Path, name: str) -> None:
-    """Nothing outside the folder can be named."""
     with pytest.raises(StoreError, match="names no blob"):
         BlobStore(tmp_path).blob_path(name)
 
 
 def test_a_file_is_linked_where_the_file_system_can(tmp_path: Path) -> None:
-    """A donor of 100 MB takes its place once."""
     source = tmp_path / "donor"
     source.write_bytes(BLOB)
     depot = BlobStore(tmp_path / "blobs")
@@ -99,7 +93,6 @@ def test_a_link_is_followed_to_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
 def test_a_file_on_another_file_system_is_copied(tmp_path: Path) -> None:
-    """Links do not cross file systems."""
     source = Path("/dev/shm") / f"fedquilt-test-{os.getpid()}"
     try:
         source.write_bytes(BLOB)
@@ -110,7 +103,6 @@ def test_a_file_on_another_file_system_is_copied(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_what_was_expected_is_refused(tmp_path: Path) -> None:
-    """And leaves nothing behind."""
     source = tmp_path / "donor"
     source.write_bytes(BLOB[:-1])
     depot = BlobStore(tmp_path / "blobs")
@@ -122,7 +114,6 @@ def test_a_file_that_is_not_what_was_expected_is_refused(tmp_path: Path) -> None
 
 
 def test_dropping_forgets_a_blob_whole_or_in_part(tmp_path: Path) -> None:
-    """Dropping what is not there is fine."""
     depot = BlobStore(tmp_path)
     depot.store_bytes(b"whole")
     depot.open_part(cut())
@@ -133,7 +124,6 @@ def test_dropping_forgets_a_blob_whole_or_in_part(tmp_path: Path) -> None:
 
 
 def test_garbage_is_what_nobody_names(tmp_path: Path) -> None:
-    """Other files in the folder are not ours to remove."""
     depot = BlobStore(tmp_path)
     kept, lost = depot.store_bytes(b"kept"), depot.store_bytes(b"lost")
     (tmp_path / "README").write_text("mine")
@@ -144,7 +134,6 @@ def test_garbage_is_what_nobody_names(tmp_path: Path) -> None:
 
 
 def test_parts_are_kept_for_a_day_and_no_longer(tmp_path: Path) -> None:
-    """A transfer that a restart interrupted goes on; one that nobody continues is garbage."""
     depot = BlobStore(tmp_path)
     depot.open_part(cut())
     (tmp_path / "0123.tmp").write_bytes(b"left by a crash")
@@ -178,7 +167,6 @@ def test_a_file_that_a_killed_owner_was_writing_goes_at_the_next_start_and_anoth
 
 
 def test_what_a_work_item_has_stored_or_found_is_not_removed_before_its_result_is_used(tmp_path: Path) -> None:
-    """Neither by name nor with all that nobody names; what others store meanwhile is."""
     depot, seen = BlobStore(tmp_path), list[set[str]]()
     found, other = depot.store_bytes(b"found"), depot.store_bytes(b"other")
     item, then = depot.pin_during(
@@ -198,7 +186,6 @@ def test_what_a_work_item_has_stored_or_found_is_not_removed_before_its_result_i
 
 
 def test_a_part_of_what_is_here_whole_is_garbage(tmp_path: Path) -> None:
-    """It came another way meanwhile."""
     depot = BlobStore(tmp_path)
     depot.open_part(cut())
     depot.store_bytes(BLOB)
@@ -210,7 +197,6 @@ def test_a_part_of_what_is_here_whole_is_garbage(tmp_path: Path) -> None:
 
 
 def test_a_complete_part_becomes_the_blob(tmp_path: Path) -> None:
-    """Chunks in any order; the part is gone."""
     depot = BlobStore(tmp_path)
     manifest = cut()
     assert bytes(depot.open_part(manifest)) == bytes(5)
@@ -222,7 +208,6 @@ def test_a_complete_part_becomes_the_blob(tmp_path: Path) -> None:
 
 
 def test_a_part_is_not_the_blob_before_it_is_finished(tmp_path: Path) -> None:
-    """Even with all its chunks."""
     depot = BlobStore(tmp_path)
     depot.open_part(cut())
     for index in range(5):
@@ -232,7 +217,6 @@ def test_a_part_is_not_the_blob_before_it_is_finished(tmp_path: Path) -> None:
 
 
 def test_a_part_goes_on_from_the_chunks_that_are_right(tmp_path: Path) -> None:
-    """After a restart; a chunk that a power cut left half written counts as absent."""
     BlobStore(tmp_path).open_part(cut())
     for index in (0, 3, 4):
         write_chunk(BlobStore(tmp_path), cut(), index)
@@ -243,7 +227,6 @@ def test_a_part_goes_on_from_the_chunks_that_are_right(tmp_path: Path) -> None:
 
 
 def test_a_part_goes_on_though_it_is_cut_otherwise_now(tmp_path: Path) -> None:
-    """Through a broker with smaller packets: chunks 0 and 3 of 8 KiB are chunks 0, 1, 6 and 7 of 4 KiB."""
     BlobStore(tmp_path).open_part(cut())
     for index in (0, 3):
         write_chunk(BlobStore(tmp_path), cut(), index)
@@ -251,7 +234,6 @@ def test_a_part_goes_on_though_it_is_cut_otherwise_now(tmp_path: Path) -> None:
 
 
 def test_a_part_whose_size_was_lost_starts_again(tmp_path: Path) -> None:
-    """The power failed just after the file was made."""
     (tmp_path / f"{REF.sha256}.part").write_bytes(b"")
     assert list(BlobStore(tmp_path).open_part(cut())) == [0] * 5
 
@@ -266,7 +248,6 @@ def test_a_part_with_other_content_than_its_name_is_thrown_away(tmp_path: Path) 
 
 
 def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
-    """Of size 0."""
     depot = BlobStore(tmp_path)
     ref = ref_of(b"")
     assert list(depot.open_part(wire.BlobManifest(sha256=ref.sha256, size=0, chunk=KIB, digests=""))) == []

@@ -24,7 +24,6 @@ from tests.faults.promises import DurableDisk, lost_blobs
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    """A file stands where the folder should be; a folder has gone."""
     (tmp_path / "taken").write_text("")
     with pytest.raises(StoreError, match=r"cannot make the folder in .*taken"):
         BlobStore(tmp_path / "taken")
@@ -67,7 +66,6 @@ def _store_for_ever(folder: Path, ready: SimpleQueue[int]) -> None:
 
 
 def test_whatever_has_its_name_after_a_kill_is_whole(tmp_path: Path) -> None:
-    """A process that stores without end is killed at some moment, several times."""
     for attempt in range(4):
         folder = tmp_path / str(attempt)
         ready: SimpleQueue[int] = CONTEXT.SimpleQueue()
@@ -84,7 +82,6 @@ def test_whatever_has_its_name_after_a_kill_is_whole(tmp_path: Path) -> None:
 def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By whatever it is asked for; the damaged file is kept aside for a day."""
     payload = bytes(1000)
     for ask in (
         lambda depot, ref: depot.load(ref.sha256),
@@ -104,7 +101,6 @@ def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
 
 
 def test_a_blob_is_stored_over_a_damaged_one(tmp_path: Path) -> None:
-    """Whoever has its bytes mends it."""
     payload = b"x" * 100
     ref = BlobStore(tmp_path).store_bytes(payload)
     (tmp_path / ref.sha256).write_bytes(b"y" * 100)
@@ -115,7 +111,6 @@ def test_a_blob_is_stored_over_a_damaged_one(tmp_path: Path) -> None:
 def test_whether_a_blob_is_here_is_asked_without_reading_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A use of it changes nothing; after an hour, a change or a doubt it is hashed again."""
     hashed: list[str] = []
     digest = Disk.hash_file
     monkeypatch.setattr(Disk, "hash_file", lambda disk, path: (hashed.append(str(path)), digest(disk, path))[1])
@@ -179,7 +174,6 @@ def raising(error: Exception) -> Callable[..., None]:
 
 
 def test_a_blob_counts_as_stored_only_once_its_name_is_synced(tmp_path: Path) -> None:
-    """A sync of the folder fails when the blob has just got its name; the next call that finds the blob syncs."""
     failing = [False]
 
     def gate(what: str, where: Place) -> OSError | None:

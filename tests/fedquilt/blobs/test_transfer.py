@@ -23,7 +23,6 @@ from fedquilt.transport.memory_link import MemoryBroker
 # -- one blob --
 @pytest.mark.parametrize("size", [0, 1, 256 * KIB, 256 * KIB + 1, 3_000_000])
 def test_an_agent_pulls_what_the_coordinator_offers(tmp_path: Path, size: int) -> None:
-    """Downwards; from nothing to several chunks."""
     broker, payload = MemoryBroker(), noise(size)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(payload)
@@ -39,7 +38,6 @@ def test_an_agent_pulls_what_the_coordinator_offers(tmp_path: Path, size: int) -
 
 
 def test_the_coordinator_pulls_what_an_agent_offers(tmp_path: Path) -> None:
-    """Upwards: the same, mirrored."""
     broker, payload = MemoryBroker(), noise(1_000_000)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = agent.depot.store_bytes(payload)
@@ -51,7 +49,6 @@ def test_the_coordinator_pulls_what_an_agent_offers(tmp_path: Path) -> None:
 
 
 def test_what_is_here_already_is_done_at_once(tmp_path: Path) -> None:
-    """Nothing is published."""
     broker = MemoryBroker()
     agent = Side(broker, tmp_path, "tx2")
     ref = agent.depot.store_bytes(b"here")
@@ -63,7 +60,6 @@ def test_what_is_here_already_is_done_at_once(tmp_path: Path) -> None:
 
 
 def test_wanting_twice_pulls_once_and_cancelling_ends_it(tmp_path: Path) -> None:
-    """A cancelled pull is not reported."""
     broker = MemoryBroker()
     agent = Side(broker, tmp_path, "tx2")
     ref = ref_of(b"there")
@@ -78,7 +74,6 @@ def test_wanting_twice_pulls_once_and_cancelling_ends_it(tmp_path: Path) -> None
 
 
 def test_a_blob_the_other_side_does_not_have_ends_with_its_reason(tmp_path: Path) -> None:
-    """Not here, or not for this device; wanting it again asks again."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     absent, secret = ref_of(b"absent"), coordinator.depot.store_bytes(b"secret")
@@ -97,7 +92,6 @@ def test_a_blob_the_other_side_does_not_have_ends_with_its_reason(tmp_path: Path
 
 
 def test_a_silent_peer_ends_the_pull_after_patience(tmp_path: Path) -> None:
-    """Nobody answers: 60 s, not sooner."""
     broker = MemoryBroker()
     agent = Side(broker, tmp_path, "tx2", patience_s=60.0)
     ref = ref_of(b"there")
@@ -108,7 +102,6 @@ def test_a_silent_peer_ends_the_pull_after_patience(tmp_path: Path) -> None:
 
 
 def test_a_blob_damaged_on_the_sender_s_disk_is_not_sent_and_can_be_stored_again(tmp_path: Path) -> None:
-    """The puller is told, and the damaged file is gone."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(b"0123456789")
@@ -120,7 +113,6 @@ def test_a_blob_damaged_on_the_sender_s_disk_is_not_sent_and_can_be_stored_again
 
 
 def test_a_full_disk_ends_the_pull_with_the_mend(tmp_path: Path) -> None:
-    """The folder has gone from under the agent."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(noise(1_000_000))
@@ -143,7 +135,6 @@ class Meter(MemoryBroker):
 
 
 def test_chunks_fit_a_broker_that_takes_128_kib(tmp_path: Path) -> None:
-    """20 MB; each side sees only the broker's limit."""
     broker = Meter(max_payload=128 * KIB)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(noise(20_000_000))
@@ -154,7 +145,6 @@ def test_chunks_fit_a_broker_that_takes_128_kib(tmp_path: Path) -> None:
 
 
 def test_the_smaller_limit_of_the_two_sides_counts(tmp_path: Path) -> None:
-    """Only one of them has been told a limit by the broker (MQTT 3.1.1 says none)."""
     for side in ("c", "a"):
         broker = Meter(max_payload=256 * KIB)
         coordinator = Side(broker, tmp_path / side / "c")
@@ -183,7 +173,6 @@ def test_a_limit_that_shrinks_in_the_middle_only_costs_what_was_on_its_way(tmp_p
 
 
 def test_a_blob_too_large_for_the_broker_s_packets_says_so(tmp_path: Path) -> None:
-    """A manifest of 1 MB in 2 KiB packets does not fit; packets of 1 KiB fit nothing."""
     broker = MemoryBroker(max_payload=3 * KIB)
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(noise(1_000_000))
@@ -198,7 +187,6 @@ def test_a_blob_too_large_for_the_broker_s_packets_says_so(tmp_path: Path) -> No
 
 
 def test_a_blob_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
-    """32 MB between two sides in one process, the broker's queue included: less than 12 MB at any time."""
     source = tmp_path / "source"
     with open(source, "wb") as file:
         for number in range(32):
@@ -219,7 +207,6 @@ def test_a_blob_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
 
 # -- what comes from outside --
 def test_other_messages_are_left_to_the_owner(tmp_path: Path) -> None:
-    """And our own, come back, are nobody's."""
     agent = Side(MemoryBroker(), tmp_path, "tx2")
     ack = wire.parse_topic(TOPICS.device_topic("tx2", "dn", "ack"))
     assert not agent.transfers.handle_message(ack, b"anything", 0.0)
@@ -228,7 +215,6 @@ def test_other_messages_are_left_to_the_owner(tmp_path: Path) -> None:
 
 
 def test_chunks_nobody_asked_for_are_dropped(tmp_path: Path) -> None:
-    """They are not written, not counted, not kept."""
     agent = Side(MemoryBroker(), tmp_path, "tx2")
     route = wire.parse_topic(TOPICS.chunk_topic("tx2", "dn", "0" * 64, 3))
     assert agent.transfers.handle_message(route, b"x" * 1000, 0.0)
@@ -247,7 +233,6 @@ def test_chunks_nobody_asked_for_are_dropped(tmp_path: Path) -> None:
 def test_arbitrary_and_mutated_blob_messages_give_only_the_named_error(
     tmp_path: Path, messages: list[tuple[int, bytes, int]]
 ) -> None:
-    """To a side that both pulls and serves; afterwards it still steps."""
     payload = noise(10_000)
     depot = BlobStore(tmp_path)
     here = depot.store_bytes(payload)

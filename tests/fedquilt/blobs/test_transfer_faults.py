@@ -19,7 +19,6 @@ ROUGH = LinkFaults(drop=0.1, duplicate=0.1, corrupt=0.1, delay_s=0.5)
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path: Path, seed: int) -> None:
-    """Both ways at once, three devices, blobs of 0 to 40 chunks; a failing seed is in the test's name."""
     roll = random.Random(seed)
     faults = LinkFaults(
         drop=roll.choice([0.0, 0.05, 0.3]),
@@ -63,7 +62,6 @@ def test_the_same_seed_plays_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["dn", "up"])
 def test_a_transfer_goes_on_where_a_crash_ended_it(tmp_path: Path, way: wire.Direction) -> None:
-    """The puller dies half way, three times, and is started again on the same folder: 60 chunks pass once."""
     broker = MemoryBroker(max_payload=17 * KIB)
     size = 60 * 16 * KIB
     devices = {"dn": ("", "tx2"), "up": ("tx2", "")}[way]
@@ -90,7 +88,6 @@ def test_a_transfer_goes_on_where_a_crash_ended_it(tmp_path: Path, way: wire.Dir
 
 
 def test_the_serving_side_may_restart_in_the_middle(tmp_path: Path) -> None:
-    """The puller asks on; nothing that is here is sent again but what was on its way."""
     broker = MemoryBroker(max_payload=17 * KIB)
     size = 60 * 16 * KIB
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
@@ -107,7 +104,6 @@ def test_the_serving_side_may_restart_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_a_new_session_asks_at_once_and_not_after_a_time_out(tmp_path: Path) -> None:
-    """All that was on its way is lost with the connection."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     ref = coordinator.depot.store_bytes(noise(1_000_000))

@@ -14,7 +14,6 @@ from fedquilt.transport.memory_link import MemoryBroker, MemoryLink
 
 
 def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
-    """Four start together and none has half of its blob before every other has a quarter."""
     broker, size = MemoryBroker(max_payload=17 * KIB), 64 * 16 * KIB
     coordinator = Side(broker, tmp_path / "c")
     agents = [Side(broker, tmp_path / name, name) for name in ("a", "b", "c1", "d")]
@@ -32,7 +31,6 @@ def test_devices_are_served_side_by_side(tmp_path: Path) -> None:
 
 
 def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path: Path) -> None:
-    """Two places, four dead devices before one that lives: it is served within a few time-outs."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c", max_pulls=2), Side(broker, tmp_path / "a", "alive")
     ref = agent.depot.store_bytes(noise(2_000_000))
@@ -47,7 +45,6 @@ def test_devices_that_are_gone_do_not_keep_others_waiting(tmp_path: Path) -> Non
 
 
 def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path: Path) -> None:
-    """Also when the first of them is gone."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "alive")
     ref = agent.depot.store_bytes(noise(600_000))
@@ -59,7 +56,6 @@ def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path
 
 
 def test_many_small_blobs_arrive_side_by_side(tmp_path: Path) -> None:
-    """100 of them, 16 at a time: two round trips of 2 ms each for every 16, not for every one."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
     for number in range(100):
@@ -87,7 +83,6 @@ class SlowLink(MemoryLink):
 
 
 def test_the_send_budget_is_kept_and_used(tmp_path: Path) -> None:
-    """Ten devices ask for 20 chunks of 15 KiB; never more than 64 KiB, four chunks, are queued."""
     broker = MemoryBroker(max_payload=16 * KIB)
     link = SlowLink(broker, None)
     depot = BlobStore(tmp_path)

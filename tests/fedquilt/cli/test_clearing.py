@@ -48,7 +48,6 @@ def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> st
 
 
 def test_runs_are_measured_while_their_boards_write_and_remove_files(tmp_path: Path) -> None:
-    """As `fedquilt ls` does beside a simulated fleet."""
     run = begun(tmp_path, "job")
     measured = threading.Event()
 
@@ -86,7 +85,6 @@ def files(home: Path) -> set[str]:
 
 
 def test_a_home_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a sentence, and not in an empty line; for programs an empty list."""
     run = begun(tmp_path, "only")
     assert main(["prune", run, "--yes", "--home", str(tmp_path)]) == 0
     capsys.readouterr()
@@ -97,7 +95,6 @@ def test_a_home_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest
 
 
 def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other run keeps every file; a blob that both have stays."""
     other = begun(tmp_path, "other", state=b"shared")
     before = files(tmp_path)
     doomed, same = begun(tmp_path, "doomed"), begun(tmp_path, "same", state=b"shared")
@@ -115,7 +112,6 @@ def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path: Path, caps
 
 
 def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing of any run is removed; an ended one goes, and the coordinator drops blobs itself."""
     busy, ended = begun(tmp_path, "busy", "running"), begun(tmp_path, "ended")
     before = files(tmp_path)
     with Store(tmp_path) as coordinator:
@@ -143,7 +139,6 @@ def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: p
 
 
 def test_whoever_is_not_asked_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal nothing is deleted by accident."""
     run = begun(tmp_path, "one")
     assert main(["prune", run, "--home", str(tmp_path)]) == 2
     assert "--yes" in capsys.readouterr().err
@@ -152,7 +147,6 @@ def test_whoever_is_not_asked_says_yes(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_run_that_cannot_be_read_can_be_deleted(tmp_path: Path) -> None:
-    """By its id, as `ls` shows it."""
     run = begun(tmp_path, "odd")
     with Store(tmp_path) as store:
         store._db.execute("update jobs set settings = '{}'")
@@ -161,14 +155,12 @@ def test_a_run_that_cannot_be_read_can_be_deleted(tmp_path: Path) -> None:
 
 
 def test_deleting_what_is_not_there_names_what_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the exit code of the store, as for every verb that takes a run."""
     run = begun(tmp_path, "one")
     assert main(["prune", "two", "--yes", "--home", str(tmp_path)]) == 6
     assert f"there are: {run}" in capsys.readouterr().err
 
 
 def test_old_runs_are_those_that_both_options_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four that ended 1, 2, 3 and 4 days ago, the last of them after a week's work, and one that was interrupted."""
     day, now = 86400.0, time.time()
     runs = {}
     with Store(tmp_path) as store:
@@ -195,7 +187,6 @@ def test_old_runs_are_those_that_both_options_name(tmp_path: Path, monkeypatch: 
 def test_pruning_keeps_the_latest_and_whatever_has_not_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--dry-run says which, and deletes nothing."""
     waits, *ended = (begun(tmp_path, f"r{n}", "running" if not n else "done") for n in range(4))
     home = ["--home", str(tmp_path)]
     assert main(["prune", "--keep", "1", "--dry-run", *home]) == 0
@@ -208,7 +199,6 @@ def test_pruning_keeps_the_latest_and_whatever_has_not_ended(
 
 
 def test_a_folder_of_no_run_stays(tmp_path: Path) -> None:
-    """Nobody knows whose it is."""
     begun(tmp_path, "one")
     (tmp_path / "agents" / "device-3").mkdir()
     assert main(["prune", "--keep", "0", "--yes", "--home", str(tmp_path)]) == 0
@@ -253,7 +243,6 @@ print("whole")
 
 
 def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(tmp_path: Path) -> None:
-    """At each step of a removal: the run is whole or gone, the other run whole, and the next `prune` finds the rest."""
     home = tmp_path / "home"
     other = begun(home, "other")
     kept = files(home)

@@ -49,14 +49,12 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_every_file_of_a_verb_has_its_place_in_the_help() -> None:
-    """And every verb of the help has its file."""
     files = {path.stem for path in Path(fedquilt.cli.__file__).parent.glob("*.py")} - HELPERS
     named = [name.replace("-", "_") for names in commands.SECTIONS.values() for name in names]
     assert sorted(named) == sorted(files)
 
 
 def test_a_verb_of_another_spelling_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    """So are an option, a word of a fixed set, and a verb of a family."""
     assert "no verb 'bord'; did you mean 'board'?" in said(capsys, "bord")
     assert "no verb 'isue'; did you mean 'issue'?" in said(capsys, "identity", "isue")
     assert "no such option: --hom; did you mean '--home'? (`fedquilt ls --help`)" in said(capsys, "ls", "--hom", "x")
@@ -64,7 +62,6 @@ def test_a_verb_of_another_spelling_is_answered_with_the_nearest(capsys: pytest.
 
 
 def test_an_option_of_many_words_takes_all_up_to_the_next() -> None:
-    """Numbers below 0 are words; given twice, it has the words of both."""
     given = parsed(["compare", "job.toml", "--methods", "fedavg", "fedprox", "--seeds", "0", "-1", "--target", "0.8"])
     assert (given["methods"], given["seeds"], given["target"]) == (("fedavg", "fedprox"), (0, -1), 0.8)
     assert parsed(["compare", "job.toml"])["seeds"] == (0, 1, 2)
@@ -87,14 +84,12 @@ def test_words_of_one_option_may_be_separated_by_commas() -> None:
 
 
 def test_options_that_exclude_each_other_are_refused_together(capsys: pytest.CaptureFixture[str]) -> None:
-    """Named, both."""
     assert "--rootfs and --ssh: one of them" in said(
         capsys, "board", "flash", "a.toml", "--rootfs", "r", "--ssh", "me@orin"
     )
 
 
 def test_a_verb_of_a_family_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the help of the family, on standard error."""
     for words in ((), ("identity",)):
         with pytest.raises(SystemExit) as caught:
             main(words)
@@ -103,7 +98,6 @@ def test_a_verb_of_a_family_is_asked_for(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_more_is_logged_with_v_before_a_verb_or_after_it() -> None:
-    """Twice for everything."""
     show = "import logging; logging.lastResort = None; from fedquilt.cli import commands, main; "
     code = show + "main([*{words!r}, 'ls', '--home', '/none', *{more!r}]); print(logging.getLogger().level)"
     for words, more, level in (((), (), 30), (("-v",), (), 20), ((), ("-v",), 20), (("-v",), ("-v",), 10)):
@@ -114,7 +108,6 @@ def test_more_is_logged_with_v_before_a_verb_or_after_it() -> None:
 
 
 def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of every verb, and of every verb of a family."""
     context = click.Context(commands.root_command, info_name="fedquilt")
     lines = [["--help"]]
     for name in commands.root_command.list_commands(context):
@@ -148,7 +141,6 @@ def test_the_help_of_all_verbs_has_the_first_sentence_of_each() -> None:
     ],
 )
 def test_what_is_light_stays_light(words: list[str], forbidden: set[str], tmp_path: Path) -> None:
-    """`--help` imports no verb, the agent of a board stays up for months, and scripts call `ls` all day."""
     with Store(tmp_path / options.HOME) as store:
         store.add_job(settings.JobSettings("small", "fedavg", rounds=1), Path("b.bundle"))
     code = f"""
@@ -165,7 +157,6 @@ print(*sys.modules, file=sys.stderr)"""
 
 
 def test_an_idle_agent_has_imported_nothing_of_a_release_a_task_or_prometheus() -> None:
-    """Each megabyte is held for months; a board has no plug-in, and the versions of its libraries are in file names."""
     code = """
 import sys
 from fedquilt.cli import entry, agent
@@ -183,7 +174,6 @@ print(*sys.modules)"""
 
 @pytest.mark.parametrize("module", ["click", "fedquilt.cli.commands", "fedquilt.cli.demo", "numpy"])
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(module: str, tmp_path: Path) -> None:
-    """As it does later: an import of a command takes most of its first second."""
     code = f"""
 import sys
 class Interrupts:
@@ -199,7 +189,6 @@ sys.exit(main(["demo"]))"""
 
 @pytest.mark.parametrize("words", [["methods"], ["lab", "reproduce"], ["ls"], ["lab", "partition"]])
 def test_tables_fit_80_columns(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the output is no terminal, whatever the names in them."""
     import numpy as np
 
     from fedquilt.coordinator import settings
@@ -259,7 +248,6 @@ def test_a_shell_completes_verbs_options_methods_and_runs(
 def test_each_shell_gets_its_script(
     shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As docs/commands.md says to ask for it."""
     monkeypatch.setenv("_FEDQUILT_COMPLETE", f"{shell}_source")
     assert main([]) == 0
     assert "_FEDQUILT_COMPLETE" in capsys.readouterr().out
@@ -282,7 +270,6 @@ def test_what_may_take_long_says_that_it_goes_on(
     function: str,
     words: tuple[str, ...],
 ) -> None:
-    """The work goes on until a line has said so, and then breaks off."""
     monkeypatch.chdir(tmp_path)
     Store(tmp_path / "runs").close()
     Path("job.toml").write_text("name = 'job'\nmethod = 'fedavg'\n")
@@ -331,7 +318,6 @@ def _showing() -> dict[str, str]:
 
 
 def test_every_command_that_shows_itself_says_how_far_it_is() -> None:
-    """The list is that of the commands' own files; what is unknown is named, and leaves the list once it is known."""
     showing = _showing()
     assert len(showing) > 7
     assert all(showing.values())

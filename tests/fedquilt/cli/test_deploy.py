@@ -76,7 +76,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every option has its place in the plan; nobody serves the home, which is said."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     words = (
@@ -117,7 +116,6 @@ def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.
 
 
 def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A deployed run brings the file that `export` makes."""
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     run, file = ran(home), home.with_name("out.onnx")
     assert main(["rollout", "model", "digits", "--home", str(home)]) == 0
@@ -132,7 +130,6 @@ def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.Captur
 def test_a_run_with_parts_on_boards_is_deployed_without_them(
     home: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
-    """The blob says whose parts belong to it, and has the network's graph without its numbers."""
     pytest.importorskip("torch", reason="a network is written as ONNX by torch")
     run = ran(home, method, seed=7)
     assert main(["rollout", "model", "digits", "--home", str(home)]) == 0
@@ -181,7 +178,6 @@ def test_a_file_that_no_board_would_load_is_refused(
 
 
 def test_a_model_in_two_files_is_queued_as_one(home: Path, tmp_path: Path) -> None:
-    """Devices are sent one blob, which has the weights, and the versions that their runtime has to load."""
     assert main(["rollout", "model", str(made_graphs.two_files(tmp_path)), "--home", str(home)]) == 0
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
@@ -194,7 +190,6 @@ def test_a_model_in_two_files_is_queued_as_one(home: Path, tmp_path: Path) -> No
 
 
 def test_the_shape_of_an_example_goes_with_the_release(home: Path, tmp_path: Path) -> None:
-    """One that the graph contradicts is refused at once, and so is none where the graph has no number of axes."""
     for name, shape in (("images", [-1, 3, -1, -1]), ("any", None)):
         made = made_graphs.product(shape, nodes=made_graphs.pooled, size=3)
         (tmp_path / f"{name}.onnx").write_bytes(made.SerializeToString())
@@ -229,7 +224,6 @@ def test_a_shape_that_does_not_fit_is_refused_before_the_release(
 def test_a_graph_that_cannot_be_fed_is_refused_before_the_release(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Several inputs, and an output that is no scores."""
     many = made_graphs.product(inputs=[made_graphs.value("state")])
     boxes = made_graphs.product(output=made_graphs.value("y", ("n", 4, 3)))
     for made, said in ((many, "m.onnx: the graph has 2 inputs ('x', 'state')"), (boxes, "shape (any, 4, 3)")):
@@ -238,7 +232,6 @@ def test_a_graph_that_cannot_be_fed_is_refused_before_the_release(
 
 
 def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rollout of a model takes a run or a file, which has to be there."""
     ran(home, status="stopped")
     at = ("--home", str(home))
     assert "--input-shape goes with a FILE.onnx" in refused(
@@ -269,21 +262,18 @@ def test_what_cannot_be_deployed_is_said(home: Path, capsys: pytest.CaptureFixtu
 def test_a_number_that_is_none_is_named(
     home: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
-    """The refusal of a number says how to write one."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     assert said in refused(capsys, "rollout", "model", str(file), *words, "--home", str(home))
 
 
 def test_shares_points_and_sizes_are_read() -> None:
-    """Signs and units are those that --help shows; sizes are written as in agent.toml."""
     assert [rollout_options.parse_size(each) for each in ("500MB", "1.5GiB")] == [500_000_000, 3 << 29]
     assert [rollout_options.parse_share(each) for each in ("5%", "5", "0.5%", "100%")] == [0.05, 0.05, 0.005, 1.0]
     assert [rollout_options.parse_points(each) for each in ("-0.5pt", "1pt", "-2%")] == [-0.005, 0.01, -0.02]
 
 
 def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rollout status` prints a table, one rollout with the boards that have not committed it, and JSON."""
     assert main(["rollout", "status", "--home", str(home)]) == 0
     assert f"no rollouts in {home}: `fedquilt rollout model RUN --home {home}` begins one" in capsys.readouterr().out
     with Store(home) as store:
@@ -313,7 +303,6 @@ def test_rollouts_are_listed_and_told(home: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_request_to_revert_is_stored_for_the_coordinator(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A rollout is named by its id, by what it brings, or by its kind."""
     with Store(home) as store:
         id = store.rollouts.add_rollout(RolloutPlan("model", "digits"))
     assert main(["rollout", "back", "digits", "--home", str(home)]) == 0
@@ -323,7 +312,6 @@ def test_a_request_to_revert_is_stored_for_the_coordinator(home: Path, capsys: p
 
 
 def test_a_request_to_revert_a_kind_is_for_its_latest_rollout(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Later rollouts of other kinds are left alone, unless they are named."""
     with Store(home) as store:
         model, agent, budget = (
             store.rollouts.add_rollout(RolloutPlan(kind, kind)) for kind in ("model", "agent", "settings")
@@ -362,7 +350,6 @@ def waits(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_rollouts_say_for_whom_they_wait(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From a home without a coordinator to a canary of which one has answered, and those that are away."""
     there, lab = DeviceStatus("", online=True), DeviceStatus("", online=True, labels=("site=lab",))
     with Store(home) as store:
         id = store.rollouts.add_rollout(RolloutPlan("model", "digits", select=("site=lab",), canary=0.5, phases=(1.0,)))
@@ -411,7 +398,6 @@ def test_deploy_says_that_its_selection_names_no_board(home: Path, capsys: pytes
 
 
 def test_deploy_to_a_board_that_is_known_waits_for_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is said of boards."""
     file = home.with_name("net.onnx")
     file.write_bytes(graph())
     known(home, a=DeviceStatus("", online=True, labels=("site=lab",)))

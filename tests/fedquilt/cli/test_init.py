@@ -27,7 +27,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_job_of_nothing_but_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is read strictly; the digits lie beside it."""
     assert main(["init"]) == 0
     assert "wrote job.toml\nnext: `fedquilt simulate job.toml`" in capsys.readouterr().out
     job = settings.load_job(Path("job.toml"))
@@ -40,7 +39,6 @@ def test_a_job_of_nothing_but_defaults(capsys: pytest.CaptureFixture[str]) -> No
     "method", [name for name in methods.builtin_names() if "onnx" not in methods.load(name).engines]
 )
 def test_what_it_writes_is_prepared(method: str) -> None:
-    """For every method that trains a network; its parameters stand there as comments."""
     pytest.importorskip("torch", reason="some methods' parts are prepared with torch")
     assert main(["init", "--method", method, "--rounds", "2", "--out", "jobs/one.toml"]) == 0
     assert settings.load_job(Path("jobs/one.toml")).rounds == 2
@@ -51,7 +49,6 @@ def test_what_it_writes_is_prepared(method: str) -> None:
 
 @pytest.mark.parametrize("method", [name for name in methods.builtin_names() if "onnx" in methods.load(name).engines])
 def test_a_job_with_donors_is_prepared(method: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torchvision finds the donors' weights: random ones lie where it keeps what it has downloaded."""
     torch = pytest.importorskip("torch", reason="donors are cut by torch")
     pytest.importorskip("onnx", reason="donors are cut into ONNX graphs")
     try:
@@ -73,7 +70,6 @@ def test_a_job_with_donors_is_prepared(method: str, here: Path, monkeypatch: pyt
 
 
 def test_what_it_writes_runs_on_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a folder of its own, from any other; with data of the user's own."""
     rng = np.random.default_rng(0)
     np.savez("mine.npz", x_train=rng.random((60, 5), np.float32), y_train=np.arange(60) % 3)
     words = ["--data", "mine.npz", "--devices", "3", "--rounds", "2", "--method", "fedprox"]
@@ -86,7 +82,6 @@ def test_what_it_writes_runs_on_a_fleet(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_lines_of_defaults_are_the_defaults() -> None:
-    """Each can be taken out of its comment."""
     assert main(["init"]) == 0
     text = Path("job.toml").read_text()
     loose = "\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines())
@@ -97,7 +92,6 @@ def test_lines_of_defaults_are_the_defaults() -> None:
 
 
 def test_nothing_is_written_over(capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless that is asked for."""
     Path("job.toml").write_text("mine")
     assert main(["init"]) == 6
     assert "job.toml exists already" in capsys.readouterr().err
@@ -108,7 +102,6 @@ def test_nothing_is_written_over(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_cannot_be_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    """A method of another spelling, data that no donors are known for, data that are not there."""
     np.savez("vectors.npz", x_train=np.zeros((6, 5), np.float32), y_train=np.arange(6) % 3)
     assert main(["init", "--method", "fedprx"]) == 2
     assert "did you mean 'fedprox'?" in capsys.readouterr().err
@@ -119,7 +112,6 @@ def test_what_cannot_be_is_refused_before_anything_is_written(capsys: pytest.Cap
 
 
 def test_a_terminal_is_asked() -> None:
-    """What no option answers; an empty line takes what is offered, a wrong word is asked again."""
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "fedquilt.cli", "init", "--rounds", "3"]
     with subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -49,7 +49,6 @@ def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 
 def test_a_broken_job_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It names the file and the key."""
     path = tmp_path / "job.toml"
     path.write_text(JOB + "round = 1\n")
     code, said = failed(capsys, "run", str(path), "--home", str(tmp_path / "runs"))
@@ -62,7 +61,6 @@ def test_a_broken_job_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_method_that_cannot_train_the_bundles_network_is_refused_before_it_is_queued(
     job: Path, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    """With the exit code of a network; no run is left behind, and no broker is asked for."""
     data = job.with_name("data.npz")
     np.savez(data, x_train=np.zeros((8, 2), np.float32), y_train=np.arange(8) % 2)
     job.write_text(f'name = "digits"\nmethod = "fedlora"\n[data]\npath = "{data}"\n')
@@ -77,7 +75,6 @@ def test_a_method_that_cannot_train_the_bundles_network_is_refused_before_it_is_
 def test_prepare_refuses_a_network_that_the_jobs_method_cannot_train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the operator's machine, long before a board is asked."""
     pytest.importorskip("torch")
     path = tmp_path / "job.toml"
     network = 'name = "mlp"\ninputs = 2\nhidden = []\nclasses = 2\n'
@@ -110,7 +107,6 @@ def test_a_wrong_table_of_a_job_names_the_file(
 
 
 def test_what_cannot_be_prepared_names_the_job_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once."""
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     code, told = failed(capsys, "prepare", str(path))
@@ -119,7 +115,6 @@ def test_what_cannot_be_prepared_names_the_job_file(tmp_path: Path, capsys: pyte
 
 
 def test_a_job_that_cannot_be_prepared_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the file, and without a run."""
     path = tmp_path / "job.toml"
     path.write_text(JOB)
     code, said = failed(capsys, "run", str(path), "--home", str(tmp_path / "runs"))
@@ -128,7 +123,6 @@ def test_a_job_that_cannot_be_prepared_says_why(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_broker_that_is_not_there_ends_with_5(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Port 1 of this machine refuses."""
     home = str(job.parent / "runs")
     code, said = failed(capsys, "run", str(job), "--home", home, "--broker", "mqtt://127.0.0.1:1")
     assert code == 5
@@ -136,7 +130,6 @@ def test_a_broker_that_is_not_there_ends_with_5(job: Path, capsys: pytest.Captur
 
 
 def test_an_unknown_run_ends_with_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It lists those there are; a folder without runs is not made by looking for one."""
     Store(tmp_path / "runs").close()
     code, said = failed(capsys, "logs", "nothing", "--home", str(tmp_path / "runs"))
     assert (code, "there are: none" in said) == (6, True)
@@ -146,7 +139,6 @@ def test_an_unknown_run_ends_with_6(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """ls and logs, as text and as JSON."""
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (
@@ -170,7 +162,6 @@ def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys
 def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And an unknown device is an error that names those there are."""
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (JobStarted(BLOB), EligibilityRecorded(0, ("a",), {"hot": ("b",)}), CohortSelected(0, 0, ("a",))):
@@ -187,7 +178,6 @@ def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
 def test_energy_is_told_with_what_is_above_idle_and_its_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In logs for each task and in all; in ls for each run."""
     usage = Usage(energy_j=8.0, idle_j=3.0, energy_error_j=0.5, energy_source="rapl", wall_s=1.0)
     update = Update(job="j", round=0, attempt=0, device="a", weight=4.0, bundles={}, metrics={}, usage=usage)
     with Store(tmp_path) as store:
@@ -225,7 +215,6 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
     ],
 )
 def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) -> None:
-    """With the exit code of a wrong command line, 2."""
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
@@ -244,7 +233,6 @@ def test_a_bundle_of_another_model_is_refused(job: Path, capsys: pytest.CaptureF
 
 
 def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Path) -> None:
-    """A pipe stands for /dev/stdout; it is a pipe afterwards."""
     import os
     import threading
 
@@ -265,7 +253,6 @@ def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Pa
 def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
     tmp_path: Path, job: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And after how many rounds of how many; that of a run that is done says nothing of it."""
     words = ["--home", str(tmp_path / "runs"), "--out", str(tmp_path / "w.safetensors")]
     with Store(tmp_path / "runs") as store:
         run = store.add_job(settings.load_job(job), job.with_name("job.bundle"))
@@ -281,7 +268,6 @@ def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
 
 
 def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And resuming it."""
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         store.set_status(run, "done")
@@ -291,7 +277,6 @@ def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that errors carry are in the text."""
     from fedquilt import core
 
     with pytest.raises(SystemExit):
@@ -334,7 +319,6 @@ def test_a_run_that_cannot_be_read_is_listed_as_such_and_hides_no_other(
 
 
 def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path: Path) -> None:
-    """A command whose output is cut off, as by `fedquilt logs RUN | head`, ends with 141 and writes no error."""
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     for words in (["methods"], ["init", "--out", str(tmp_path / "job.toml")]):
         read, write = os.pipe()
@@ -359,8 +343,6 @@ def test_a_reader_that_goes_away_is_no_matter_for_words(tmp_path: Path) -> None:
 def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, said: str
 ) -> None:
-    """No traceback, wherever it is raised."""
-
     def fail(path: Path) -> None:
         raise raised
 
@@ -372,7 +354,6 @@ def test_what_the_machine_refuses_ends_with_a_sentence_and_its_code(
 
 
 def test_a_letter_that_the_output_lacks_is_replaced(tmp_path: Path) -> None:
-    """A terminal of ASCII alone, and a reason in the words of another system."""
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
         for fact in (JobStarted(BLOB), JobEnded("failed", "Größe")):

@@ -42,7 +42,6 @@ def test_a_wrong_place_of_blobs_is_refused_by_name(
     given: tuple[str, ...],
     said: str,
 ) -> None:
-    """No broker is asked for."""
     assert main(["resume", run, "--home", str(tmp_path), *given]) == 2
     assert said in capsys.readouterr().err
 
@@ -50,7 +49,6 @@ def test_a_wrong_place_of_blobs_is_refused_by_name(
 def test_limits_of_the_home_hold_for_a_run_without_a_server_too(
     tmp_path: Path, run: str, embedded_broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above all how much of large updates lies on the disk; a file with an error is named before the run goes on."""
     found: list[CoordinatorLimits] = []
 
     def coordinate(store: Store, link: Link, *given: object, limits: CoordinatorLimits, **more: object) -> None:
@@ -69,7 +67,6 @@ def test_limits_of_the_home_hold_for_a_run_without_a_server_too(
 
 
 def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: Path, run: str) -> None:
-    """The run is followed all the same: the coordinator that serves the home carries it out."""
     program = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
     words = ["resume", run, "--home", str(tmp_path), "--blobs-http", "127.0.0.1:8443"]
     with Store(tmp_path) as serving:
@@ -104,7 +101,6 @@ def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_
 def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(
     tmp_path: Path, run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At the broker that its options name."""
     assert main(["resume", run, "--home", str(tmp_path), "--broker", "mqtt://127.0.0.1:1"]) == 5
     assert "nothing listens at mqtt://127.0.0.1:1" in capsys.readouterr().err
 
@@ -112,7 +108,6 @@ def test_a_run_that_nobody_serves_is_carried_out_by_the_command_itself(
 def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(
     tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As systemd does after a crash. One that does not return is waited for no longer than AWAY_S."""
     clock = [0.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
     serving: list[Store | None] = [Store(tmp_path)]

@@ -34,7 +34,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 
 def test_one_command_from_a_table_to_a_report(capsys: pytest.CaptureFixture[str], here: Path) -> None:
-    """It says what it found and chose, and ten devices learn the three classes."""
     pytest.importorskip("jinja2")
     said = run(capsys, "simulate", "flowers.csv", "--label", "kind")
     assert "predicted: 3 classes (iris 40, lily 40, rose 40)" in said
@@ -45,7 +44,6 @@ def test_one_command_from_a_table_to_a_report(capsys: pytest.CaptureFixture[str]
 
 
 def test_the_exported_network_reads_the_same_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """Columns, categories and the names of the classes are in it."""
     pytest.importorskip("torch")
     pytest.importorskip("onnxruntime")
     run(capsys, "simulate", "flowers.csv", "--label", "kind")
@@ -66,7 +64,6 @@ def test_a_second_time_changes_no_job_and_another_label_needs_force(capsys: pyte
 def test_a_job_is_prepared_when_it_has_changed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    """And not again; a run needs no word about it."""
     from fedquilt.cli import home_access
     from fedquilt.tools.simulation import agents
 

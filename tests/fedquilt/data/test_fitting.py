@@ -90,7 +90,6 @@ def test_one_label_for_all_training_examples_is_refused(tmp_path: Path, task: st
 def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    """Once, in a line."""
     first = tensors.encode_tensors(engine.init_tensors(MLP, seed=0))
     job_bundle.write_bundle(tmp_path / "job.bundle", {"network": MLP, "flops": 100}, {"model": first})
     stored(tmp_path / "own.npz", 4, 5)
@@ -140,7 +139,6 @@ def test_labels_that_no_network_of_three_classes_takes_are_named_with_the_fix(ca
 
 
 def test_labels_of_a_table_work_once_the_job_names_them_as_the_error_says(tmp_path: Path) -> None:
-    """Of 1 to 3 and of -1 and 1: what the message gives is copied into [data]."""
     for numbers, classes in (([1, 2, 3], 3), ([-1, 1], 2)):
         (tmp_path / "t.csv").write_text("p,y\n" + "\n".join(f"0.{n},{numbers[n % len(numbers)]}" for n in range(12)))
         spec, meta = (
@@ -162,7 +160,6 @@ def scaled(path: Path, factor: float) -> tuple[ExampleReader, DataSpec]:
 
 
 def test_features_of_unequal_scales_are_warned_of_unless_the_network_standardises(tmp_path: Path) -> None:
-    """Above a factor of 100; a feature that never varies has no scale."""
     large, small = scaled(tmp_path / "large.npz", 500.0), scaled(tmp_path / "small.npz", 50.0)
     (said,) = compatibility.data_warnings({"network": MLP}, *large)
     assert "features differ in scale by a factor of 374 (number 1 by 410, number 0 by 1.1)" in said
@@ -172,7 +169,6 @@ def test_features_of_unequal_scales_are_warned_of_unless_the_network_standardise
 
 
 def test_a_class_0_that_never_occurs_is_warned_of(tmp_path: Path) -> None:
-    """Four classes for labels 1 to 3 fit, and are probably a mistake."""
     np.savez(tmp_path / "one.npz", x=np.zeros((12, 3)), y=1 + np.arange(12) % 3)
     spec, meta = DataSpec(path=str(tmp_path / "one.npz")), {"network": {**MLP, "inputs": 3, "classes": 4}}
     (said,) = compatibility.data_warnings(meta, compatibility.open_compatible_data(meta, spec), spec)

@@ -17,7 +17,6 @@ from fedquilt.tools.artefacts import prepare
 
 
 def test_features_are_brought_to_mean_0_and_deviation_1() -> None:
-    """Along the last axis, whatever is before it; a feature that never varies is only shifted."""
     x = np.array([[[1, 5], [3, 5]], [[5, 5], [7, 5]]], np.int16)  # (n, steps, features)
     found = inputs.measure_scales(x)
     assert found.mean == (4.0, 5.0)
@@ -41,7 +40,6 @@ def test_features_are_brought_to_mean_0_and_deviation_1() -> None:
     ],
 )
 def test_a_bad_table_of_inputs_says_what_is_wanted(table: dict[str, Any], said: str) -> None:
-    """Before anything is prepared."""
     with pytest.raises(JobError, match=said):
         inputs.parse_input_table(table)
 
@@ -55,7 +53,6 @@ def made(folder: Path, **tables: Any) -> tuple[settings.JobSettings, Any]:
 
 
 def test_prepare_keeps_the_samples_statistics_in_the_bundle(tmp_path: Path) -> None:
-    """Of the training split alone; the bundle is known as this job's, and without [data] there is no sample."""
     (tmp_path / "train.csv").write_text("a,b,y\n1,10,0\n3,30,1\n")
     (tmp_path / "test.csv").write_text("a,b,y\n100,100,0\n")
     model = {"name": "mlp", "inputs": 2, "classes": 2}
@@ -97,7 +94,6 @@ TABLE = "a,b,y\n1,10,0\n3,30,1\n"
 def test_data_that_do_not_fit_a_network_are_told_with_both_sides(
     model: dict[str, Any], data: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    """Before a device trains."""
     text = TABLE.replace("3,30,1", "1,30,1") if data.get("task") == "labels" else TABLE
     (tmp_path / "a.csv").write_text(text)
     job, bundle = made(tmp_path, model=model, data={"path": str(tmp_path / "a.csv"), **data})
@@ -106,7 +102,6 @@ def test_data_that_do_not_fit_a_network_are_told_with_both_sides(
 
 
 def test_a_vocabulary_that_is_larger_than_the_networks_is_told(tmp_path: Path) -> None:
-    """And texts of another length, and a bundle of another task."""
     (tmp_path / "v.txt").write_text("[PAD]\n[UNK]\na\nb\n")
     (tmp_path / "a.csv").write_text("note,y\na,0\nb,1\n")
     text = {"vocabulary": str(tmp_path / "v.txt"), "length": 4}

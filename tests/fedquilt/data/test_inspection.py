@@ -33,7 +33,6 @@ def customers(tmp_path: Path) -> str:
 
 
 def test_a_table_with_words_gaps_ids_and_addresses(customers: str) -> None:
-    """The median of 31, 45, 39, 52 and 28 is 39; columns that say nothing, or who somebody is, are no inputs."""
     found = inspect_data(customers, "stays")
     assert found.data == {
         "path": customers,
@@ -58,14 +57,12 @@ def test_a_table_with_words_gaps_ids_and_addresses(customers: str) -> None:
 
 
 def test_its_tables_read_the_file(customers: str) -> None:
-    """The gap in age is 39, that in plan sets neither basic nor pro."""
     read = examples.load_split(DataSpec.parse(complete_data_table(inspect_data(customers, "stays").data)))
     assert read.x[1:3].tolist() == [[39, 1, 0, 2500], [45, 0, 0, 1500]]
     assert read.y.tolist() == [1, 0, 1, 0, 1, 0]
 
 
 def test_numbers_to_predict_are_scaled(tmp_path: Path) -> None:
-    """Of 0, 10, ... 240 the mean is 120; errors are then in standard deviations."""
     lines = [f"{number % 3 / 2},{number * 10}" for number in range(25)]
     (tmp_path / "own.csv").write_text("\n".join(["a,price", *lines]) + "\n")
     found = inspect_data(str(tmp_path / "own.csv"), "price")
@@ -86,7 +83,6 @@ def test_numbers_to_predict_are_scaled(tmp_path: Path) -> None:
 def test_classes_that_are_numbers_are_named_unless_they_are_counted_from_0(
     tmp_path: Path, words: list[str], labels: list[str] | None
 ) -> None:
-    """In the order of the numbers."""
     lines = [f"{row % 4},{words[row % 3]}" for row in range(12)]
     (tmp_path / "own.csv").write_text("\n".join(["a,y", *lines]) + "\n")
     found = inspect_data(str(tmp_path / "own.csv"))
@@ -111,7 +107,6 @@ def test_a_column_that_no_network_learns_from_is_left_out(tmp_path: Path, number
 
 
 def test_arrays_with_words_for_labels(tmp_path: Path) -> None:
-    """Sorted, as a table's; the median of 0 to 23 without 1 is 12."""
     y = np.array(["rose", "iris", "lily"] * 4)
     x = np.arange(24, dtype=np.float32).reshape(12, 2)
     x[0, 1] = np.nan
@@ -132,7 +127,6 @@ def test_arrays_with_words_for_labels(tmp_path: Path) -> None:
 
 
 def test_pictures_of_several_sizes_in_grey(tmp_path: Path) -> None:
-    """Scaled to the smallest side; 51 of 255 levels and 204 have the mean 0.5 and the deviation 0.3."""
     image = pytest.importorskip("PIL.Image")
     for name, level, size in (("day", 204, (24, 20)), ("night", 51, (30, 40))):
         (tmp_path / "train" / name).mkdir(parents=True)
@@ -155,7 +149,6 @@ def test_a_data_set_of_scikit_learn_by_name() -> None:
 
 @needs_torchvision
 def test_a_data_set_of_torchvision_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it has been downloaded already; its files can be named as well."""
     monkeypatch.chdir(tmp_path)
     raw = Path("torchvision/MNIST/raw")
     raw.mkdir(parents=True)

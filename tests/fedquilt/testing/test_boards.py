@@ -19,7 +19,6 @@ EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in lay
 
 @pytest.mark.parametrize(("board", "jetpack"), EVERY)
 def test_a_planted_board_hangs_together(tmp_path: Path, board: str, jetpack: int):
-    """Every file that the catalogue of modes names is there, and all the clocks can be found and are listed."""
     write_fake_board(tmp_path, board, jetpack)
     named = re.findall(r"^[A-Z_0-9]+ (/sys/\S+)$", (tmp_path / "etc/nvpmodel.conf").read_text(), re.MULTILINE)
     assert len(named) > 8
@@ -31,7 +30,6 @@ def test_a_planted_board_hangs_together(tmp_path: Path, board: str, jetpack: int
 
 
 def test_a_planted_board_may_be_moved(tmp_path: Path):
-    """Its links are relative, as those of sysfs are."""
     write_fake_board(tmp_path / "here", "jetson-tx2", 4)
     shutil.move(tmp_path / "here", tmp_path / "there")
     assert devices.create_device("auto", tmp_path / "there").read_sensors(0.0).power_w == pytest.approx(3.8)
@@ -39,6 +37,5 @@ def test_a_planted_board_may_be_moved(tmp_path: Path):
 
 @pytest.mark.parametrize(("board", "jetpack"), [("jetson-tx3", 4), ("jetson-tx2", 6)])
 def test_a_board_that_never_was_is_refused(tmp_path: Path, board: str, jetpack: int):
-    """TX2 stopped at JetPack 4; the message lists what there is."""
     with pytest.raises(JobError, match="jetson-tx2 4, jetson-xavier-nx 4/5"):
         write_fake_board(tmp_path, board, jetpack)

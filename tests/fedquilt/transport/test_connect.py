@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def test_a_url_gives_host_port_user_and_encryption() -> None:
-    """1883 and 8883 are the ports where none is named."""
     assert Broker.from_url("mqtt://broker.local") == Broker("broker.local", 1883)
     assert Broker.from_url("mqtts://broker.local") == Broker("broker.local", 8883, tls=True)
     assert Broker.from_url("mqtt://dev%2D1@[::1]:1999/") == Broker("::1", 1999, user="dev-1")
@@ -49,14 +48,12 @@ def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url: s
 
 @pytest.mark.parametrize("url", ["mqtt://me:hunter2@host", "http://me:hunter2@host", "mqtt://me:hunter2@host:x"])
 def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
-    """Others can read command lines and logs."""
     with pytest.raises(JobError, match=r"\*\*\*") as caught:
         Broker.from_url(url)
     assert "hunter2" not in str(caught.value)
 
 
 def test_the_password_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
-    """The first line, as it is when asked for; the settings hold only the file's name."""
     file = tmp_path / "password"
     file.write_text("hunter2\nsecond line\n")
     broker = Broker.from_url("mqtt://me@host", password_file=file)
@@ -83,7 +80,6 @@ def test_the_password_is_read_from_its_file_and_never_shown(tmp_path: Path) -> N
 def test_files_that_cannot_be_used_are_refused_before_anything_is_dialled(
     tmp_path: Path, url: str, files: dict[str, str], says: str
 ) -> None:
-    """One sentence, with the file's name and the mend."""
     (tmp_path / "text").write_text("just text\n")
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(JobError, match=says):
@@ -91,7 +87,6 @@ def test_files_that_cannot_be_used_are_refused_before_anything_is_dialled(
 
 
 def test_a_key_that_is_not_the_certificates_is_refused(authority: Authority) -> None:
-    """Mixed-up files are found before the broker finds them."""
     (cert, _), (_, key) = authority.issue("one"), authority.issue("two")
     with pytest.raises(JobError, match="of one pair"):
         Broker.from_url("mqtts://host", cert=cert, key=key)
@@ -99,13 +94,11 @@ def test_a_key_that_is_not_the_certificates_is_refused(authority: Authority) -> 
 
 @pytest.mark.parametrize("wrong", [{"keepalive_s": 1}, {"session_expiry_s": -1}, {"max_payload": 10}])
 def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
-    """MQTT's own ranges."""
     with pytest.raises(JobError, match="it must be"):
         Broker.from_url("mqtt://host", **wrong)
 
 
 def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_callers_clock() -> None:
-    """A listener that never answers a TLS handshake; the caller throws in TimeoutError when it has had enough."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialling = dial(Broker("127.0.0.1", listener.getsockname()[1], tls=True))
         waiting = next(dialling)
@@ -118,7 +111,6 @@ def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_calle
 
 
 def test_a_dial_that_is_given_up_closes_its_socket() -> None:
-    """No file descriptor is left behind."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialling = dial(Broker("127.0.0.1", listener.getsockname()[1], tls=True))
         waiting = next(dialling)

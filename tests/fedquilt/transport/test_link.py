@@ -39,12 +39,10 @@ def arrived(broker: MemoryBroker, link: MemoryLink) -> list[Message]:
     ],
 )
 def test_topic_filters_match_as_the_mqtt_standard_says(pattern: str, topic: str, taken: bool) -> None:
-    """MQTT 5.0, section 4.7."""
     assert filter_matches(pattern, topic) is taken
 
 
 def test_a_message_comes_once_though_two_filters_take_it() -> None:
-    """As brokers do for overlapping subscriptions, mostly."""
     broker = MemoryBroker()
     link = broker.connect()
     link.subscribe(["a/#", "a/+"])
@@ -53,7 +51,6 @@ def test_a_message_comes_once_though_two_filters_take_it() -> None:
 
 
 def test_the_latest_retained_message_meets_a_new_subscriber() -> None:
-    """And says that it is retained; an empty one clears it."""
     broker = MemoryBroker()
     author = broker.connect()
     author.publish("state", b"old", retain=True)
@@ -69,7 +66,6 @@ def test_the_latest_retained_message_meets_a_new_subscriber() -> None:
 
 
 def test_a_lost_client_leaves_its_will_and_one_that_says_goodbye_does_not() -> None:
-    """Presence is built on this."""
     broker = MemoryBroker()
     reader = broker.connect()
     reader.subscribe(["will/+"])
@@ -82,7 +78,6 @@ def test_a_lost_client_leaves_its_will_and_one_that_says_goodbye_does_not() -> N
 
 
 def test_a_lost_client_neither_sends_nor_receives() -> None:
-    """What was on its way to it is gone with its queue."""
     broker = MemoryBroker()
     a, b = broker.connect(), broker.connect()
     a.subscribe(["t"])
@@ -106,14 +101,12 @@ def play(seed: int, faults: LinkFaults, count: int = 300) -> list[bytes]:
 
 
 def test_faults_are_drawn_from_the_seed() -> None:
-    """The same seed plays the same; another seed does not."""
     faults = LinkFaults(drop=0.2, duplicate=0.2, corrupt=0.2, delay_s=1.0)
     assert play(5, faults) == play(5, faults)
     assert play(5, faults) != play(6, faults)
 
 
 def test_without_faults_everything_comes_once_and_in_order() -> None:
-    """The undisturbed run."""
     assert play(0, LinkFaults()) == [number.to_bytes(2, "big") for number in range(300)]
 
 
@@ -132,7 +125,6 @@ def test_each_fault_does_what_it_says() -> None:
 
 
 def test_a_corrupted_message_differs_in_one_bit_a_hop() -> None:
-    """Two hops, so one or two bits."""
     broker = MemoryBroker(3, LinkFaults(corrupt=1.0))
     reader = broker.connect()
     reader.subscribe(["t"])
@@ -168,7 +160,6 @@ class Echo:
 
 
 def test_simulated_time_jumps_from_event_to_event() -> None:
-    """Each hop takes a millisecond and each answer a second: the third is heard after 2.003 s."""
     broker = MemoryBroker()
     here, there = broker.connect(), broker.connect()
     a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
@@ -243,8 +234,6 @@ class Sleeper:
 
 
 def test_only_who_has_something_to_do_is_woken() -> None:
-    """Two talk to each other beside a crowd that sleeps: it costs the run no more than its first steps."""
-
     def cost(count: int) -> int:
         broker = MemoryBroker()
         here, there = broker.connect(), broker.connect()
@@ -260,7 +249,6 @@ def test_only_who_has_something_to_do_is_woken() -> None:
 
 
 def test_an_endpoint_may_come_on_a_link_of_its_own_while_others_run() -> None:
-    """As a process that died and is started again."""
     broker = MemoryBroker()
     here = broker.connect()
     sides: list[tuple[MemoryLink, Echo]] = [(here, Echo(here, "a", "b", begins=True))]
@@ -291,7 +279,6 @@ def test_whoever_watches_a_simulation_is_called_after_each_step() -> None:
 
 
 def test_a_lost_clients_messages_do_not_keep_time_from_passing() -> None:
-    """Its queue is gone with it; its owner is not woken for what nobody will read."""
     broker = MemoryBroker()
     link = broker.connect()
     link.subscribe(["t"])
@@ -303,7 +290,6 @@ def test_a_lost_clients_messages_do_not_keep_time_from_passing() -> None:
 
 
 def test_a_simulation_in_which_nothing_can_happen_any_more_ends() -> None:
-    """A deadlock is an error at once, not a hang."""
     broker = MemoryBroker()
     link = broker.connect()
     silent = Echo(link, "a", "b")
@@ -312,7 +298,6 @@ def test_a_simulation_in_which_nothing_can_happen_any_more_ends() -> None:
 
 
 def test_virtual_time_cannot_be_waited_for() -> None:
-    """Who drives a MemoryLink in real time is told how to do it right."""
     with pytest.raises(RuntimeError, match="simulate"):
         MemoryBroker().connect().wait(1.0)
 
@@ -351,7 +336,6 @@ def test_real_time_waits_until_due_and_a_second_at_most() -> None:
 
 
 def test_a_request_to_stop_ends_the_loop() -> None:
-    """Before the next step."""
     link, endpoint = PatientLink(MemoryBroker(), None), Counter()
     run_endpoint(endpoint, link, stop=lambda: endpoint.steps == 1, clock=lambda: 100.0)
     assert endpoint.steps == 1

@@ -9,7 +9,6 @@ ERROR = WireError("not a fedquilt message")
 
 
 def test_the_first_are_told_and_the_rest_is_a_number() -> None:
-    """Each branch of the tree by itself; the summary comes once in a while, and names the last."""
     found = MalformedMessages()
     told = [found.count_message(f"fq/1/f/dev/a/up/{n}", ERROR, False, 0.0) for n in range(100)]
     assert [line is not None for line in told] == [n < FIRST for n in range(100)]
@@ -25,7 +24,6 @@ def test_the_first_are_told_and_the_rest_is_a_number() -> None:
 
 
 def test_a_branch_that_has_been_quiet_is_told_anew() -> None:
-    """A fault of another day is another fault."""
     found = MalformedMessages()
     for _ in range(FIRST + 1):
         found.count_message("fq/1/f/dev/a/up/x", ERROR, False, 0.0)
@@ -43,7 +41,6 @@ def test_what_the_broker_keeps_is_told_with_the_command_that_clears_it() -> None
 
 
 def test_names_that_somebody_invents_fill_neither_log_nor_memory() -> None:
-    """Beyond some branches all others are one."""
     found = MalformedMessages()
     told = [found.count_message(f"fq/1/f/dev/d{n}/up/x", ERROR, False, 0.0) for n in range(10_000)]
     assert sum(line is not None for line in told) == MOST_BRANCHES + FIRST

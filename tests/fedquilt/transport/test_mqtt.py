@@ -49,7 +49,6 @@ link.wait(60)
 
 # -- what both brokers do -------------------------------------------------------------------------
 def test_messages_go_round_reliably_and_unreliably_and_retained_ones_stay(url: str, stage: Stage) -> None:
-    """A later subscriber gets the retained one alone, marked as such."""
     first: Link = stage.join(url, "first", "room/#")
     stage.until(lambda: first.connected)
     first.publish("room/a", b"reliable", retain=True)
@@ -65,7 +64,6 @@ def test_messages_go_round_reliably_and_unreliably_and_retained_ones_stay(url: s
 
 
 def test_the_last_will_tells_that_a_client_was_lost_and_a_goodbye_does_not(url: str, stage: Stage) -> None:
-    """A killed process is announced and stays announced; `close` announces nothing."""
     watch = stage.join(url, "watch", "presence/+")
     polite = stage.join(url, "polite", will=("presence/polite", b"lost"))
     stage.until(lambda: watch.connected and polite.connected)
@@ -84,7 +82,6 @@ def test_the_last_will_tells_that_a_client_was_lost_and_a_goodbye_does_not(url: 
 
 
 def test_a_goodbye_in_the_middle_of_a_flood_leaves_no_will(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
-    """Closed with input unread, one connection in five was reset before the goodbye was read: ten tries."""
     url = mosquitto().url
     feed = stage.join(url, "feed", "will/+", "end")
     for n in range(10):
@@ -115,7 +112,6 @@ def test_mqtt_5_is_used_where_it_is_spoken_and_3_1_1_elsewhere(
 def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(
     mosquitto: Callable[..., Mosquitto], stage: Stage, tended: bool
 ) -> None:
-    """The broker itself says when that was long: it has given up another client that came later and was neglected."""
     broker = Broker.from_url(mosquitto().url)
     watch = stage.join(broker, "watch", "will/+")
     short = dataclasses.replace(broker, keepalive_s=1)
@@ -139,7 +135,6 @@ def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(
 def test_after_a_broker_restart_subscriptions_and_queued_messages_are_there_again(
     mosquitto: Callable[..., Mosquitto], stage: Stage
 ) -> None:
-    """Mosquitto without persistence forgets everything; reliable messages wait here, others are dropped."""
     broker = mosquitto()
     link = stage.join(broker.url, "agent", "room/#")
     stage.until(lambda: link.connected)
@@ -162,7 +157,6 @@ def test_after_a_broker_restart_subscriptions_and_queued_messages_are_there_agai
 def test_reliable_messages_under_way_when_the_broker_dies_arrive_in_order(
     mosquitto: Callable[..., Mosquitto], stage: Stage
 ) -> None:
-    """More than a window of them: none is lost, and the first delivery of each is in order."""
     broker = mosquitto("max_queued_messages 0")
     sender = stage.join(broker.url, "sender")
     reader = stage.join(broker.url, "reader", "n/+")
@@ -182,7 +176,6 @@ def test_reliable_messages_under_way_when_the_broker_dies_arrive_in_order(
 
 
 def test_an_absent_broker_makes_no_caller_wait_longer_than_asked() -> None:
-    """A listener that accepts and never says a word: neither TLS nor CONNACK comes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for scheme in ("mqtt", "mqtts"):
             link = MqttLink(Broker.from_url(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"), "patient")
@@ -208,7 +201,6 @@ def eventually(stage: Stage, call: Callable[[], Any]) -> Any:
 
 
 def test_a_broker_that_hangs_up_at_mqtt_5_is_asked_in_3_1_1(stage: Stage) -> None:
-    """Its CONNECT says level 5, then level 4, which a CONNACK of four bytes accepts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         link = stage.join(f"mqtt://127.0.0.1:{listener.getsockname()[1]}", "agent")
@@ -246,7 +238,6 @@ def test_bytes_that_are_not_mqtt_cost_the_connection_and_nothing_else(stage: Sta
 
 
 def test_two_clients_of_one_name_are_told_so(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
-    """The usual cause: an SD card that was copied."""
     url = mosquitto().url
     first = stage.join(url, "twin")
     stage.until(lambda: first.connected)
@@ -255,7 +246,6 @@ def test_two_clients_of_one_name_are_told_so(mosquitto: Callable[..., Mosquitto]
 
 
 def test_what_waits_for_a_connection_is_bounded_and_the_oldest_go_first(caplog: pytest.LogCaptureFixture) -> None:
-    """16 MiB are kept: of 200 times 100 kB the last 167; one line says so."""
     link = MqttLink(Broker.from_url("mqtt://127.0.0.1:1"), "offline")
     for _ in range(200):
         link.publish("t", bytes(100_000))
@@ -266,7 +256,6 @@ def test_what_waits_for_a_connection_is_bounded_and_the_oldest_go_first(caplog: 
 
 # -- sizes ----------------------------------------------------------------------------------------
 def test_payloads_are_limited_by_what_the_broker_announces(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
-    """128 KiB packets leave 127 KiB of payload: that much arrives, one byte more is refused here."""
     link = stage.join(mosquitto("max_packet_size 131072").url, "agent", "t")
     stage.until(lambda: link.connected)
     assert link.max_payload == 127 * KIB
@@ -280,7 +269,6 @@ def test_payloads_are_limited_by_what_the_broker_announces(mosquitto: Callable[.
 def test_what_makes_a_broker_hang_up_is_dropped_and_what_is_behind_it_arrives(
     mosquitto: Callable[..., Mosquitto], stage: Stage
 ) -> None:
-    """message_size_limit is not announced: it is refused, half the size is next, and the rest of the queue goes on."""
     link = stage.join(mosquitto("message_size_limit 200000").url, "agent", "t")
     stage.until(lambda: link.connected)
     link.publish("t", b"before")
@@ -292,7 +280,6 @@ def test_what_makes_a_broker_hang_up_is_dropped_and_what_is_behind_it_arrives(
 
 
 def test_limits_by_protocol_announcement_and_setting() -> None:
-    """1 KiB is left for the topic; a setting overrides everything."""
     assert payload_limit(5, 128 * KIB, None) == 127 * KIB
     assert payload_limit(5, None, None) == 1024 * KIB
     assert payload_limit(4, None, None) == 121 * KIB
@@ -303,7 +290,6 @@ def test_limits_by_protocol_announcement_and_setting() -> None:
 @pytest.mark.parametrize("away_s", [0.2, 1.0, 5.0, 20.0])
 @pytest.mark.parametrize("quick", range(16))
 def test_a_client_is_back_before_the_broker_was_away_twice_as_long(quick: int, away_s: float) -> None:
-    """Attempts are refused until `away_s`. The worst draws: some as short as can be, and then as long."""
     tries = iter(range(1000))
     retry, now_s = RetryDelay(lambda: 0.999 if next(tries) < quick else 0.0), 0.0
     retry.record_connection(-60.0)
@@ -317,7 +303,6 @@ def test_a_client_is_back_before_the_broker_was_away_twice_as_long(quick: int, a
 def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(
     mosquitto: Callable[..., Mosquitto], stage: Stage
 ) -> None:
-    """Each well before its thirty seconds."""
     link = stage.join(mosquitto().url, "agent", "t")
     stage.until(lambda: link.connected)
     began_s = time.monotonic()
@@ -342,7 +327,6 @@ def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(
 def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restart(
     mosquitto: Callable[..., Mosquitto], stage: Stage, tmp_path: Path
 ) -> None:
-    """The device pulls one while the coordinator pulls another; the broker is killed when half of one has come."""
     broker = mosquitto("max_packet_size 131072")
     topics = wire.Topics("f")
     down, up = (random.Random(seed).randbytes(20_000_000) for seed in (1, 2))

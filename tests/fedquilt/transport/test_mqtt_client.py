@@ -36,7 +36,6 @@ def private_names() -> set[str]:
 
 
 def test_what_the_client_rests_on_is_in_this_version_of_paho() -> None:
-    """Private names of another package: one that is gone is named here, and not by a connection that never comes."""
     there = set(dir(paho.Client(paho.CallbackAPIVersion.VERSION2)))
     used = private_names()
     assert used >= {"_in_packet", "_packet_handle", "_sock", *CLOCKS}  # the search finds something
@@ -47,7 +46,6 @@ def test_what_the_client_rests_on_is_in_this_version_of_paho() -> None:
 
 @pytest.mark.parametrize("way", ["out", "in"])
 def test_a_busy_connection_is_alive_without_a_ping(way: str) -> None:
-    """What this client reads and writes past paho counts for paho's keep-alive."""
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)
@@ -65,7 +63,6 @@ def test_a_busy_connection_is_alive_without_a_ping(way: str) -> None:
 
 
 def test_a_broker_that_takes_no_byte_is_lost_by_the_keep_alive() -> None:
-    """One and a half times its length after the first write without effect; any byte that goes begins anew."""
     here, there = socket.socketpair()
     with here, there:
         here.setblocking(False)

@@ -84,7 +84,6 @@ def out_of_date(code: int, message: str) -> ssl.SSLCertVerificationError:
 def test_a_failure_is_one_sentence_and_final_if_waiting_cannot_mend_it(
     error: ConnectionFailedError, says: str, final: bool
 ) -> None:
-    """A daemon tries again in any case; a command gives up at once when it is final."""
     assert says in str(error)
     assert "host" in str(error)
     assert error.final is final

@@ -25,7 +25,6 @@ def read(level: int, packet: bytes) -> tuple[str | None, bytes, int | None]:
 @pytest.mark.parametrize("level", [4, 5])
 @pytest.mark.parametrize("size", [0, 1, 100, 127, 128, 20_000, 3_000_000])
 def test_a_message_is_read_as_it_was_written(level: int, size: int) -> None:
-    """Lengths of one to four bytes; with an id at QoS 1 alone."""
     payload = bytes(size)
     assert read(level, packets.publish_packet(level, 7, "a/b", payload, 1, False)) == ("a/b", payload, 7)
     assert read(level, packets.publish_packet(level, 7, "a/b", payload, 0, True)) == ("a/b", payload, None)
@@ -62,7 +61,6 @@ def test_a_topic_that_is_longer_than_its_packet_is_malformed_at_either_level() -
 
 
 def test_a_length_takes_four_bytes_and_a_packet_as_many_as_are_permitted_at_the_most() -> None:
-    """Nothing more is waited for."""
     assert packets.find_packet(bytearray(b"\x30\x80\x80\x80"), 0) is None
     with pytest.raises(MalformedPacketError, match="four bytes"):
         packets.find_packet(bytearray(b"\x30\x80\x80\x80\x80"), 0)
@@ -74,7 +72,6 @@ def test_a_length_takes_four_bytes_and_a_packet_as_many_as_are_permitted_at_the_
 @FUZZ
 @given(st.binary(max_size=40), st.sampled_from([4, 5]))
 def test_any_bytes_are_read_or_malformed(data: bytes, level: int) -> None:
-    """No other error."""
     with suppress(MalformedPacketError):
         found = packets.find_packet(bytearray(data), 0)
         if found is not None:

@@ -14,7 +14,6 @@ from fedquilt.transport.link import Message
 
 
 def test_what_is_said_arrives_as_it_was_said(fleet: Fleet) -> None:
-    """Both ways, also nothing at all, which takes a task back; and in few bytes more."""
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.link.publish(down("a"), CLAIM, retain=True)
     fleet.run()
@@ -28,7 +27,6 @@ def test_what_is_said_arrives_as_it_was_said(fleet: Fleet) -> None:
 
 
 def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet: Fleet) -> None:
-    """A chunk is checked by its manifest."""
     chunk, round = TOPICS.chunk_topic("a", "dn", "0" * 64, 0), TOPICS.round_topic("j")
     fleet.link.publish(chunk, b"bytes")
     fleet.link.publish(round, b"state")
@@ -98,7 +96,6 @@ def sent_back(fleet: Fleet) -> None:
 def test_what_the_other_side_has_not_said_here_is_refused_by_name(
     fleet: Fleet, attack: Attack, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On both sides, with a line for each; and what is said afterwards still arrives."""
     attack(fleet)
     fleet.run()
     assert fleet.heard == {"coordinator": [], "a": [], "b": []}
@@ -117,7 +114,6 @@ def test_what_the_other_side_has_not_said_here_is_refused_by_name(
 def test_an_older_message_of_a_kind_is_refused_and_the_latest_may_come_again(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As MQTT repeats what it is not sure of."""
     for text in (b"1", b"2"):
         fleet.boards["a"].publish(up("a"), text)
         fleet.link.publish(down("a"), text)
@@ -132,7 +128,6 @@ def test_an_older_message_of_a_kind_is_refused_and_the_latest_may_come_again(
 
 
 def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    """Boards shake hands with it by themselves; what was said to and by the one before is refused on both sides."""
     fleet.boards["a"].publish(up("a", "update"), CLAIM)
     fleet.link.publish(down("a"), CLAIM)
     fleet.run()
@@ -149,7 +144,6 @@ def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet: Fleet, cap
 
 
 def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet: Fleet) -> None:
-    """Also if the coordinator is the same all along."""
     fleet.boards["a"].publish(up("a", "profile"), b"old", retain=True)
     fleet.link.publish(down("a"), CLAIM)
     fleet.run()
@@ -164,7 +158,6 @@ def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet: Fleet
 
 
 def test_handshakes_that_are_replayed_or_changed_delay_and_change_nothing(fleet: Fleet) -> None:
-    """The session in use stays until a new one is agreed on; then it goes on by itself."""
     hellos = [(topic, payload) for topic, payload in fleet.broker.carried if topic.endswith("/hello")]
     assert len(hellos) == 8  # four flights with each board
     for topic, payload in hellos:
@@ -178,7 +171,6 @@ def test_handshakes_that_are_replayed_or_changed_delay_and_change_nothing(fleet:
 
 
 def test_a_board_that_is_alone_tells_observers_that_it_is_there(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    """In no envelope, once it has waited for an answer; a later coordinator neither takes nor mentions it."""
     fleet.broker.change = lambda topic, payload: None if topic.endswith("/hello") else payload
     board = fleet.join("c")
     fleet.run(1.0)
@@ -204,7 +196,6 @@ def test_a_board_that_is_alone_tells_observers_that_it_is_there(fleet: Fleet, ca
 
 @pytest.mark.parametrize("flight", range(4))
 def test_a_lost_flight_of_a_handshake_is_made_up_for(fleet: Fleet, flight: int) -> None:
-    """By another attempt, whichever it was."""
     lost: list[str] = []
 
     def drop_once(topic: str, payload: bytes) -> bytes | None:
@@ -223,7 +214,6 @@ def test_a_lost_flight_of_a_handshake_is_made_up_for(fleet: Fleet, flight: int) 
 
 
 def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet: Fleet) -> None:
-    """Whatever is announced, and how often; sessions stay in use."""
     fleet.run(6.0)
     before = len(fleet.broker.of(up("a", "hello")))
     for epoch in range(200):
@@ -234,7 +224,6 @@ def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet
 
 
 def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet: Fleet) -> None:
-    """It comes again with every subscription; a coordinator that has truly begun anew asks for a handshake itself."""
     fleet.run(6.0)
     before = len(fleet.broker.of(up("a", "hello")))
     fleet.mallory.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=99)), retain=True)

@@ -14,8 +14,6 @@ from fedquilt.security.handshake import Session
 def test_what_comes_late_after_a_change_is_no_warning_and_later_it_is_one(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is one of a board that has another session, as after a restart of either side, and before there is any."""
-
     def told(topic: str, payload: bytes) -> str:
         caplog.clear()
         fleet.mallory.publish(topic, payload)
@@ -74,7 +72,6 @@ def test_a_signed_message_whose_end_is_lost_is_not_called_unsigned(
 
 
 def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet: Fleet) -> None:
-    """Of one board it answers one in a while; of all together so many at once and so many a second."""
     first = next(payload for payload in fleet.broker.of(up("a", "hello")) if b'"flight":0' in payload)
     before = len(fleet.broker.of(down("a", "hello")))
     for _ in range(100):
@@ -93,7 +90,6 @@ def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet:
 
 
 def test_a_last_will_counts_for_the_start_that_it_names(fleet: Fleet) -> None:
-    """It is the only thing of a board in no envelope: the broker has it from before there was a session."""
     will = wire.encode(wire.Presence(online=False, boot="1"))
     fleet.mallory.publish(up("a", "presence"), will)
     fleet.mallory.publish(up("a", "presence"), wire.encode(wire.Presence(online=True, boot="1")))
@@ -120,12 +116,10 @@ def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet: Fleet) -> None:
 
 
 def test_the_envelope_takes_its_part_of_the_largest_payload(fleet: Fleet) -> None:
-    """What is as large as a link says goes through."""
     assert fleet.link.max_payload == fleet.raw.max_payload - message_signature.ENVELOPE_BYTES
 
 
 def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet: Fleet) -> None:
-    """After 2 s, as somebody has announced a coordinator, then after 5, 10, 20 and 40 more."""
     fleet.broker.change = lambda topic, payload: None if topic == down("c", "hello") else payload
     fleet.join("c")
     fleet.run(80.0)
@@ -145,7 +139,6 @@ def test_what_the_broker_keeps_of_an_earlier_session_makes_nobody_begin_another(
 
 
 def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest one goes; of a device only the latest is kept; a board that answers in time gets its session."""
     monkeypatch.setattr(authenticated_link, "ATTEMPTS_MOST", 3)
     for number in range(10):
         begun = authenticated_link.handshake_probe(fleet.identities["a"])
@@ -158,7 +151,6 @@ def test_handshakes_that_are_begun_and_left_fill_no_memory(fleet: Fleet, monkeyp
 
 
 def test_names_that_a_broker_makes_up_fill_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is remembered of when something was last done is bounded, and begins anew."""
     monkeypatch.setattr(authenticated_link, "DEVICES_MOST", 3)
     last_s: dict[str, float] = {}
     for number in range(10):

@@ -22,7 +22,6 @@ from fedquilt.transport.mqtt.broker import Broker
 def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(
     fleet: Fleet, site: Certified, stranger: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another board's, an observer's, an expired one, a stranger's."""
     cases: dict[str, tuple[LinkIdentity, str]] = {
         "c1": (LinkIdentity(site.broker("other")), "the certificate is of 'other'"),
         "c2": (LinkIdentity(site.broker("c2", "observer")), "the certificate is of 'an observer'"),
@@ -42,7 +41,6 @@ def test_who_has_not_the_right_certificate_gets_no_session_and_the_log_says_why(
 
 
 def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog: pytest.LogCaptureFixture) -> None:
-    """Not another board, and not the broker, whose certificate is a server's."""
     for name, kind, said in (("a", "device", "unsuitable certificate purpose"), ("hub", "server", "'hub' poses as")):
         posing = LinkIdentity(site.broker(name, kind))
         with pytest.raises(JobError, match="identity issue coordinator"):
@@ -60,7 +58,6 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
 
 
 def test_a_certificate_that_no_board_takes_for_the_coordinators_is_refused_with_the_mend(site: Certified) -> None:
-    """It is a client's alone."""
     unfit = LinkIdentity(site.broker("coordinator", "device"))
     with pytest.raises(
         JobError, match=r"unsuitable certificate purpose.*`fedquilt identity issue coordinator` makes one"
@@ -79,7 +76,6 @@ def test_without_an_authority_there_is_no_signing_and_no_silence(site: Certified
 
 
 def test_certificates_are_checked_anew_every_day(fleet: Fleet, site: Certified) -> None:
-    """A board asks for another session in time; without a good certificate it is shut out after two days."""
     first = fleet.boards["a"].session
     site.files("b", days_ago=400)
     fleet.broker.now_s += authenticated_link.RENEW_S + 1.0
@@ -97,7 +93,6 @@ def test_certificates_are_checked_anew_every_day(fleet: Fleet, site: Certified) 
 
 
 def test_a_renewed_certificate_is_used_without_a_restart(fleet: Fleet, site: Certified, tmp_path: Path) -> None:
-    """The same files with another key; the session in use stays until the next one."""
     site.files("a")
     fleet.coordinate()
     fleet.run(6.0)
@@ -110,7 +105,6 @@ def test_a_renewed_certificate_is_used_without_a_restart(fleet: Fleet, site: Cer
 def test_a_coordinator_says_in_time_that_its_certificate_ends(
     site: Certified, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At its start and once a day: nothing renews it by itself, and without it every board is shut out."""
     fleet = Fleet(site)
     assert "no board takes" not in caplog.text
     site.files("coordinator", "coordinator", days_ago=705)
@@ -128,7 +122,6 @@ def test_a_coordinator_says_in_time_that_its_certificate_ends(
 def test_a_site_has_the_right_of_its_certificate_and_loses_it_with_another_certificate(
     fleet: Fleet, site: Certified
 ) -> None:
-    """The name stays; a session by a certificate without the right ends the right."""
     right = SiteRight(("cam-*", "door-7"), 40)
     fleet.join("plant", LinkIdentity(Broker.from_url("mqtts://localhost", **site.files("plant", "site", right=right))))
     fleet.join("other")

@@ -35,7 +35,6 @@ def take_all(made: SendQueue, window: int = 20) -> list[str]:
 
 
 def test_backlog_falls_when_a_message_is_done_not_when_it_is_taken() -> None:
-    """Three of 10 bytes: 30, and 20 after one is done; an unknown packet id changes nothing."""
     made = queue(*map(reliable, "abc"))
     assert take_all(made) == ["a", "b", "c"]
     assert made.backlog == 30
@@ -57,7 +56,6 @@ def test_a_window_of_reliable_messages_and_a_mebibyte_are_under_way_at_once() ->
 
 
 def test_when_a_connection_breaks_reliable_messages_are_sent_again_first_and_one_by_one() -> None:
-    """What is unreliable is lost, under way or not; what never was under way follows as usual."""
     made = queue(reliable("a"), reliable("b"), QueuedMessage("lost", bytes(10), False, reliable=False))
     assert take_all(made) == ["a", "b", "lost"]
     made.add(QueuedMessage("lost too", bytes(10), False, reliable=False))
@@ -73,7 +71,6 @@ def test_when_a_connection_breaks_reliable_messages_are_sent_again_first_and_one
 
 
 def test_the_message_alone_under_way_at_the_third_break_is_blamed() -> None:
-    """First with others, then twice alone; the others are kept."""
     made = queue(reliable("guilty", 1000), reliable("innocent"))
     assert take_all(made) == ["guilty", "innocent"]
     assert made.handle_disconnect() is None
@@ -87,7 +84,6 @@ def test_the_message_alone_under_way_at_the_third_break_is_blamed() -> None:
 
 
 def test_a_network_that_fails_blames_nobody_and_a_broker_that_says_too_large_blames_at_once() -> None:
-    """Ten time-outs are not the message's fault; one plain word from the broker is enough."""
     made = queue(reliable("a"))
     for _ in range(10):
         take_all(made)
@@ -98,7 +94,6 @@ def test_a_network_that_fails_blames_nobody_and_a_broker_that_says_too_large_bla
 
 
 def test_without_a_connection_the_oldest_are_given_up_beyond_the_bounds() -> None:
-    """By bytes, and by number."""
     made = queue(reliable("old", OFFLINE_BYTES), reliable("new"))
     assert made.drop_oldest() == 1
     assert take_all(made) == ["new"]

@@ -48,7 +48,6 @@ def test_what_is_removed_is_found_no_more_and_the_rest_still_is(patterns: list[s
 
 
 def test_an_empty_tree_keeps_no_levels() -> None:
-    """A task's topic comes and goes for every device of a fleet."""
     tree: TopicTree[int] = TopicTree()
     tree.add("a/b/c", 1)
     tree.add("a/b", 2)

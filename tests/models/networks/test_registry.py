@@ -29,8 +29,6 @@ def test_a_convolution_is_counted_at_every_position() -> None:
 
 
 def test_a_network_whose_module_is_given_a_parameter_is_counted_and_asks_for_gradients_afterwards() -> None:
-    """A recurrent cell begins with a parameter: 4 x 4 weights are 32 FLOPs."""
-
     class Begun(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,7 +91,6 @@ def test_a_network_whose_lazy_modules_cannot_run_is_refused_with_the_reason(
     ids=lambda network: network["name"],
 )
 def test_every_network_takes_its_input_shape_and_yields_one_score_per_class(network: dict) -> None:
-    """(2, *input_shape) -> (2, classes)."""
     model = registry.load_network(network)
     shape = registry.input_shape(network)
     assert model(torch.zeros(2, *shape)).shape == (2, network["classes"])
@@ -108,7 +105,6 @@ def test_series_of_a_single_step_are_convolved_without_pooling() -> None:
 
 
 def test_a_transformer_reads_the_order_of_tokens_and_no_padding() -> None:
-    """Another order gives other scores; an empty text gives finite ones; the mean is of what is said."""
     model = registry.load_network({"name": "transformer", "vocabulary": 9, "length": 4, "classes": 3, "width": 8})
     one, other, empty = model(torch.tensor([[1.0, 2, 0, 0], [2, 1, 0, 0], [0, 0, 0, 0]]))
     assert not torch.allclose(one, other)
@@ -120,13 +116,11 @@ def test_a_transformer_reads_the_order_of_tokens_and_no_padding() -> None:
 
 
 def test_a_table_that_does_not_say_its_input_is_refused() -> None:
-    """A residual net takes any size: which one is not to be guessed."""
     with pytest.raises(ModelError, match=r"'residual': give it an \[input\] with"):
         registry.input_shape({"name": "residual", "channels": 1, "classes": 2})
 
 
 def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_seed_alone() -> None:
-    """Equal bytes for one seed, others for another, and the global generator untouched."""
     before = torch.get_rng_state()
     one, same, other = (tensors.encode_tensors(_numpy(registry.load_network(MLP, seed=seed))) for seed in (1, 1, 2))
     assert one == same != other
@@ -135,7 +129,6 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_seed_alone()
 
 @pytest.mark.parametrize("kind", ["pt", "th", "safetensors"])
 def test_weights_come_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
-    """A state dict, the dict of a training script (with `module.` of DataParallel), and safetensors."""
     source = registry.load_network(MLP, seed=5)
     path = tmp_path / f"weights.{kind}"
     if kind == "safetensors":
@@ -148,14 +141,12 @@ def test_weights_come_from_every_kind_of_file(tmp_path: Path, kind: str) -> None
 
 
 def test_weights_of_another_network_are_refused_by_the_first_tensor_that_differs(tmp_path: Path) -> None:
-    """The file holds a wider hidden layer."""
     torch.save(registry.build_network({**MLP, "hidden": [9]}).state_dict(), tmp_path / "w.pt")
     with pytest.raises(ModelError, match=r"w\.pt does not hold the weights of 'mlp'.*'1\.bias'"):
         registry.load_network(MLP, tmp_path / "w.pt")
 
 
 def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
-    """torch.save of a whole module needs pickle to load."""
     torch.save(registry.build_network(MLP), tmp_path / "w.pt")
     with pytest.raises(ModelError, match="save a plain state dict"):
         registry.load_network(MLP, tmp_path / "w.pt")
@@ -174,13 +165,11 @@ def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_built_is_one_clear_error(network: dict, weights: str | None, message: str) -> None:
-    """The message names the network or file, and what to do."""
     with pytest.raises(ModelError, match=message):
         registry.load_network(network, weights)
 
 
 def test_a_users_own_code_runs_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`module:function` is imported from the working folder on an operator's machine, and on a board if it lists it."""
     (tmp_path / "my_own_net.py").write_text(
         "from torch import nn\ndef tiny(classes):\n    return nn.Linear(3, classes)\n"
     )

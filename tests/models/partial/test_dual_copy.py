@@ -71,7 +71,6 @@ def seen_by(dual: DualCopy, network: dict[str, Any], model: Any, x: Any) -> Batc
 
 @pytest.mark.parametrize(("network", "trained", "size"), NETWORKS, ids=[n["name"] for n, _, _ in NETWORKS])
 def test_two_equal_copies_are_the_network_bit_for_bit(network: dict[str, Any], trained: list[str], size: int) -> None:
-    """At its start, whatever is trained; examples 10 times as large as usual reach the upper border of ReLU6."""
     model, x = built(network, size, spread=10.0)
     with torch.no_grad():
         wanted = model(x)
@@ -85,7 +84,6 @@ def test_two_equal_copies_are_the_network_bit_for_bit(network: dict[str, Any], t
 def test_rows_that_were_kept_give_what_the_two_copies_give(
     network: dict[str, Any], trained: list[str], size: int, pool: Any
 ) -> None:
-    """Bit for bit on the same batch, also when the trained copy has moved away from the frozen one."""
     model, x = built(network, size)
     dual = DualCopy(network, trained, pool=pool)
     seen = seen_by(dual, network, model, x)
@@ -103,7 +101,6 @@ def test_rows_that_were_kept_give_what_the_two_copies_give(
 
 
 def test_averaging_the_weights_of_one_trained_layer_averages_its_scores() -> None:
-    """Frozen gates (and pools, which choose too) make the scores linear in it, to float tolerance; ReLU does not."""
     model, x = built(CNN, 8)
     for options, linear in (({"pool": "sk"}, True), ({"gates": "own"}, False)):
         scores = []
@@ -117,7 +114,6 @@ def test_averaging_the_weights_of_one_trained_layer_averages_its_scores() -> Non
 
 
 def test_no_gradient_reaches_the_frozen_copy() -> None:
-    """And every trained tensor has one."""
     model, x = built(RESIDUAL, 16)
     dual = DualCopy(RESIDUAL, ["3", "6"])
     module = filled(dual.build_copy_pair(registry.build_network(RESIDUAL)), model).train()
@@ -128,7 +124,6 @@ def test_no_gradient_reaches_the_frozen_copy() -> None:
 
 
 def test_gates_are_the_frozen_copys_however_the_other_one_moves() -> None:
-    """Weights of the trained copy turned round: the same units are on, so its scores turn round too."""
     network = {"name": "mlp", "inputs": 4, "hidden": [8], "classes": 3}
     model = registry.load_network(network, seed=0)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -153,7 +148,6 @@ def test_other_nonlinearities_become_gates(activation: Any, replaced: bool, monk
 
 
 def test_batch_norm_keeps_its_statistics_or_has_its_own() -> None:
-    """By the switch; the frozen copy never moves its own."""
     model, x = built(RESIDUAL, 16)
     for bn, moves in (("frozen_stats", False), ("train", True)):
         module = filled(
@@ -167,7 +161,6 @@ def test_batch_norm_keeps_its_statistics_or_has_its_own() -> None:
 
 
 def test_gates_of_its_own_make_it_the_network_with_a_frozen_part() -> None:
-    """What FedAvg trains on the same part: equal to the network also when it has moved."""
     model, x = built(RESIDUAL, 16)
     pair = filled(DualCopy(RESIDUAL, ["3", "6"], gates="own").build_copy_pair(registry.build_network(RESIDUAL)), model)
     with torch.no_grad():
@@ -197,7 +190,6 @@ def test_a_network_that_branches_on_values_is_refused_by_name(monkeypatch: pytes
 
 
 def test_a_schedule_that_trains_nothing_is_refused() -> None:
-    """No operation uses such a tensor."""
     with pytest.raises(ModelError, match="uses no tensor of nowhere"):
         DualCopy(CNN, ["nowhere"])
 
@@ -236,13 +228,11 @@ def test_values_too_large_for_16_bits_are_refused() -> None:
 
 
 def test_what_is_no_batch_cannot_be_kept() -> None:
-    """A number that goes from the frozen part into the trained one."""
     with pytest.raises(ModelError, match='set cache = "off"'):
         output_cache.row_layout(seen()._replace(values=[torch.zeros(2, 1)]), half=False)
 
 
 def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path: Path) -> None:
-    """Two batches of three; another key, another count, a cut file or a damaged note are not it."""
     writer = RowWriter(tmp_path / "cache", "train", 6, half=False, most_bytes=360)
     writer.write_batch(seen())
     writer.write_batch(seen())
@@ -274,7 +264,6 @@ def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path: Path) 
 
 
 def test_a_file_is_not_begun_where_it_would_be_too_large(tmp_path: Path) -> None:
-    """6 rows of 60 bytes do not go into 359; what was there of an older key is gone."""
     (tmp_path / "train.rows").write_bytes(b"old")
     with pytest.raises(NoRoomError, match="360 bytes"):
         RowWriter(tmp_path, "train", 6, half=False, most_bytes=359).write_batch(seen())
@@ -282,13 +271,11 @@ def test_a_file_is_not_begun_where_it_would_be_too_large(tmp_path: Path) -> None
 
 
 def test_a_cache_that_cannot_be_written_is_no_room(tmp_path: Path) -> None:
-    """A file lies where the folder should be."""
     (tmp_path / "cache").write_text("")
     with pytest.raises(NoRoomError):
         RowWriter(tmp_path / "cache", "train", 6, half=False, most_bytes=10**6).write_batch(seen())
 
 
 def test_a_layout_survives_json() -> None:
-    """As it is kept beside the rows."""
     layout = output_cache.row_layout(seen(), half=True)
     assert msgspec.json.decode(msgspec.json.encode(layout), type=RowLayout) == layout

@@ -83,7 +83,6 @@ def test_with_b_zero_the_adapted_network_is_the_backbone(name: str) -> None:
 
 @each
 def test_adapters_melt_into_the_weights(name: str) -> None:
-    """Trained ones change the scores, and the merged plain network gives the changed ones."""
     plain, copy, values, x = adapted(name, trained=True)
     model = held(plain)
     wanted = copy(x)
@@ -128,7 +127,6 @@ def test_every_gate_has_a_gradient_from_the_first_step() -> None:
 
 
 def test_a_transformers_attention_and_feed_forward_outputs_are_adapted() -> None:
-    """In ours and in torchvision's, in the order of the blocks ("10" after "2")."""
     spots = spots_of(registry.load_network({**VIT, "depth": 11}), (1, 8, 8))
     assert spots[10] == lora.AdapterSite("blocks.10", ("blocks.10.attention.out_proj", "blocks.10.mlp.2"))
     last = "encoder.layers.encoder_layer_1"
@@ -138,19 +136,16 @@ def test_a_transformers_attention_and_feed_forward_outputs_are_adapted() -> None
 
 
 def test_without_attention_every_linear_layer_but_the_head_is_a_block() -> None:
-    """6 -> 5 -> 4 -> 3: the layers "1" and "3", not the head "5"."""
     assert spots_of(registry.load_network(MLP), (6,)) == (lora.AdapterSite("1", ("1",)), lora.AdapterSite("3", ("3",)))
 
 
 def test_a_network_without_linear_layers_before_its_head_is_refused() -> None:
-    """A convolutional net with one linear layer has nothing for LoRA."""
     with pytest.raises(ModelError, match="take a transformer"):
         spots_of(registry.load_network({"name": "plain", "channels": 1, "classes": 3}), (1, 8, 8))
 
 
 @pytest.mark.parametrize("layer", ["nowhere", "blocks.0.norm1"])
 def test_a_place_that_is_no_linear_layer_is_refused_by_name(layer: str) -> None:
-    """Absent, or of another kind."""
     with pytest.raises(ModelError, match=f"'{layer}' is no linear layer"):
         adapter_layers.insert_adapters(registry.load_network(VIT), [lora.AdapterSite("blocks.0", (layer,))], 2, 1.0)
 
@@ -169,7 +164,6 @@ def test_sizes_of_the_shared_part_are_the_papers() -> None:
 
 
 def test_our_attention_gives_what_torchs_gives() -> None:
-    """Of the same tensors, on 3 examples of 5 patches."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     nn.init.normal_(theirs.in_proj_bias)
@@ -195,7 +189,6 @@ def test_torchs_own_encoder_is_adapted_and_calls_its_adapters_also_when_it_evalu
 
 
 def test_attention_with_a_mask_or_to_another_input_is_refused() -> None:
-    """Rather than left out without a word, as in a decoder."""
     ours = Attention.from_torch(nn.MultiheadAttention(8, 2, batch_first=True))
     x, other = torch.randn(1, 5, 8), torch.randn(1, 5, 8)
     for ask in (lambda: ours(x, other, other), lambda: ours(x, x, x, attn_mask=torch.ones(5, 5))):
@@ -204,7 +197,6 @@ def test_attention_with_a_mask_or_to_another_input_is_refused() -> None:
 
 
 def test_attention_of_another_kind_is_refused() -> None:
-    """With keys of another width than queries there is no single input projection."""
     network = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, kdim=4, batch_first=True)})
     with pytest.raises(ModelError, match="attention: only self-attention"):
         adapter_layers.insert_adapters(network, [], 2, 1.0)
@@ -212,13 +204,11 @@ def test_attention_of_another_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("odd", [{"patch": 3}, {"heads": 3}])
 def test_a_transformer_whose_sizes_do_not_divide_is_refused(odd: dict[str, int]) -> None:
-    """8 pixels in patches of 3, 8 values for 3 heads."""
     with pytest.raises(ModelError, match="is not a multiple of"):
         registry.build_network({**VIT, **odd})
 
 
 def test_the_small_transformer_takes_its_input_and_costs_less_than_a_resnet() -> None:
-    """(n, 1, 28, 28) -> (n, 10) at its defaults: under 40 MFLOP (ResNet-20 takes 82), and the same bits by seed."""
     table = {"name": "vit", "channels": 1, "size": 28, "classes": 10}
     one, two = registry.load_network(table, seed=3), registry.load_network(table, seed=3)
     assert one(torch.zeros(2, *registry.input_shape(table))).shape == (2, 10)

@@ -50,7 +50,6 @@ def a_mask(*neurons: int) -> np.ndarray:
 
 
 def test_an_entry_is_covered_where_both_its_ends_are() -> None:
-    """Neurons 1 and 4 of a, 2 of b: rows of a, and of b's second row the entries 0, 1, 6, 7."""
     marks = masks.covered_entries(PLAN, a_mask(1, 0, 0, 1, 0, 1))
     assert marks["a.weight"].tolist() == [[True] * 3, [False] * 3, [False] * 3, [True] * 3]
     assert marks["a.bias"].tolist() == [True, False, False, True]
@@ -59,7 +58,6 @@ def test_an_entry_is_covered_where_both_its_ends_are() -> None:
 
 
 def test_what_is_taken_is_put_back_where_it_was() -> None:
-    """Uncovered entries are 0, tensors that nothing masks go whole; so many entries travel as are covered."""
     model = {
         "a.weight": np.arange(12.0).reshape(4, 3) + 1,
         "a.bias": np.ones(4),
@@ -85,7 +83,6 @@ def test_what_is_taken_is_put_back_where_it_was() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
 def test_parts_of_all_devices_sum_to_one(parts: int) -> None:
-    """Also where layers are narrower than there are parts, or do not divide."""
     total = sum(masks.mask_of_equal_part(PLAN, index, parts).astype(int) for index in range(parts))
     assert total.tolist() == [1] * 6
     for index in range(parts):
@@ -94,7 +91,6 @@ def test_parts_of_all_devices_sum_to_one(parts: int) -> None:
 
 
 def test_a_mask_is_a_bit_for_each_neuron() -> None:
-    """13 neurons are 2 bytes; another number of bytes is refused."""
     mask = np.random.default_rng(0).random(13) < 0.5
     bits = masks.pack_mask(mask)
     assert (bits.nbytes, masks.unpack_mask(bits, 13).tolist()) == (2, mask.tolist())
@@ -104,7 +100,6 @@ def test_a_mask_is_a_bit_for_each_neuron() -> None:
 
 
 def test_a_plan_travels_as_a_tensor() -> None:
-    """And what is none is refused."""
     assert masks.plan_from_array(masks.plan_to_array(PLAN)) == PLAN
     for odd in (b"", b"{}", b"\xff", b'{"widths":{"a":"b"},"pinned":{},"follows":{}}'):
         with pytest.raises(ModelError, match="plan of masks"):
@@ -145,7 +140,6 @@ def network(name: str) -> tuple[Any, Any, MaskPlan]:
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("training", [False, True])
 def test_masking_activations_is_masking_weights(name: str, training: bool) -> None:
-    """Gates before the layers that hear give what the network gives with uncovered entries at 0, in either mode."""
     torch, module, plan = network(name)
     from fedquilt.models.partial.torch_masks import SCORES, MaskHooks
 
@@ -172,7 +166,6 @@ def test_masking_activations_is_masking_weights(name: str, training: bool) -> No
 
 
 def test_the_toy_networks_plan_is_the_traced_one() -> None:
-    """What the conformance tests of methods play with."""
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import dependency_trace
@@ -181,7 +174,6 @@ def test_the_toy_networks_plan_is_the_traced_one() -> None:
 
 
 def test_channels_that_are_added_share_a_mask() -> None:
-    """The second convolution of a block and its projected shortcut; the first one has its own."""
     _, _, plan = network("residual")
     assert plan.follows["2.conv2.weight"].out == plan.follows["2.shortcut.0.weight"].out
     assert plan.follows["2.conv1.weight"].out == ("2.conv1",)
@@ -211,7 +203,6 @@ def test_the_papers_networks_have_the_neurons_it_counts() -> None:
 
 
 def test_scores_are_never_masked() -> None:
-    """Nor is a network that ends in a convolution and a pooling: SqueezeNet."""
     _, _, plan = network("torchvision/squeezenet1_1")
     assert plan.follows["classifier.1.weight"].out == ()
     assert "classifier.1.bias" not in plan.follows
@@ -219,7 +210,6 @@ def test_scores_are_never_masked() -> None:
 
 
 def test_a_network_that_cannot_be_traced_says_so() -> None:
-    """Its way depends on values."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.partial import dependency_trace
 
@@ -238,7 +228,6 @@ def test_a_network_that_cannot_be_traced_says_so() -> None:
 
 
 def test_units_that_a_weight_made_of_other_tensors_reads_stay_whole() -> None:
-    """Nothing cuts those tensors, nor the bias beside them."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.partial import dependency_trace
 
@@ -305,7 +294,6 @@ def test_being_unlike_the_others_is_worth_lambda() -> None:
 
 
 def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
-    """What it does to them is undone before the step on the weights."""
     torch, module, plan = network("plain")
     from fedquilt.models.partial.torch_masks import MaskHooks
 

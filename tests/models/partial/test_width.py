@@ -35,7 +35,6 @@ def at_rate(model: dict[str, np.ndarray], rate: float) -> width.Places:
 
 
 def test_the_leading_units_are_cut_out_of_every_tensor_that_follows_them() -> None:
-    """Two of five neurons: the first two rows of what makes them, the first two columns of what hears them."""
     model = mlp()
     part = width.cut_tensors(model, at_rate(model, 0.4))
     assert {name: array.shape for name, array in part.items()} == {
@@ -56,7 +55,6 @@ def test_a_rate_keeps_the_ceiling_of_its_share_and_one_unit_at_least(rate: float
 
 
 def test_columns_after_a_flattening_go_with_their_unit_and_pinned_groups_stay() -> None:
-    """Units 0 and 1 of four with two columns each, then both pinned units' columns."""
     model = {"0.weight": np.zeros((4, 1, 3, 3), np.float32), "2.weight": np.arange(36).reshape(3, 12)}
     part = width.cut_tensors(model, width.unit_indices_by_tensor(FLATTENED, model, width.leading_units(FLATTENED, 0.5)))
     assert part["0.weight"].shape == (2, 1, 3, 3)
@@ -64,14 +62,12 @@ def test_columns_after_a_flattening_go_with_their_unit_and_pinned_groups_stay() 
 
 
 def test_the_strongest_units_are_those_with_the_largest_weights_in_their_own_order() -> None:
-    """Rows 1 and 3 are made large."""
     model = mlp()
     model["1.weight"][[3, 1]] *= 100
     assert width.strongest_units(MLP_MASKS, model, 0.4)["1"].tolist() == [1, 3]
 
 
 def test_an_entry_is_the_mean_over_who_sent_it_and_stays_where_nobody_did() -> None:
-    """A whole model of threes by weight 1 and two leading neurons of ones by weight 3: 1.5, 3, and of none the old."""
     model = mlp()
     threes = {name: np.full_like(array, 3) for name, array in model.items()}
     small = at_rate(model, 0.4)
@@ -88,7 +84,6 @@ def test_an_entry_is_the_mean_over_who_sent_it_and_stays_where_nobody_did() -> N
 
 
 def test_how_many_have_an_entry_is_counted_by_the_formula() -> None:
-    """Rates 0.2, 0.4 and 1 of five neurons: weights 3, 2, 1, 1, 1 along them, and all 3 on what is never cut."""
     model, total = mlp(), None
     for rate in (0.2, 0.4, 1.0):
         at = at_rate(model, rate)
@@ -102,7 +97,6 @@ def test_how_many_have_an_entry_is_counted_by_the_formula() -> None:
 
 
 def test_counters_are_not_averaged_and_no_weight_moves_nothing() -> None:
-    """The larger of two counts; a device without examples changes nothing."""
     model = {"n": np.array(3), "w": np.ones(2, np.float32)}
     at: width.Places = {"n": (None, None), "w": (None, None)}
     total = width.add_entries(model, None, {"n": np.array(9), "w": np.zeros(2, np.float32)}, at, 2.0)
@@ -116,7 +110,6 @@ def test_counters_are_not_averaged_and_no_weight_moves_nothing() -> None:
 
 
 def test_a_part_that_nobody_was_sent_is_refused() -> None:
-    """Another width, a missing tensor, and a value that is not finite."""
     model = mlp()
     cuts = [at_rate(model, rate) for rate in (0.2, 1.0)]
     odd = width.cut_tensors(model, at_rate(model, 0.6))
@@ -131,7 +124,6 @@ def test_a_part_that_nobody_was_sent_is_refused() -> None:
 
 
 def test_a_tiers_value_is_the_largest_that_the_budget_reaches_and_the_first_where_it_is_not_known() -> None:
-    """512 MB, 1, 3 and 8 GB, and nothing said."""
     values = ("a", "b", "c", "d", "e")
     budgets = (512 * 10**6, 10**9, 3 * 10**9, 8 * 10**9)
     assert [width.select_by_tier(budgeted(budget), values) for budget in budgets] == ["a", "b", "c", "e"]
@@ -176,7 +168,6 @@ def test_stages_hold_every_tensor_but_the_classifiers_once() -> None:
 
 
 def test_what_has_no_weights_to_hear_with_goes_with_its_neighbour() -> None:
-    """A transformer's embedding of places with the first block, its last normalisation with the last one."""
     pytest.importorskip("torch")
     model = tensors_of(VIT)
     found = body_of(VIT, 9)
@@ -190,7 +181,6 @@ def test_what_has_no_weights_to_hear_with_goes_with_its_neighbour() -> None:
 
 
 def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
-    """Channels are last there; also where there are as many patches as channels."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
 
@@ -210,7 +200,6 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
 
 
 def test_a_network_of_one_layer_has_no_depth_to_cut() -> None:
-    """Linear alone, and convolutions without a linear layer."""
     for kind, shape in (("Linear", (3, 4)), ("Conv2d", (3, 4, 1, 1))):
         row = RegisterEntry("0.weight", "parameter", "0", "0", kind, normalises=False, trained=True)
         with pytest.raises(ModelError, match="by depth"):
@@ -219,7 +208,6 @@ def test_a_network_of_one_layer_has_no_depth_to_cut() -> None:
 
 @pytest.mark.parametrize("name", ["residual", "plain", "separable", "resnet20-cifar", "cnn"])
 def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) -> None:
-    """What the stage behind them hears, with everything behind gone; in evaluation, to the last bit."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
 
@@ -244,7 +232,6 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
 
 
 def test_an_order_of_calls_that_is_not_the_networks_is_found_out() -> None:
-    """A network that uses its layer "b" before its layer "a", which the register has first."""
     torch = pytest.importorskip("torch")
 
     class Odd(torch.nn.Module):  # type: ignore[misc,name-defined]
@@ -271,7 +258,6 @@ def test_an_order_of_calls_that_is_not_the_networks_is_found_out() -> None:
 
 @pytest.mark.parametrize("name", ["residual", "plain", "separable", "cnn", "resnet20-cifar"])
 def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_silenced(name: str) -> None:
-    """Whole, with 0 in all entries of units that are left out: their biases and normalisations too."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import dependency_trace
@@ -305,7 +291,6 @@ def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_sile
 
 
 def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much() -> None:
-    """Half of the neurons' outputs doubled; the layer that tells classes as it is."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import dependency_trace
@@ -345,7 +330,6 @@ def test_a_normalisation_without_weights_is_narrowed_by_its_statistics() -> None
 
 
 def test_tensors_of_another_network_are_told_by_name() -> None:
-    """A sub-model that lacks a tensor."""
     pytest.importorskip("torch")
     from fedquilt.models.networks import registry
 

@@ -34,7 +34,6 @@ def stack(where: str, folder: Path) -> ActivationStack:
 @pytest.mark.parametrize("where", ["memory", "file"])
 @pytest.mark.parametrize(("first", "last"), [(0, 7), (0, 3), (1, 2), (2, 6), (3, 4), (6, 7)])
 def test_rows_and_columns_are_those_that_were_put(where: str, first: int, last: int, tmp_path: Path) -> None:
-    """Across the pieces that it was put in, bit for bit."""
     made = stack(where, tmp_path)
     assert np.array_equal(made.read_examples(first, last), X[first:last])
     assert np.array_equal(made.read_features(first, last, 5), X.reshape(7, -1)[:5, first:last])
@@ -45,7 +44,6 @@ def test_rows_and_columns_are_those_that_were_put(where: str, first: int, last: 
 def test_whole_examples_are_one_read_of_the_file(
     last: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some features of five examples take a read for each; all features lie side by side."""
     made, read, sizes = stack("file", tmp_path), os.preadv, []
 
     def preadv(file: int, into: list[memoryview], offset: int) -> int:
@@ -59,7 +57,6 @@ def test_whole_examples_are_one_read_of_the_file(
 
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_a_saved_stack_is_found_again_and_only_in_its_shape(where: str, tmp_path: Path) -> None:
-    """The file stays when the stack goes; one cut short is none."""
     made = stack(where, tmp_path)
     made.save(tmp_path / "kept")
     del made
@@ -112,7 +109,6 @@ def test_a_full_disk_is_told_with_a_mend(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
-    """Two fit; the third goes to a file until one of them is gone. What a killed task left is swept."""
     (tmp_path / "part-left").write_bytes(b"x")
     shelf = ActivationCache(tmp_path, 2 * X.nbytes, 0)
     assert not list(tmp_path.iterdir())
@@ -124,7 +120,6 @@ def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
 
 
 def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever wanted it computes it anew; it is named."""
     shelf = ActivationCache(tmp_path, 10**6, 10**6)
     for at in (0, -1, -5):  # the first example, the checksum and the last example
         shelf.store("target", MemoryStack.from_array(X), spare=False)
@@ -154,7 +149,6 @@ def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp
 
 
 def test_views_change_values_or_places_and_nothing_else(tmp_path: Path) -> None:
-    """Mapped through a function as asked for; Part counts from its first example."""
     doubled = MappedSource(stack("file", tmp_path), lambda x: 2 * x[:, :1], (1, 3, 3), 5)
     assert doubled.shape == (7, 1, 3, 3)
     part = SourceSlice(doubled, 2, 6)

@@ -87,7 +87,6 @@ def _swin(version: int) -> nn.Module:
 def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_run(
     make: Callable[[], nn.Module], size: int, count: int, tmp_path: Path
 ) -> None:
-    """Small ones of torchvision's own code: shifted windows are written as slices, ranges and scatters of sizes."""
     donor = _lively(make())
     parts = blocks.split_donor(donor, "donor", (3, size, size))
     assert len(parts) == count
@@ -100,7 +99,6 @@ def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_ru
 
 
 def test_a_vision_transformer_is_written_whole_too(tmp_path: Path) -> None:
-    """As one graph it is permitted, and does the same."""
     sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
     donor = import_torchvision().models.VisionTransformer(**sizes, num_classes=10).eval()
     assert len(blocks.split_donor(donor, "d", (3, 32, 32))) == 4
@@ -116,7 +114,6 @@ def test_a_vision_transformer_is_written_whole_too(tmp_path: Path) -> None:
 
 
 def test_the_average_pool_is_at_the_head_of_the_terminating_block() -> None:
-    """Of squares that are 2 x 2 before the pool, none is pooled away in a middle block."""
     for name in ("resnet18", "mobilenet_v2", "shufflenet_v2_x0_5", "densenet121"):
         donor = registry.build_network({"name": f"torchvision/{name}"})
         last = blocks.split_donor(donor, name, (3, 64, 64), architecture=name)[-1]
@@ -132,7 +129,6 @@ def test_costs_of_a_block_are_those_of_its_operations() -> None:
 
 
 def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path: Path) -> None:
-    """What runs between the named modules and the next belongs to the next block."""
     donor = _lively(registry.build_network({"name": "resnet20-cifar"}))
     parts = blocks.split_donor(donor, "own", (3, 32, 32), cuts=["layer1.0", "layer2"])
     assert [part.out_shape for part in parts] == [(16, 32, 32), (32, 16, 16), (10,)]
@@ -154,13 +150,11 @@ def test_a_users_own_network_is_cut_after_the_modules_named(tmp_path: Path) -> N
     ],
 )
 def test_a_cut_that_cannot_be_made_is_named(cuts: list[str], message: str) -> None:
-    """Unknown, inside a branch, past the maps, out of order."""
     with pytest.raises(ModelError, match=message):
         blocks.split_donor(registry.build_network({"name": "resnet20-cifar"}), "own", (3, 32, 32), cuts=cuts)
 
 
 def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path: Path) -> None:
-    """Maps (channels, steps) between blocks; before the transposition that follows the input nothing can be cut."""
     donor = _lively(registry.build_network({"name": "conv1d", "channels": 3, "steps": 20, "classes": 4}))
     parts = blocks.split_donor(donor, "donor", (20, 3))
     assert [part.in_shape for part in parts] == [(20, 3), (16, 10), (32, 5), (32, 2)]
@@ -231,13 +225,11 @@ class Branching(nn.Module):
     ids=["no maps", "branches", "no classifier", "wrong input"],
 )
 def test_a_donor_that_cannot_be_split_says_why(donor: nn.Module, shape: tuple, message: str) -> None:
-    """One error that names the donor and the mend."""
     with pytest.raises(ModelError, match=message):
         blocks.split_donor(donor, "own", shape)
 
 
 def test_weights_lie_in_one_file_named_by_its_content() -> None:
-    """The graph holds no large tensor, and calls the file by its sha256; a small block is all in the graph."""
     donors = (
         registry.load_network({"name": "plain", "channels": 1, "classes": 2, "width": width}) for width in (16, 4)
     )
@@ -256,7 +248,6 @@ def test_weights_lie_in_one_file_named_by_its_content() -> None:
 def test_exporting_twice_gives_the_same_bytes_that_old_runtimes_read(
     tile_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opset 17 and IR version 8, of tiles too: onnxruntime 1.19 loads both."""
     monkeypatch.setattr(blocks, "TILE_BYTES", tile_bytes)
     first, again = (
         [
@@ -306,7 +297,6 @@ def _lively(model: nn.Module) -> nn.Module:
 def test_a_transformer_splits_before_each_of_its_layers(
     network: dict[str, object], shape: tuple[int, int, int], width: int, tmp_path: Path
 ) -> None:
-    """Its tokens are maps (channels, tokens) between blocks, which together are the network, in torch and in ONNX."""
     if str(network["name"]).startswith("torchvision/"):
         import_torchvision()
     torch.manual_seed(0)

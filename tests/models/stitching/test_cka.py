@@ -49,7 +49,6 @@ def test_the_unbiased_hsic_is_songs_estimator() -> None:
 
 @BOTH
 def test_rotation_scale_and_shift_change_nothing(estimator: cka.Estimator) -> None:
-    """CKA sees neither an orthogonal map, nor isotropic scale, nor an offset."""
     rotation, _ = np.linalg.qr(RNG.normal(size=(10, 10)))
     want = score(X, Y, estimator)
     assert score(7.0 * X @ rotation + RNG.normal(size=10), Y, estimator) == pytest.approx(want, abs=1e-10)
@@ -57,7 +56,6 @@ def test_rotation_scale_and_shift_change_nothing(estimator: cka.Estimator) -> No
 
 @BOTH
 def test_a_large_offset_in_float32_costs_only_the_inputs_rounding(estimator: cka.Estimator) -> None:
-    """At offset 1000 float32 keeps four decimals of the features; the score keeps them too."""
     shifted = (X + 1000.0).astype(np.float32)
     assert score(shifted, Y, estimator) == pytest.approx(score(X, Y, estimator), abs=1e-4)
     late = shifted @ shifted.T  # the Gram matrix first, in float32, has lost them
@@ -66,7 +64,6 @@ def test_a_large_offset_in_float32_costs_only_the_inputs_rounding(estimator: cka
 
 @BOTH
 def test_dead_features_change_nothing_and_duplicates_count_twice(estimator: cka.Estimator) -> None:
-    """A constant column adds nothing to a Gram matrix; a duplicate is a column times sqrt 2."""
     dead = np.hstack([X, np.full((32, 3), 0.1)])
     assert score(dead, Y, estimator) == score(X, Y, estimator)
     twice, scaled = np.hstack([X, X[:, :1]]), X.copy()
@@ -77,13 +74,11 @@ def test_dead_features_change_nothing_and_duplicates_count_twice(estimator: cka.
 @BOTH
 @pytest.mark.parametrize("constant", [np.full((32, 5), 0.1), np.full((32, 5), np.float32(1e6)), np.zeros((32, 1))])
 def test_features_that_do_not_vary_score_zero_and_are_flagged(constant: np.ndarray, estimator: cka.Estimator) -> None:
-    """Never NaN, never the rounding's own CKA."""
     assert cka.cka(cka.gram_matrix(constant), cka.gram_matrix(X), estimator) == (0.0, False)
     assert cka.cka(cka.gram_matrix(X), cka.gram_matrix(constant), estimator) == (0.0, False)
 
 
 def test_one_odd_image_is_no_variation_to_the_unbiased_estimator() -> None:
-    """Its Gram matrix off the diagonal is constant: U-centring leaves nothing but rounding."""
     odd = np.zeros((16, 3))
     odd[0] = 1.0
     assert cka.cka(cka.gram_matrix(odd), cka.gram_matrix(X[:16])) == (0.0, False)
@@ -99,7 +94,6 @@ def test_noise_scores_nothing_unbiased_and_nearly_all_biased(features: int, bias
 
 
 def test_four_images_suffice_and_three_do_not() -> None:
-    """The unbiased estimator divides by n - 3."""
     assert -1 <= score(X[:4], Y[:4]) <= 1
     with pytest.raises(ValueError, match="at least 4"):
         score(X[:3], Y[:3])
@@ -108,7 +102,6 @@ def test_four_images_suffice_and_three_do_not() -> None:
 
 
 def test_maps_become_rows_in_three_ways() -> None:
-    """flatten: an image is a row of c*h*w; gap: of c means; position: four rows of c cell means."""
     maps = RNG.normal(size=(5, 3, 4, 6)).astype(np.float32)
     means = maps.mean(axis=(2, 3), dtype=np.float64)
     cells = maps.reshape(5, 3, 2, 2, 2, 3).mean(axis=(3, 5), dtype=np.float64).transpose(0, 2, 3, 1).reshape(20, 3)
@@ -128,7 +121,6 @@ def test_maps_of_a_series_become_rows_in_three_ways() -> None:
 
 
 def test_chunks_of_features_add_up() -> None:
-    """More features than one chunk give the Gram matrix of all of them."""
     wide = RNG.normal(size=(6, cka.CHUNK + 100))
     centred = wide - wide.mean(axis=0)
     assert np.allclose(cka.gram_matrix(wide), centred @ centred.T, rtol=1e-12)

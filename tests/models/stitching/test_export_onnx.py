@@ -105,7 +105,6 @@ def by_the_agents(
 def test_the_file_gives_what_the_agents_compute(
     tmp_path: Path, taps: list[list[str]], align: Any, head: bool | str
 ) -> None:
-    """To 1e-4 of the largest score, for 1 image and for 7, alone in its folder; a label without classes scores -inf."""
     meta, arrays = artefact(taps, align, head)
     file = tmp_path / "net.onnx"
     file.write_bytes(export_stitched(meta, arrays, STOCK.blocks, FILES))
@@ -122,7 +121,6 @@ def test_the_file_gives_what_the_agents_compute(
 
 
 def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminating block whose layer 288 -> 50 is 4 tiles, behind another donor's block of larger maps."""
     pytest.importorskip("torch", reason="preparing cuts torch networks")
     from fedquilt.models.stitching.onnx import blocks
     from fedquilt.tools.artefacts.prepare import prepare_bundle
@@ -154,8 +152,6 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_networks_of_time_series_are_exported(tmp_path: Path) -> None:
-    """Two donors of different widths and kernels; taps at two depths, one behind a junction that shrinks and one that
-    grows."""
     pytest.importorskip("torch", reason="preparing cuts torch networks")
     from fedquilt.tools.artefacts.prepare import prepare_bundle
 
@@ -182,7 +178,6 @@ def test_networks_of_time_series_are_exported(tmp_path: Path) -> None:
 
 
 def test_what_is_projected_is_the_smaller_map() -> None:
-    """As the agents do it: before it grows, after it has shrunk."""
     model = onnx.load_from_string(export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
     order = [node.name.split("/") for node in model.graph.node if node.name.startswith("junction")]
     resize = ["resized_rows", "resized"]
@@ -191,7 +186,6 @@ def test_what_is_projected_is_the_smaller_map() -> None:
 
 
 def test_shared_beginnings_and_repeated_blocks_are_in_the_file_once(tmp_path: Path) -> None:
-    """Five paths: one stem node of its donor, and weights of plain.2, which stands in two paths, counted once."""
     meta, arrays = artefact(JOINED, None, True)
     model = onnx.load_from_string(export_stitched(meta, arrays, STOCK.blocks, FILES))
     separable = onnx.load(FILES["separable.0.onnx"]).graph.node
@@ -210,7 +204,6 @@ def test_shared_beginnings_and_repeated_blocks_are_in_the_file_once(tmp_path: Pa
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, order: int) -> None:
-    """The same block native in one path and behind a junction folded into its first layer in another."""
     draw = np.random.default_rng(1)
     blocks, files = {}, {}
     for name, q, p in (("few.0", 3, 1), ("many.0", 8, 1), ("many.1", 2, 8)):
@@ -239,7 +232,6 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, 
 
 
 def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_that(tmp_path: Path) -> None:
-    """By the runtime's own record of a run; values alive together in that order are no more than the file says."""
     model = onnx.load_from_string(export_stitched(*artefact(JOINED, None, True), STOCK.blocks, FILES))
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -288,7 +280,6 @@ def test_a_class_that_nobody_has_never_wins(tmp_path: Path) -> None:
 
 
 def test_what_running_it_takes_is_in_the_file() -> None:
-    """Labels, input, path and memory as metadata; opset and IR version that old runtimes read."""
     model = onnx.load_from_string(export_stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
     facts = {prop.key: prop.value for prop in model.metadata_props}
     assert facts["labels"] == '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
@@ -308,7 +299,6 @@ def test_the_same_network_is_the_same_file() -> None:
 
 
 def test_blocks_that_a_store_has_linked_in_are_read(tmp_path: Path) -> None:
-    """The same bytes from hard links, which onnx's own loader takes for an attack."""
     for folder in ("bundle", "depot"):
         (tmp_path / folder).mkdir()
     for path in FILES.values():
@@ -321,7 +311,6 @@ def test_blocks_that_a_store_has_linked_in_are_read(tmp_path: Path) -> None:
 
 
 def test_a_network_that_cannot_be_written_says_why(tmp_path: Path) -> None:
-    """No labels, another bundle, a damaged block, weights cut short or outside, a graph from elsewhere."""
     with pytest.raises(ModelError, match="neither a head nor an alignment"):
         export_stitched(*artefact([["plain.0"]], None, False), STOCK.blocks, FILES)
     with pytest.raises(ModelError, match=r"no block 'plain\.0'"):

@@ -45,7 +45,6 @@ def run(made: GraphProto, x: np.ndarray) -> np.ndarray:
     ids=str,
 )
 def test_folded_equals_explicit(changes: dict[str, Any]) -> None:
-    """Without padding, at any stride and with any kernel, the borders included."""
     explicit = graph(**changes)
     folded = junction_folding.fold_projection(explicit, A, BIAS)
     assert folded is not None
@@ -66,12 +65,10 @@ def test_folded_equals_explicit(changes: dict[str, Any]) -> None:
     ids=str,
 )
 def test_what_cannot_be_folded_is_left_alone(changes: dict[str, Any]) -> None:
-    """Padded, grouped, or with another taker."""
     assert junction_folding.fold_projection(graph(**changes), A, BIAS) is None
 
 
 def test_along_time_it_folds_as_well() -> None:
-    """A convolution of kernel 3 and stride 2 over (n, c, l)."""
     w, b = (DRAWS.normal(size=size).astype(np.float32) for size in ((4, 5, 3), 4))
     nodes = [helper.make_node("Conv", ["x", "w", "b"], ["y"], strides=[2])]
     info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", c, None]) for name, c in (("x", 5), ("y", 4))]

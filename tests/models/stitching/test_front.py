@@ -37,7 +37,6 @@ def test_what_taps_share_costs_once_and_a_junction_costs_where_maps_are_smaller(
 
 
 def test_the_weights_of_a_block_in_two_paths_count_once() -> None:
-    """b.1 behind a.0 and behind a.1: run twice, stored once, each with a junction of its own."""
     one, both = (
         pareto_front.inference_cost(STOCK, paths, 0)
         for paths in ([("a.0", "b.1")], [("a.0", "b.1"), ("a.0", "a.1", "b.1")])
@@ -47,7 +46,6 @@ def test_the_weights_of_a_block_in_two_paths_count_once() -> None:
 
 
 def test_milliseconds_are_those_of_the_boards_profile() -> None:
-    """At its first operating point, without a task around it; a board that there is not is refused."""
     [point, *_] = profiles.load_board_profile("jetson-tx2").operating_points()
     seconds = cost_model.work_seconds(WorkEstimate(flops=1e9, read_bytes=1e7, tasks=0.0), point)
     assert seconds is not None
@@ -57,14 +55,12 @@ def test_milliseconds_are_those_of_the_boards_profile() -> None:
 
 
 def test_on_the_front_is_who_nobody_beats() -> None:
-    """Dearer and no better is beaten; equal ones both stay; what is not known is never on it."""
     gain = [0.8, 0.7, 0.7, 0.8, 0.6, None]
     prices = [(9.0, 5.0), (2.0, 6.0), (3.0, 6.0), (9.0, 5.0), (1.0, 1.0), (0.0, 0.0)]
     assert pareto_front.pareto_front(gain, prices) == [True, True, False, True, True, False]
 
 
 def test_stock_without_a_junction_needs_none() -> None:
-    """A donor's own succession costs its blocks alone."""
     native = pareto_front.inference_cost(STOCK, [("a.0", "a.1")], 0)
     assert (native.flops, native.weight_bytes) == (2000, 800)
     assert stitched_network.is_continuation(BLOCKS[0], replace(BLOCKS[1]))

@@ -34,7 +34,6 @@ from fedquilt.models.stitching.algebra import class_moments
     ],
 )
 def test_moments_that_no_examples_have_are_refused(changes: dict, why: str) -> None:
-    """Not finite, huge, negative, of other shapes, or class means further apart than the second moments allow."""
     given = sent()
     spoilt = {**given, **{name: change(given[name]) for name, change in changes.items()}}
     with pytest.raises(UpdateError, match=why):
@@ -43,7 +42,6 @@ def test_moments_that_no_examples_have_are_refused(changes: dict, why: str) -> N
 
 
 def test_moments_without_a_part_are_refused() -> None:
-    """Named, whichever is missing."""
     given = sent()
     for name in given:
         with pytest.raises(UpdateError, match=f"{name} missing"):
@@ -52,7 +50,6 @@ def test_moments_without_a_part_are_refused() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 40, 300])
 def test_honest_moments_are_never_refused(n: int) -> None:
-    """Float32, classes of one example, features that all but repeat each other, and means far from 0."""
     for seed in range(5):
         z, y = data(n, 12, seed)
         z = np.hstack([z, z[:, :3] + 1e-4, np.full((n, 1), 7.7)]).astype(np.float32)
@@ -62,7 +59,6 @@ def test_honest_moments_are_never_refused(n: int) -> None:
 
 
 def test_a_part_is_not_changed_by_being_merged() -> None:
-    """Values are folded more than once where updates are read ahead."""
     part = class_moments.device_moments(*data(20), CLASSES)
     before = replace(part, means=part.means.copy(), factor=part.factor.copy(), counts=part.counts.copy())
     sums = merged([part])

@@ -19,7 +19,6 @@ SHARES = (slice(0, 3), slice(3, 40), slice(40, 90))  # one device with fewer row
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("x", [X, DEFICIENT], ids=["full rank", "rank deficient"])
 def test_federated_equals_pooled(x: np.ndarray, centred: bool, ridge: float) -> None:
-    """Sums of three devices, merged, give the pooled solution to 1e-10."""
     parts = [p.add_rows(None, x[share], Y[share], centred) for share in SHARES]
     for one, other in zip(
         p.solve_ridge(p.merge_moments(parts), ridge),
@@ -49,7 +48,6 @@ def test_the_ridge_is_relative_to_the_mean_variance() -> None:
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("rows", [8, 50])
 def test_fits_at_hand_equal_those_from_sums(rows: int, centred: bool, ridge: float) -> None:
-    """With fewer rows than the 20 channels and with more, and for each of several targets."""
     x, ys = RNG.normal(size=(rows, 20)), [RNG.normal(size=(rows, 3)), RNG.normal(size=(rows, 5)) + 4.0]
     fit = p.RidgeFit(x, ridge, centred)
     for y in ys:
@@ -58,7 +56,6 @@ def test_fits_at_hand_equal_those_from_sums(rows: int, centred: bool, ridge: flo
 
 
 def test_dead_and_duplicate_channels_do_not_explode() -> None:
-    """Least norm splits a slope over duplicates and gives dead channels nothing."""
     weights, _ = p.solve_ridge(p.add_rows(None, DEFICIENT, Y), 0.0)
     plain, _ = p.solve_ridge(p.add_rows(None, X, Y), 0.0)
     assert np.allclose(weights[:, 8:], 0.0)
@@ -68,7 +65,6 @@ def test_dead_and_duplicate_channels_do_not_explode() -> None:
 
 @pytest.mark.parametrize("ridge", [1e-4, 0.0])
 def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
-    """Nothing to regress on: weights 0, bias the mean of y."""
     for weights, bias in (
         p.solve_ridge(p.add_rows(None, np.full((5, 2), 7.0), Y[:5]), ridge),
         p.RidgeFit(np.full((1, 9), 7.0), ridge).solve_weights(Y[:1]),
@@ -78,14 +74,12 @@ def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
 
 
 def test_a_large_offset_costs_nothing() -> None:
-    """Moments are centred before they are multiplied: offset 1e6 changes the bias only."""
     weights, _ = p.solve_ridge(p.add_rows(None, X, Y), 1e-4)
     shifted, _ = p.solve_ridge(p.add_rows(None, X + 1e6, Y), 1e-4)
     assert np.abs(weights - shifted).max() < 1e-7
 
 
 def test_maps_are_rows_of_positions_in_chunks() -> None:
-    """Each image and position is one row, however many are taken at a time."""
     x, y = RNG.normal(size=(7, 3, 2, 2)), RNG.normal(size=(7, 2, 2, 2))
     rows = [maps.transpose(0, 2, 3, 1).reshape(28, -1) for maps in (x, y)]
     whole = p.add_rows(None, *rows)
@@ -97,7 +91,6 @@ def test_maps_are_rows_of_positions_in_chunks() -> None:
 
 @pytest.mark.parametrize("centred", [True, False])
 def test_rows_are_added_in_place_as_if_merged(centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few rows of the matrix at a time, and a few rows of data: the moments of all of them."""
     monkeypatch.setattr(p, "BLOCK", 3)
     x, y = RNG.normal(size=(30, 8)) + 5, RNG.normal(size=(30, 4)) - 2
     sums = None
@@ -142,7 +135,6 @@ def test_a_bias_that_is_off_is_counted() -> None:
 
 
 def test_a_device_of_another_distribution_stands_out() -> None:
-    """Equal devices leave about what the pooled fit leaves in sample; one whose y follows another rule leaves more."""
     draws = np.random.default_rng(5)
     rule = draws.normal(size=(8, 3))
     xs = [draws.normal(size=(400, 8)) for _ in range(6)]
@@ -157,7 +149,6 @@ def test_a_device_of_another_distribution_stands_out() -> None:
 
 
 def test_gathered_groups_are_few_and_their_total_is_the_merged_one() -> None:
-    """Five devices in at most three groups; the total has the bits of merging one after the other."""
     parts = [p.add_rows(None, X[i : i + 18 + i], Y[i : i + 18 + i]) for i in range(5)]
     for most, groups in ((9, 5), (3, 3), (1, 0), (0, 0)):
         gathered, total = None, parts[0]
@@ -175,7 +166,6 @@ def test_gathered_groups_are_few_and_their_total_is_the_merged_one() -> None:
 
 
 def test_a_merge_is_symmetric_and_changes_none_of_its_parts() -> None:
-    """More channels than are added at a time."""
     draws = np.random.default_rng(2)
     parts = [p.add_rows(None, draws.normal(size=(50, 150)) + i, draws.normal(size=(50, 3))) for i in range(3)]
     before = [part.xx.copy() for part in parts]
@@ -188,7 +178,6 @@ def test_a_merge_is_symmetric_and_changes_none_of_its_parts() -> None:
 
 
 def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
-    """Half of the symmetric matrix; float64 returns every bit, float32 seven digits."""
     sums = p.add_rows(None, X, Y)
     exact = p.read_sent_moments(p.pack_moments(sums, exact=True), 6, 4)
     assert np.array_equal(exact.xx, (sums.xx + sums.xx.T) / 2)
@@ -213,7 +202,6 @@ def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
     ],
 )
 def test_what_is_no_moments_is_refused(name: str, value: np.ndarray | None) -> None:
-    """Wrong counts, shapes, types, NaN, negative variances and missing tensors."""
     sent = p.pack_moments(p.add_rows(None, X, Y), exact=True)
     if value is None:
         del sent[name]

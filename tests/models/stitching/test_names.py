@@ -23,10 +23,8 @@ ACROSS = (*(f"a.{i}" for i in range(4)), "b.2", "b.3", "c.9")
     ],
 )
 def test_a_network_is_named_by_its_taps(taps: list[list[str]], headed: bool, name: str) -> None:
-    """A donor's own tap by its last block, another one by its path, with runs of one donor's blocks shortened."""
     assert display_names.network_name(taps, headed) == name
 
 
 def test_a_path_of_two_neighbours_is_written_out() -> None:
-    """Runs begin at three blocks."""
     assert display_names.path_name(("a.0", "a.1", "b.2", "b.3")) == "a.0 > a.1 > b.2 > b.3"

@@ -35,19 +35,16 @@ def kinds(*nodes: tuple[str, str, str], output: str = "y", perm: Sequence[int] =
 
 
 def test_a_scaled_factor_is_part_of_its_product_unless_it_is_used_elsewhere() -> None:
-    """Scaled values are kept in memory where an operation beside the product takes them."""
     assert kinds(("Mul", "x half", "a"), ("MatMul", "a wide", "y")) == ["MatMul"]
     used_twice = ("Mul", "x half", "a"), ("MatMul", "a wide", "b"), ("Add", "a b", "y")
     assert kinds(*used_twice) == ["Mul", "MatMul", "Add"]
 
 
 def test_a_scale_between_two_products_belongs_to_the_first() -> None:
-    """A scale is joined once: as part of the first product it is no factor of the second."""
     assert kinds(("MatMul", "x wide", "a"), ("Mul", "a half", "b"), ("MatMul", "b wide", "y")) == ["MatMul", "MatMul"]
 
 
 def test_one_number_divided_by_values_is_no_scale() -> None:
-    """Values divided by one number are scaled; the other way round each has an inverse of its own."""
     assert kinds(("Div", "x half", "a"), ("MatMul", "a wide", "y")) == ["MatMul"]
     assert kinds(("Div", "half x", "a"), ("MatMul", "a wide", "y")) == ["Div", "MatMul"]
 
@@ -56,19 +53,16 @@ def test_one_number_divided_by_values_is_no_scale() -> None:
 def test_only_a_factor_whose_last_two_dimensions_are_swapped_is_part_of_its_product(
     perm: tuple[int, ...], one: bool
 ) -> None:
-    """A product reads rows as columns at no cost; any other order of dimensions is copied first."""
     found = kinds(("Transpose", "x", "a"), ("MatMul", "x a", "y"), perm=perm)
     assert found == (["MatMul"] if one else ["Transpose", "MatMul"])
 
 
 def test_what_the_graph_puts_out_is_not_joined_with_what_follows() -> None:
-    """The output of the graph needs a buffer, also where one operation more uses it."""
     assert kinds(("Gemm", "x wide", "a"), ("Relu", "a", "y")) == ["Gemm"]
     assert kinds(("Gemm", "x wide", "a"), ("Relu", "a", "b"), output="a") == ["Gemm", "Relu"]
 
 
 def test_a_gelu_takes_its_bias_in_only_where_nothing_else_uses_the_sum() -> None:
-    """A shortcut around the GELU needs the sum of x and bias in memory."""
     sums = ("Add", "x bias", "v")
     assert kinds(sums, *GELU, ("Relu", "g", "y")) == ["BiasGelu", "Relu"]
     assert kinds(sums, *GELU, ("Add", "g v", "y")) == ["Add", "Gelu", "Add"]
@@ -80,7 +74,6 @@ def used_beside(value: str) -> list[str]:
 
 
 def test_a_gelu_whose_half_is_used_elsewhere_stays_in_its_parts() -> None:
-    """Half of a GELU's input is kept in memory where another operation takes it."""
     assert used_beside("g") == ["Relu", "Gelu", "Add"]
     assert used_beside("f") == ["Relu", *PARTS, "Add"]
 

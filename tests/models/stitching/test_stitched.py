@@ -27,7 +27,6 @@ B1 = block("b", 1, (5, 4, 4), (5, 4, 4))
 
 
 def test_only_the_next_block_of_the_same_donor_continues() -> None:
-    """a.1 continues a.0; a.2 does not, nor does b.1."""
     assert stitched_network.is_continuation(A0, A1)
     assert not stitched_network.is_continuation(A0, A2)
     assert not stitched_network.is_continuation(A0, B1)
@@ -37,7 +36,6 @@ def test_only_the_next_block_of_the_same_donor_continues() -> None:
 
 
 def test_maps_go_to_maps_within_twofold_enlargement() -> None:
-    """4x4 to 8x8 is allowed, 4x4 to 9x9 only by the switch, vectors to maps never, and no start in the middle."""
     assert stitched_network.can_connect(A1, A1)
     wide = block("b", 3, (5, 9, 9), (5, 9, 9))
     assert not stitched_network.can_connect(A1, wide)
@@ -57,7 +55,6 @@ def test_a_junction_resizes_and_then_projects() -> None:
 
 @pytest.mark.parametrize("wanted", [4, 12])
 def test_a_junction_of_series_resizes_and_projects(wanted: int) -> None:
-    """Of 8 steps, to cells of 2 or between neighbours; the same as of maps of one row."""
     series = RNG.normal(size=(2, 3, 8)).astype(np.float32)
     junction = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
     made = stitched_network.apply_junction(series, junction, block("s", 1, (5, wanted), (5, wanted)))
@@ -72,7 +69,6 @@ def test_a_junction_of_series_resizes_and_projects(wanted: int) -> None:
 
 
 def test_series_go_to_series_only() -> None:
-    """Within the limit of enlargement; neither to maps of images nor from them."""
     before, after = block("s", 1, (3, 8), (3, 8)), block("t", 1, (5, 16), (5, 16))
     assert stitched_network.can_connect(before, after)
     assert not stitched_network.can_connect(before, block("t", 1, (5, 17), (5, 17)))
@@ -81,7 +77,6 @@ def test_series_go_to_series_only() -> None:
 
 
 def test_a_fitted_junction_recovers_a_linear_map() -> None:
-    """Where the donor's own input is a projection of what comes in, the junction is that projection."""
     maps = RNG.normal(size=(20, 3, 8, 8)).astype(np.float32)
     true = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
     target = stitched_network.apply_junction(maps, true, B1)
@@ -92,7 +87,6 @@ def test_a_fitted_junction_recovers_a_linear_map() -> None:
 
 
 def test_every_prefix_has_junctions_of_its_own() -> None:
-    """A junction is asked for by its path's name, and not at all between neighbours."""
     asked: list[str] = []
 
     def load(name: str) -> dict[str, np.ndarray]:
@@ -105,7 +99,6 @@ def test_every_prefix_has_junctions_of_its_own() -> None:
 
 
 def test_alignment_is_logsumexp_within_a_group_and_argmax_over_groups() -> None:
-    """Two classes at log 2 beat one at log 3: 4 > 3; a label without classes never wins."""
     logits = np.log(np.array([[2.0, 2.0, 3.0]]))
     scores = stitched_network.align_logits(logits, [(2,), (0, 1), ()])
     assert np.allclose(np.exp(scores), [[3.0, 4.0, 0.0]])
@@ -114,7 +107,6 @@ def test_alignment_is_logsumexp_within_a_group_and_argmax_over_groups() -> None:
 
 
 def test_random_features_keep_lengths_on_average() -> None:
-    """A vector of length 1 has length about 1 afterwards; the same seed gives the same projection."""
     draw = stitched_network.random_projection(50, 4000, seed=3)
     z = RNG.normal(size=50)
     assert np.linalg.norm(z @ draw) == pytest.approx(np.linalg.norm(z), rel=0.1)
@@ -152,7 +144,6 @@ def made(ran: list[str]) -> stitched_network.Run:
 
 
 def test_taps_are_pooled_side_by_side_and_what_they_share_runs_once() -> None:
-    """Three taps behind one stem: three block runs, and the head's columns in the order of the taps."""
     ran: list[str] = []
     x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
     scores = stitched_network.compute_label_scores(JOINED, STOCK.blocks, made(ran), x)
@@ -165,7 +156,6 @@ def test_taps_are_pooled_side_by_side_and_what_they_share_runs_once() -> None:
 
 
 def test_an_artefact_holds_the_network_and_no_junction_besides() -> None:
-    """What is read back classifies the same; the junction of a path that is no tap is gone."""
     meta, arrays = stitched_network.to_artefact(JOINED, STOCK)
     name = stitched_network.junction_name(("a.0", "b.1"))
     assert meta["taps"] == [["a.0", "a.1"], ["a.0", "b.1"], ["a.0"]]
@@ -192,7 +182,6 @@ def test_an_artefact_holds_the_network_and_no_junction_besides() -> None:
     ],
 )
 def test_a_network_whose_outputs_mean_nothing_is_refused(network: stitched_network.StitchedNetwork, why: str) -> None:
-    """When it is run, and when it is read."""
     with pytest.raises(ModelError, match=why):
         stitched_network.compute_label_scores(network, STOCK.blocks, lambda block, x: x, np.zeros((1, 1, 8, 8)))
     meta = {"taps": network.taps, "junctions": {}, "head": None, "align": network.align}
@@ -203,7 +192,6 @@ def test_a_network_whose_outputs_mean_nothing_is_refused(network: stitched_netwo
 
 
 def test_features_may_be_drawn_before_the_head() -> None:
-    """hidden: (3, 12); what is negative behind it counts as 0."""
     hidden, head = RNG.normal(size=(3, 12)), {"weights": RNG.normal(size=(2, 3)), "bias": np.zeros(2)}
     x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
     maps = stitched_network.run_taps(JOINED, STOCK.blocks, made([]), x)
@@ -218,7 +206,6 @@ def test_features_may_be_drawn_before_the_head() -> None:
 
 
 def test_a_class_that_nobody_has_scores_less_than_any_other() -> None:
-    """Its bias NEVER becomes -inf and its weights 0; a bias just above NEVER stays as it is."""
     stored = {"weights": np.array([[1.0, 2], [5, 5], [3, 4]]), "bias": np.array([-1e29, joint_head.NEVER, 6])}
     head = joint_head.export_head(stored)
     assert head["weights"].tolist() == [[1, 2], [0, 0], [3, 4]]
@@ -238,7 +225,6 @@ def test_a_class_that_nobody_has_scores_less_than_any_other() -> None:
     ],
 )
 def test_a_bundle_that_contradicts_itself_is_refused(change: object, why: str) -> None:
-    """What is wrong and how to mend it, before any device is asked."""
     meta = {
         "input": {"channels": 1, "size": 8},
         "labels": ["x", "y"],

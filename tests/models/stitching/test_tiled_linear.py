@@ -29,7 +29,6 @@ def product(bias: tuple[int, ...] = (6,), **attributes: Any) -> onnx.ModelProto:
 
 
 def test_rows_are_taken_from_weights_that_lie_either_way() -> None:
-    """Without transB the rows of W are columns of the tensor: 6 in tiles of 2."""
     ((first, *others),) = tiled_linear.split_into_stages(product(), 4 * 10)
     weights = {tensor.name: numpy_helper.to_array(tensor).shape for tensor in first.graph.initializer}
     assert (weights, len(others)) == ({"weights": (2, 4), "bias": (2,)}, 2)
@@ -41,12 +40,10 @@ def test_rows_are_taken_from_weights_that_lie_either_way() -> None:
     ids=["alpha", "beta", "transposed input", "bias as a row", "one bias for all"],
 )
 def test_a_product_that_is_no_linear_layer_stays_whole(model: onnx.ModelProto) -> None:
-    """Scaled, or with another bias than one number per output."""
     assert tiled_linear.split_into_stages(model, 4 * 10) == [[model]]
 
 
 def test_a_graph_with_branches_stays_whole() -> None:
-    """What a branch reads of the values around it is not among the node's inputs."""
     branch = helper.make_graph(
         [helper.make_node("Identity", ["x"], ["taken"])],
         "branch",
@@ -63,7 +60,6 @@ def test_a_graph_with_branches_stays_whole() -> None:
 
 
 def test_what_is_alive_is_not_told_where_a_shape_is_not_known() -> None:
-    """An operation of another domain: nothing says what it makes."""
     model = product()
     model.graph.node[0].output[0] = "made"
     model.graph.node.append(helper.make_node("Other", ["made"], ["between"], domain="elsewhere"))

@@ -28,19 +28,16 @@ def sent(*scores: float, seed: int = 1, epsilon: float = 0.0, k: int = 2) -> dic
 
 
 def test_the_best_come_first_and_equal_scores_by_name() -> None:
-    """0.9, then the two 0.5 in the order of their names, then 0.1; level 1 before level 0."""
     assert vote.rank_blocks(np.array([0.5, 0.9, 0.5, 0.1]), np.zeros(4), POOL) == [1, 0, 2, 3]
     assert vote.rank_blocks(np.array([0.5, 0.9, 0.5, 0.1]), np.array([0, 0, 0, 1]), POOL)[0] == 3
 
 
 def test_a_percentile_is_the_share_that_scores_no_better() -> None:
-    """Of 0.1, 0.2, 0.2, 0.4: 1/4, 3/4, 3/4, 1; in a second level the worst beats the first's best."""
     assert vote.block_percentiles(ballot(0.1, 0.2, 0.2, 0.4)).tolist() == [0.25, 0.75, 0.75, 1.0]
     assert vote.block_percentiles(ballot(0.9, 0.2, 0.3, -0.4, level=(0, 0, 0, 1))).tolist() == [0.75, 0.25, 0.5, 1.0]
 
 
 def test_a_device_is_ranked_by_its_greedy_picks_on_the_others() -> None:
-    """Three agree that a.1, a.2 are best (percentiles 1 and 3/4); the fourth picks b.1, b.2 (1/2, 1/4)."""
     same = ballot(0.9, 0.8, 0.2, 0.1)
     odd = ballot(0.1, 0.2, 0.8, 0.9)
     ranks = vote.cross_ranks({"d1": same, "d2": same, "d3": same, "d4": odd}, POOL, 2)
@@ -49,7 +46,6 @@ def test_a_device_is_ranked_by_its_greedy_picks_on_the_others() -> None:
 
 
 def test_exploring_is_not_punished() -> None:
-    """The random picks of a device that explored do not enter its rank."""
     same = ballot(0.9, 0.8, 0.2, 0.1)
     explorer = ballot(0.9, 0.8, 0.2, 0.1, picks=(2, 3), explored=True)
     ranks = vote.cross_ranks({"d1": same, "d2": same, "d3": same, "d4": explorer}, POOL, 2)
@@ -57,7 +53,6 @@ def test_exploring_is_not_punished() -> None:
 
 
 def test_fewer_than_three_others_judge_nobody() -> None:
-    """Three devices are two others for each: no ranks, hence no change of weights."""
     three = {f"d{i}": ballot(0.9, 0.8, 0.2, 0.1) for i in range(3)}
     assert vote.cross_ranks(three, POOL, 2) == {}
     weights = {"d0": 0.5, "d1": 0.3, "d2": 0.2}
@@ -65,7 +60,6 @@ def test_fewer_than_three_others_judge_nobody() -> None:
 
 
 def test_weights_rise_and_fall_and_sum_to_one() -> None:
-    """Equal thirds times 1.1, 1.1 and 0.9, over their sum 3.1; at theta itself the device is rewarded."""
     weights = vote.update_weights({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, {"a": 0.9, "b": 0.6, "c": 0.5}, 0.6, 0.1, 0.1)
     assert weights == pytest.approx({"a": 1.1 / 3.1, "b": 1.1 / 3.1, "c": 0.9 / 3.1})
 
@@ -81,7 +75,6 @@ def test_weights_stay_within_a_fifth_and_five_times_an_equal_share() -> None:
 
 
 def test_the_median_moves_weights_where_all_ranks_are_high() -> None:
-    """Ranks of 0.7 to 0.9 are all above 0.6, which moves nobody beside another; half of them are above the median."""
     weights, ranks = dict.fromkeys("abcd", 0.25), dict(zip("abcd", (0.7, 0.75, 0.85, 0.9), strict=True))
     assert vote.update_weights(weights, ranks, 0.6, 0.1, 0.1) == pytest.approx(weights)
     moved = vote.update_weights(weights, ranks, "median", 0.1, 0.1)
@@ -105,7 +98,6 @@ def test_being_asked_is_not_merit() -> None:
 
 
 def test_the_papers_letter_judges_the_random_picks_of_those_that_explored() -> None:
-    """b.1 and b.2 are what the others score 1/2 and 1/4."""
     same = ballot(0.9, 0.8, 0.2, 0.1)
     explorer = ballot(0.9, 0.8, 0.2, 0.1, picks=(2, 3), explored=True)
     ranks = vote.cross_ranks({"d1": same, "d2": same, "d3": same, "d4": explorer}, POOL, 2, judged="picks")
@@ -114,7 +106,6 @@ def test_the_papers_letter_judges_the_random_picks_of_those_that_explored() -> N
 
 
 def test_spread_picks_and_winners_take_each_donors_best_first() -> None:
-    """a.1 and a.2 lead; the second pick and the second winner are of donor b."""
     score, level = np.array([0.9, 0.8, 0.1, 0.2]), np.zeros(4, np.int64)
     assert vote.greedy_picks(score, level, POOL, 2) == [0, 1]
     assert vote.greedy_picks(score, level, POOL, 2, spread=True) == [0, 3]
@@ -127,13 +118,11 @@ def test_spread_picks_and_winners_take_each_donors_best_first() -> None:
 
 
 def test_newcomers_get_an_equal_share() -> None:
-    """Two of weight 1/2 and one newcomer are three of 1/3."""
     assert vote.add_devices({"a": 0.5, "b": 0.5}, ["b", "c"]) == pytest.approx(dict.fromkeys("abc", 1 / 3))
     assert vote.add_devices({}, ["a", "b"]) == pytest.approx({"a": 0.5, "b": 0.5})
 
 
 def test_the_heavier_votes_win() -> None:
-    """One device of weight 0.6 against two of 0.2 each."""
     ballots = {"x": ballot(0.9, 0.1, 0.1, 0.1, picks=(0,)), "y": ballot(0.1, 0.9, 0.1, 0.1, picks=(1,))}
     ballots["z"] = ballots["y"]
     winners = vote.tally_votes(ballots, {"x": 0.6, "y": 0.2, "z": 0.2}, POOL, 1)
@@ -142,7 +131,6 @@ def test_the_heavier_votes_win() -> None:
 
 
 def test_a_tie_goes_to_the_mean_score_and_then_to_the_name() -> None:
-    """One vote each for b.2 and a.2: b.2 has the better mean; with equal means a.2 comes first."""
     weights = {"x": 0.5, "y": 0.5}
     uneven = {"x": ballot(0.0, 0.2, 0.0, 0.9, picks=(3,)), "y": ballot(0.0, 0.3, 0.0, 0.1, picks=(1,))}
     assert [winner.block for winner in vote.tally_votes(uneven, weights, POOL, 2)] == ["b.2", "a.2"]
@@ -151,7 +139,6 @@ def test_a_tie_goes_to_the_mean_score_and_then_to_the_name() -> None:
 
 
 def test_a_winners_score_is_of_one_level() -> None:
-    """The output score of the one device that has it, not its mean with another's input score."""
     fine = ballot(0.1, 0.2, 0.3, 0.7, level=(0, 0, 0, 1), picks=(3,))
     rough = ballot(0.1, 0.2, 0.3, 0.9, picks=(3,))
     (winner,) = vote.tally_votes({"x": fine, "y": rough}, {"x": 0.5, "y": 0.5}, POOL, 1)
@@ -159,7 +146,6 @@ def test_a_winners_score_is_of_one_level() -> None:
 
 
 def test_a_ballot_is_what_was_sent() -> None:
-    """Greedy and explored picks are accepted when they follow from the scores and the coin."""
     assert vote.read_ballot(sent(0.1, 0.4, 0.3, 0.2), POOL, 2, 0.0, 1).picks.tolist() == [1, 2]
     explored = vote.read_ballot(sent(0.1, 0.4, 0.3, 0.2, epsilon=1.0), POOL, 2, 1.0, 1)
     assert explored.explored
@@ -186,7 +172,6 @@ def test_a_ballot_that_contradicts_itself_is_refused(change: dict[str, np.ndarra
 
 
 def test_the_coin_explores_as_often_as_epsilon_says() -> None:
-    """Over 1000 seeds with epsilon 0.3; fewer blocks than K are all picked."""
     tossed = [vote.choose_picks(np.zeros(4), np.zeros(4), POOL, 9, 0.3, seed) for seed in range(1000)]
     assert sum(explored for _, explored in tossed) == pytest.approx(300, abs=45)
     assert all(sorted(picks) == [0, 1, 2, 3] for picks, _ in tossed)
@@ -199,13 +184,11 @@ def blocks() -> list[Block]:
 
 
 def test_blocks_clearly_shallower_than_their_donors_best_are_dropped() -> None:
-    """a.1 trails a.2 by 0.4 on every device; b.1 leads b.2, and an end is never dropped."""
     ballots = {f"d{i}": ballot(0.1 + i / 100, 0.5, 0.9, 0.2) for i in range(3)}
     assert vote.shallow_blocks(ballots, blocks(), margin=2.0) == {"a.1"}
 
 
 def test_what_devices_disagree_on_is_kept_unless_by_the_papers_letter() -> None:
-    """Gaps -0.3, 0.0, 0.5 have mean 0.07 and standard error 0.23: within two of them."""
     ballots = {f"d{i}": ballot(0.5, 0.5 + gap, 0.9, 0.2) for i, gap in enumerate((-0.3, 0.0, 0.5))}
     assert vote.shallow_blocks(ballots, blocks(), margin=2.0) == set()
     assert vote.shallow_blocks(ballots, blocks(), margin=0.0) == {"a.1"}
@@ -213,7 +196,6 @@ def test_what_devices_disagree_on_is_kept_unless_by_the_papers_letter() -> None:
 
 
 def test_ballots_survive_storage() -> None:
-    """A ballot is part of the state: packed and unpacked it is the same."""
     given = ballot(0.1, 0.4, 0.3, 0.2)
     again = tensors.unpack_state(tensors.pack_state(given), Ballot)
     assert all(np.array_equal(getattr(again, name), getattr(given, name)) for name in Ballot.__dataclass_fields__)
