@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -87,7 +87,9 @@ class Hand:
 
 
 class Stage:
-    """A coordinator, hands, and time that the test moves on."""
+    """A coordinator, hands, and time that the test moves on; `made`, whose stores are closed after each test."""
+
+    made: ClassVar[list[Stage]] = []
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class Stage:
         self.store = Store(folder / "home")
         self.job = self.store.add_job(settings.parse_job({**TABLE, **table}), folder / "bundle")
         self.hands: list[Hand] = []
+        self.made.append(self)
         self.start()
 
     def start(self) -> None:

@@ -38,7 +38,6 @@ def test_a_broker_that_is_away_for_hours_costs_no_attempt(tmp_path: Path) -> Non
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
 def test_a_round_ends_at_its_later_deadline(tmp_path: Path) -> None:
@@ -50,7 +49,6 @@ def test_a_round_ends_at_its_later_deadline(tmp_path: Path) -> None:
     assert stage.told(RoundClosed) == []
     stage.play(1.5)
     assert len(stage.told(RoundClosed)) == 1
-    stage.store.close()
 
 
 def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_away(tmp_path: Path) -> None:
@@ -60,7 +58,6 @@ def test_a_round_that_all_have_answered_closes_at_once_though_its_broker_was_awa
         hand.answer(ones())
     stage.play(1.0)
     assert len(stage.told(RoundClosed)) == 1
-    stage.store.close()
 
 
 def test_an_attempt_that_begins_after_an_absence_has_its_own_deadline(tmp_path: Path) -> None:
@@ -70,7 +67,6 @@ def test_an_attempt_that_begins_after_an_absence_has_its_own_deadline(tmp_path: 
     assert [fact.attempt for fact in stage.told(RoundRetried)] == [1]
     stage.play(31.0)
     assert [fact.attempt for fact in stage.told(RoundRetried)] == [1, 2]
-    stage.store.close()
 
 
 def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_path: Path) -> None:
@@ -85,7 +81,6 @@ def test_a_coordinator_that_starts_before_its_broker_waits_with_the_round(tmp_pa
         hand.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
 def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_boards_in_their_back_off(
@@ -103,7 +98,6 @@ def test_a_coordinator_that_starts_shortly_before_its_broker_is_back_waits_for_b
         hand.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
 def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_is_away(tmp_path: Path) -> None:
@@ -117,7 +111,6 @@ def test_a_job_that_waits_for_its_first_round_is_not_too_late_by_a_broker_that_i
             stage.hand("a")
         stage.play(25.0)
         assert stage.store.stored_status(stage.job) == status
-        stage.store.close()
 
 
 @pytest.mark.parametrize(

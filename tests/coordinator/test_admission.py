@@ -142,7 +142,6 @@ def test_what_follows_from_an_event_may_happen_and_touches_no_other_device(situa
     for event, arriving in itertools.product(EVENTS.values(), (None, fetching(situation))):
         step = hear(situation, event, arriving)
         for fact in step.facts:
-            assert state is not None
             assert "a" in state.asked
             assert "a" not in apply_event(state, fact, NOW_S).asked
             assert CancelTask("a") in step.actions

@@ -92,7 +92,6 @@ def test_a_board_is_known_soon_by_what_it_says(watched: Watched) -> None:
     watched.say("a", update())
     watched.wait(SOON_S)
     sending = watched.stored().doing
-    assert sending is not None
     assert sending.step == "sending"
     watched.noted.record_ack("a", wire.Ack(job="j", round=3, attempt=0, accepted=True))
     watched.wait(SOON_S)
@@ -114,7 +113,6 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched:
     watched.noted.record_ack("a", wire.Ack(job="j", round=4, attempt=0, accepted=False, reason="not finite"))
     watched.wait(SOON_S)
     found = watched.stored()
-    assert found.refusal is not None
     assert (found.refusal.code, found.refusal.reason, found.refusal.round) == ("update", "not finite", 4)
     watched.noted.record_message(RateLimitExceeded("a"), watched.now_s)
     watched.wait(SOON_S)

@@ -61,7 +61,6 @@ def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_delete
     assert [fact.status for fact in stage.told(JobEnded)] == ["stopped", "done"]
     (committed,) = stage.told(RoundCommitted)
     assert stage.store.depot.has_blob(committed.state)
-    stage.store.close()
 
 
 @pytest.mark.parametrize("damaged", [False, True])

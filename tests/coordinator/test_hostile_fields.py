@@ -148,7 +148,6 @@ def require_right(stage: Stage, rounds: int, result: Callable[[float], list[floa
     assert payload is not None
     bias = tensors.unpack_state(payload, kind).model["1.bias"]
     assert any(np.allclose(bias, each) for each in result(weight)), (bias, weight)
-    stage.store.close()
 
 
 def mean(weight: float) -> list[float]:
@@ -198,13 +197,11 @@ def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_
     assert len(committed) == len(values)
     two, three = total(own, own), total(own, own, own)
     for sums in (fact.evaluation for fact in committed):
-        assert sums is not None
         assert evaluation.find_inconsistency(sums) == ""
         assert {**msgspec.structs.asdict(sums), "loss": None} in (
             {**msgspec.structs.asdict(each), "loss": None} for each in (two, three)
         )
         assert sums.loss in (two.loss, three.loss) or name == "loss"
-    stage.store.close()
 
 
 def at_random(seed: int, rounds: int) -> list[Change]:
@@ -240,4 +237,3 @@ def test_control_characters_of_a_device_reach_no_log(tmp_path: Path) -> None:
     (rejected,) = stage.told(UpdateRejected)
     assert declined.reason == "?[2J?]0;title? round 9: done ?2J?"
     assert rejected.reason.startswith(f"metric {declined.reason!r} has a name other than")
-    stage.store.close()

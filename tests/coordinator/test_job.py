@@ -230,8 +230,6 @@ def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage: Roun
     stage.ask("ab")
     first, second = (stage.job.build_task(device, "numpy", None, 0.0) for device in "ab")
     later = stage.job.build_task("a", "numpy", None, 10.0)
-    assert first is not None
-    assert second is not None
     assert later is not None
     assert first.seed != second.seed
     assert msgspec.structs.replace(second, seed=first.seed) == first
@@ -241,11 +239,9 @@ def test_tasks_of_one_moment_differ_in_what_is_the_devices_own_alone(stage: Roun
 def test_a_blob_that_vanishes_within_a_round_is_stored_again_for_the_tasks_of_a_later_moment(stage: Round) -> None:
     stage.ask("ab")
     first = stage.job.build_task("a", "numpy", None, 0.0)
-    assert first is not None
     stage.store.depot.remove_blob(first.bundles["model"].sha256)
     assert not stage.store.depot.has_blob(first.bundles["model"])
     second = stage.job.build_task("b", "numpy", None, 1.0)
-    assert second is not None
     assert second.bundles == first.bundles
     assert stage.store.depot.has_blob(second.bundles["model"])
 

@@ -78,7 +78,6 @@ def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(id) == "done"
-    stage.store.close()
 
 
 def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_again(
@@ -114,7 +113,6 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
         worker.go_on()
         stage.play()
         found.append([fact.state for fact in facts(stage, id) if isinstance(fact, JobStarted | RoundCommitted)])
-        stage.store.close()
     assert len(found[0]) == 2
     assert found[0] == found[1]
 
@@ -138,12 +136,10 @@ def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_ta
     worker.go_on()
     stage.play()
     assert all(a.tasks)
-    assert a.tasks[-1] is not None
     assert (a.tasks[-1].job, a.tasks[-1].round, a.tasks[-1].epoch > task.epoch) == (id, 0, True)
     a.answer(ones())
     stage.play()
     assert [type(fact) for fact in facts(stage, other)].count(CohortSelected) == 1
-    stage.store.close()
 
 
 def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -> None:
@@ -160,7 +156,6 @@ def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -
     stage.play()
     assert stage.store.stored_status(id) == "stopped"
     assert facts(stage, id)[-1] == JobEnded("stopped", "by request")
-    stage.store.close()
 
 
 def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Path) -> None:
@@ -178,7 +173,6 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Pat
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(id) == "done"
-    stage.store.close()
 
 
 @pytest.mark.parametrize("why", ["bundle", "engine", "method", "stopped"])
@@ -213,4 +207,3 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
     late.subscribe([topic])
     stage.play()
     assert list(late.receive()) == []
-    stage.store.close()

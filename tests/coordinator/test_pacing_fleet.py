@@ -62,7 +62,6 @@ def played(folder: Path, bundle: Path, data: Path) -> tuple[list[str], Any]:
         found = [fact.state for fact in facts if isinstance(fact, RoundCommitted)]
         assert sum(isinstance(fact, UpdateAccepted) for fact in facts) == 6 * len(found)
         path = store.depot.blob_path(found[-1].sha256)
-        assert path is not None
         return [ref.sha256 for ref in found], tensors.unpack_state(path.read_bytes(), NetworkState).model
 
 

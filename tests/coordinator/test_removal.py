@@ -60,7 +60,6 @@ def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(
     stage.restart()
     stage.play()
     assert (stage.known(), stage.server.registry.devices.keys()) == (["a"], {"a"})
-    stage.store.close()
 
 
 def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
@@ -79,7 +78,6 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a"]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
 def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
@@ -94,7 +92,6 @@ def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
     stage.play()
     assert stage.known() == ["a", "b"]
     assert "b" in stage.server.registry.online_devices(stage.broker.now_s)
-    stage.store.close()
 
 
 @pytest.mark.parametrize(
@@ -113,4 +110,3 @@ def test_a_removal_of_nobody_is_refused(
     assert told in stage.said(capsys, *words, code=2)
     stage.play()
     assert stage.known() == ["a", "b"]
-    stage.store.close()

@@ -76,7 +76,6 @@ def test_what_a_board_asks_and_when_stands_in_its_release(ground: Ground) -> Non
     id = ground.deploy(limits=limits, soak_s=5.0, window="02:00-05:00", force=True, name="digits")
     ground.play()
     release = board.releases[0]
-    assert release is not None
     assert (release.rollout, release.limits, release.soak_s, release.window, release.force, release.name) == (
         *(id, limits, 5.0, "02:00-05:00", True, "digits"),
     )

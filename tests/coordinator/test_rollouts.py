@@ -255,7 +255,6 @@ def test_what_is_of_something_else_is_no_fact(device: str, said: wire.ReleaseSta
 def test_a_later_release_of_elsewhere_is_a_refusal() -> None:
     """A board ignores a release that is older than its own, and would be waited for in vain."""
     fact = event_from_report(state(ReleaseOffered(0, ("a",))), "a", message("committed", serial=9, rollout="other"))
-    assert fact is not None
     assert (fact.serial, fact.phase) == (7, "refused")
     assert "release 9 of other, and this is 7" in fact.reason
 

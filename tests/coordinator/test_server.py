@@ -35,7 +35,6 @@ def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
     assert stage.server.finished
     state = stage.told(RoundCommitted)[0].state
     stored = stage.store.depot.blob_path(state.sha256)
-    assert stored is not None
     assert tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist() == [4.0, 4.0]
     assert [ack.accepted for ack in a.acks] == [True]
     assert a.tasks[-1] is None  # the retained task is taken back
@@ -60,7 +59,6 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
         stage.play()
     assert [fact.round for fact in stage.told(RoundCommitted)] == [0, 1]
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
 def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path: Path) -> None:
@@ -71,7 +69,6 @@ def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path: Path)
     stage.play()
     commits = [(now, due) for (*_, before), (now, due, after) in itertools.pairwise(stage.dues) if after > before]
     assert [due - now for now, due in commits] == [0.0]
-    stage.store.close()
 
 
 def test_the_executor_keeps_up_its_connection_while_a_method_computes(
@@ -107,7 +104,6 @@ def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage)
         stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "c", "b"]
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
-    assert stored is not None
     folded = tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"]
     assert folded.tolist() == [np.float32(1 / 3)] * 2
 
@@ -165,7 +161,6 @@ def test_a_board_that_declines_for_memory_is_not_asked_in_the_rounds_after(tmp_p
     a.say("profile", profile, retain=True)
     stage.play()
     assert [fact.devices for fact in stage.told(CohortSelected)[3:]] == [("a",)]
-    stage.store.close()
 
 
 def test_what_is_held_for_sending_does_not_grow_with_devices(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +206,7 @@ def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path: Path) -> None:
     assert [(fact.attempt, fact.devices) for fact in stage.told(CohortSelected)] == [(0, ("a", "b")), (1, ("b",))]
     assert a.tasks[-1] is None
     task = b.tasks[-1]
-    assert task is not None
     assert task.attempt == 1
-    stage.store.close()
 
 
 def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path: Path) -> None:
@@ -228,7 +221,6 @@ def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path: Path) -
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
     assert slow.tasks[-1] is None
-    stage.store.close()
 
 
 def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tmp_path: Path) -> None:
@@ -240,7 +232,6 @@ def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tm
     stage.store.set_status(stage.job, "stopping")
     stage.play()
     assert gone.tasks[-1] is None
-    stage.store.close()
 
 
 def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stage: Stage) -> None:

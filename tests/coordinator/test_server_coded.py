@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from fedquilt.models.local_training import NetworkState
 
 
 @pytest.fixture
-def coded(tmp_path: Path) -> Iterator[Stage]:
+def coded(tmp_path: Path) -> Stage:
     """A job of one round whose updates go up by int8."""
-    made = Stage(tmp_path, wire={"codec": "int8"})
-    yield made
-    made.store.close()
+    return Stage(tmp_path, wire={"codec": "int8"})
 
 
 def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
@@ -38,7 +35,6 @@ def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
 
 def ended_at(stage: Stage) -> list[float]:
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
-    assert stored is not None
     return tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist()
 
 

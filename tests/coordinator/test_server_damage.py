@@ -77,7 +77,6 @@ def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -
     hand = stage.hand("a")
     stage.play()
     task = hand.tasks[-1]
-    assert task is not None
     blob = task.bundles["model"]
     stage.store.depot.discard_damaged(blob.sha256)
     stage.play(6.0)
@@ -103,13 +102,11 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
             (lost,) = stage.told(UpdateLost)
             assert (lost.device, "or damaged" in lost.reason) == ("a", True)
             task = a.tasks[-1]
-            assert task is not None
             assert (task.round, task.epoch) == (0, 3)  # two starts, and another number for the device's sake
             a.answer(ones(1.0))
             stage.play()
         assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
         found.append(stage.told(RoundCommitted)[-1].state)
-        stage.store.close()
     assert found[0] == found[1]
 
 
@@ -123,7 +120,6 @@ def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
         hand.say("claim", wire.Claim(**claim, accepted=False, code="counted"))
         stage.play()
     task = hand.tasks[-1]
-    assert task is not None
     assert task.epoch == 10
     assert stage.store.epoch == 10
     assert caplog.text.count("a has counted round 6") == 1
@@ -149,7 +145,6 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
     assert "is damaged: fact 1" in caplog.text
     assert "unreferenced blobs are kept" in caplog.text
     assert all(stage.store.depot.find_ref(sha256) for sha256 in kept)
-    stage.store.close()
 
 
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, 3.0])
@@ -212,7 +207,6 @@ def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
         stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert [fact.expected_s for fact in stage.told(UpdateAccepted)] == [None, None]
-    stage.store.close()
 
 
 def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(

@@ -119,7 +119,6 @@ def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) 
         "a",
         "b",
     ]
-    stage.store.close()
 
 
 def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) -> None:
@@ -130,7 +129,6 @@ def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) 
         stage.play(0.05)
         served += [job.id for job in stage.server.active_jobs() if job.id not in served[-1:]]
     assert served[:4] == [*jobs, jobs[0]]
-    stage.store.close()
 
 
 def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(

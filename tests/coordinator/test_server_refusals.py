@@ -73,7 +73,6 @@ def test_a_device_counts_as_no_more_examples_than_it_has(
     stage.play()
     assert said in stage.told(UpdateRejected)[0].reason
     stored = stage.store.depot.blob_path(stage.told(RoundCommitted)[0].state.sha256)
-    assert stored is not None
     assert tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist() == [2.0, 2.0]
 
 
@@ -202,7 +201,6 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
     a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
     stage.play(2.0)
     assert "a" in stage.told(EligibilityRecorded)[-1].eligible
-    stage.store.close()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +227,6 @@ def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
     assert "a claims what cannot be" in caplog.text
     assert said in caplog.text
     assert "b claims" not in caplog.text
-    stage.store.close()
 
 
 def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp_path: Path) -> None:
@@ -241,7 +238,6 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
     b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
     stage.play()
     assert "a wants to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(UpdateRejected)[0].reason
-    stage.store.close()
 
 
 def test_a_device_cannot_speak_for_another(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
@@ -276,7 +272,6 @@ def test_garbage_floods_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     told = [record.message for record in caplog.records if "dropped" in record.message]
     assert len(told) == 4
     assert told[-1].startswith("dropped 197 more messages under fq/1/f/dev/a/up; the last: ")
-    stage.store.close()
 
 
 def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path: Path) -> None:
@@ -285,11 +280,9 @@ def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path
     stage.play()
     first = next(hand for hand in hands.values() if hand.tasks)
     task = first.tasks[0]
-    assert task is not None
     claim = {"job": task.job, "round": 0, "attempt": 0, "accepted": False, "code": "memory", "reason": "too big"}
     first.say("claim", wire.Claim(**claim))
     stage.play()
     other = hands[({"a", "b"} - {first.name}).pop()]
     assert [(fact.device, fact.reason) for fact in stage.told(TaskDeclined)] == [(first.name, "too big")]
     assert other.tasks
-    stage.store.close()

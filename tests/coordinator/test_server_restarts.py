@@ -70,7 +70,6 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
     assert len(stage.told(CohortSelected)) == 1
     stage.play(1.0)
     assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [tuple({"a", "b"} - {first})]
-    stage.store.close()
 
 
 def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
@@ -84,7 +83,6 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     assert second.deadline_s == pytest.approx(30.0, abs=2.0)
     assert "deadline 30 s, chosen for it" in event_messages.format_single_event(second)[0]
     task = a.tasks[-1]
-    assert task is not None
     assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
     before = stage.server.find_job(stage.job).rounds
     stage.restart()
@@ -99,7 +97,6 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     a.answer(ones())
     stage.play()
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
-    stage.store.close()
 
 
 def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -> None:
@@ -121,7 +118,6 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
         "not drawn: place 3 of 3, 1 selected",
         "update received",
     ]
-    stage.store.close()
 
 
 def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) -> None:
@@ -151,7 +147,6 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) 
     stage.hands[1].answer(ones(5.0))
     stage.play()
     assert stage.store.stored_status(first) == "done"
-    stage.store.close()
 
 
 @pytest.mark.parametrize("served", [True, False])
@@ -242,7 +237,6 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
     state = tensors.unpack_state(stage.store.depot.load(committed.state.sha256), NetworkState)
     assert state.model["1.bias"].tolist() == [3.0, 3.0]
     assert lives > 10
-    stage.store.close()
 
 
 def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_path: Path) -> None:
@@ -260,7 +254,6 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
         b.answer(ones(3.0))
         stage.play()
         assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
-        stage.store.close()
 
 
 def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator_is_killed(tmp_path: Path) -> None:
@@ -273,4 +266,3 @@ def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator
     (ended,) = stage.told(JobEnded)
     assert (ended.status, "within 20 s ([cohort] start_timeout_s)" in ended.reason) == ("failed", True)
     assert lives >= 9
-    stage.store.close()

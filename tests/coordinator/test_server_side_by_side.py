@@ -244,7 +244,6 @@ def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs: TwoJo
     a.answer(ones())
     stage.play()
     task = a.tasks[-1]
-    assert task is not None
     assert task.job == second
     a.say("claim", wire.Claim(job=first, round=0, attempt=0, accepted=True))
     a.say("claim", wire.Claim(job="of-old", round=0, attempt=0, accepted=True))
@@ -263,7 +262,6 @@ def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs: TwoJobs)
     stage.play()
     for hand in (a, b):
         task = hand.tasks[-1]
-        assert task is not None
         assert task.job == second
         assert all(stage.store.depot.has_blob(ref) for ref in task.bundles.values())
 
@@ -296,7 +294,6 @@ def test_a_later_epoch_is_that_of_all_jobs(two_jobs: TwoJobs) -> None:
     assert stage.store.epoch == 8
     stage.store.acquire_lock()  # as the coordinator's process does
     assert [stage.store.current_status(stage.store.find_job(id)) for id in (first, second)] == ["running", "running"]
-    assert a.tasks[-1] is not None
     assert (a.tasks[-1].job, a.tasks[-1].epoch) == (second, 8)
     b.answer(ones())
     stage.play()

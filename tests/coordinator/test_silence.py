@@ -136,7 +136,6 @@ def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_no
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
     stage.play()
     assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [("a", "b")]
-    stage.store.close()
 
 
 def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path: Path) -> None:
@@ -148,7 +147,6 @@ def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path:
     assert stage.told(RoundClosed) == []
     b.answer(ones())
     assert closed_after_s(stage, 10.0) <= TURN_S
-    stage.store.close()
 
 
 def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path: Path) -> None:
@@ -163,7 +161,6 @@ def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path: Path) -> None:
     c.answer(ones())
     stage.play()
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
-    stage.store.close()
 
 
 def test_an_update_of_a_device_that_returns_after_its_round_is_late(tmp_path: Path) -> None:
@@ -179,7 +176,6 @@ def test_an_update_of_a_device_that_returns_after_its_round_is_late(tmp_path: Pa
     stage.play(5.0)
     assert [(ack.round, ack.accepted) for ack in c.acks] == [(0, False)]
     assert [(fact.round, fact.devices) for fact in stage.told(CohortSelected)[2:]] == [(1, ("c",))]
-    stage.store.close()
 
 
 def test_a_round_does_not_close_without_a_quorum_of_those_that_take_part(tmp_path: Path) -> None:
@@ -189,7 +185,6 @@ def test_a_round_does_not_close_without_a_quorum_of_those_that_take_part(tmp_pat
     a.answer(ones())
     stage.play(300.0)
     assert stage.told(RoundClosed) == []
-    stage.store.close()
 
 
 @pytest.mark.parametrize(("quorum", "closes"), [(0.6, True), (1.0, False)])
@@ -202,7 +197,6 @@ def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(
     b.answer(ones())
     stage.play(GRACE_S + TURN_S)
     assert bool(stage.told(RoundClosed)) == closes
-    stage.store.close()
 
 
 def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_message(tmp_path: Path) -> None:
@@ -220,7 +214,6 @@ def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_messa
     c.say("telemetry", wire.Telemetry(power_w=1.0))
     stage.play()
     assert stage.told(CohortSelected)[-1].devices == ("c",)
-    stage.store.close()
 
 
 def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path: Path) -> None:
@@ -232,7 +225,6 @@ def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path: Path) ->
     c.answer(ones())
     stage.play()
     assert len(stage.told(UpdateAccepted)) == 3
-    stage.store.close()
 
 
 def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path: Path) -> None:
@@ -244,7 +236,6 @@ def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path: Pat
     a.answer(ones())
     b.answer(ones())
     assert closed_after_s(stage, 10.0) <= TURN_S
-    stage.store.close()
 
 
 def test_an_outage_of_the_coordinators_connection_makes_nobody_silent_and_closes_no_round(tmp_path: Path) -> None:
@@ -265,7 +256,6 @@ def test_an_outage_of_the_coordinators_connection_makes_nobody_silent_and_closes
     c.answer(ones())
     stage.play()
     assert len(stage.told(UpdateAccepted)) == 3
-    stage.store.close()
 
 
 def test_many_rounds_without_a_device_cost_no_more_than_its_first(tmp_path: Path) -> None:
@@ -281,4 +271,3 @@ def test_many_rounds_without_a_device_cost_no_more_than_its_first(tmp_path: Path
     assert len(stage.told(RoundCommitted)) == 5
     assert stage.broker.now_s - begin_s < 5 * (GRACE_S + 2 * TURN_S)
     assert stage.told(UpdateRejected) == []
-    stage.store.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,14 @@ from fedquilt.core import Update, Usage
 
 
 @pytest.fixture(params=["fedavg", "robust"])
-def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningJob]:
+def running(tmp_path: Path, request: pytest.FixtureRequest) -> RunningJob:
     """A round in which three devices are asked; of "robust" updates are folded in the order of devices."""
     cohort = {"start_devices": 3, "deadline_s": 1000.0}
     stage = Stage(tmp_path, method=request.param, cohort=cohort)
     for name in "abc":
         stage.hand(name)
     stage.play()
-    yield stage.server.active_jobs()[0]
-    stage.store.close()
+    return stage.server.active_jobs()[0]
 
 
 def update(running: RunningJob, device: str, factor: float) -> Update:

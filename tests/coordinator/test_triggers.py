@@ -92,9 +92,7 @@ def test_a_trigger_that_is_none_is_refused(table: dict[str, Any], said: str) -> 
 @pytest.fixture
 def stage(tmp_path: Path) -> Any:
     """A coordinator whose first job is armed."""
-    made = Stage(tmp_path, CoordinatorLimits(), trigger={"pause": "12h", "boards": "50%"})
-    yield made
-    made.store.close()
+    return Stage(tmp_path, CoordinatorLimits(), trigger={"pause": "12h", "boards": "50%"})
 
 
 def tells(stage: Stage, hand: Hand, drift: float | None) -> None:
@@ -151,7 +149,6 @@ def test_boards_that_are_not_selected_or_not_there_do_not_count(tmp_path: Path) 
     tells(stage, stage.hand("a"), 0.9)
     stage.play()
     assert others(stage) == []
-    stage.store.close()
 
 
 def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
@@ -175,7 +172,6 @@ def test_an_owner_approves_what_a_trigger_has_started(tmp_path: Path) -> None:
     assert reasons(stage, started.id)[-1].startswith("approved by ")
     with pytest.raises(JobError, match="is running: only a run that is waiting for approval can be approved"):
         control_requests.approve_run(stage.store, started.id)
-    stage.store.close()
 
 
 def test_an_armed_job_is_stopped_and_armed_again(stage: Stage) -> None:

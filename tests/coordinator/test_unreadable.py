@@ -89,7 +89,6 @@ def test_a_state_that_can_never_be_read_fails_its_job_by_name_and_no_other(
         assert said in ended.reason
     assert caplog.text.count("is taken up again in 30 s") == TRIES - 1
     assert (tmp_path / "home" / "blobs" / sha256).exists()
-    stage.store.close()
 
 
 def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_again(tmp_path: Path) -> None:
@@ -105,7 +104,6 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
     stage.hands[0].answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
 def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_path: Path) -> None:
@@ -121,7 +119,6 @@ def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_p
     stage.store.set_status(stage.job, "queued")
     stage.play()
     assert stage.store.stored_status(stage.job) == "running"
-    stage.store.close()
 
 
 def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path: Path) -> None:
@@ -130,7 +127,6 @@ def test_a_job_that_is_given_up_for_the_disk_is_not_held_any_more(tmp_path: Path
     stage.restart()
     wait(stage, TRIES)
     assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("failed", None)
-    stage.store.close()
 
 
 def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path: Path) -> None:
@@ -143,7 +139,6 @@ def test_a_disk_that_fails_for_a_moment_fails_no_job(tmp_path: Path) -> None:
     stage.hands[0].answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
 def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> None:
@@ -160,7 +155,6 @@ def test_a_first_state_that_can_never_be_read_is_made_again(tmp_path: Path) -> N
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert (tmp_path / "home" / "blobs" / f"{sha256}.damaged").exists()
-    stage.store.close()
 
 
 def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> None:
@@ -183,7 +177,6 @@ def test_an_update_that_can_never_be_read_is_asked_for_again(tmp_path: Path) -> 
     a.answer(ones(1.0))
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -205,7 +198,6 @@ def test_an_update_that_cannot_be_read_when_it_has_come_is_taken_when_it_is_offe
     assert not stage.told(UpdateRejected)
     assert (tmp_path / "home" / "blobs" / f"{ref.sha256}.damaged").exists()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
 def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: Path) -> None:
@@ -227,7 +219,6 @@ def test_a_stored_sum_that_a_disk_does_not_give_back_once_is_not_lost(tmp_path: 
         assert not stage.told(UpdateLost)
         assert stage.store.stored_status(stage.job) == "done"
         states.append(stage.told(RoundCommitted)[-1].state)
-        stage.store.close()
     assert states[0] == states[1]
 
 
@@ -268,7 +259,6 @@ def test_a_bundle_that_can_never_be_read_fails_its_job_by_name_and_no_other(
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
 def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) -> None:
@@ -282,7 +272,6 @@ def test_a_bundle_that_cannot_be_read_for_a_moment_fails_no_job(tmp_path: Path) 
     a.answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
 @pytest.mark.parametrize("left", [1, float("inf")])
@@ -323,7 +312,6 @@ def test_what_a_packed_update_has_moved_from_holds_up_its_job_alone(tmp_path: Pa
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
     assert not stage.told(UpdateRejected)
-    stage.store.close()
 
 
 def test_failures_of_different_days_do_not_add_up() -> None:
@@ -344,7 +332,6 @@ def test_a_job_that_goes_on_is_not_held_and_its_tries_are_known_to_the_next_coor
     stage.store.mark_running(stage.job)
     assert stage.store.holds.current_suspension(stage.job) is None
     assert stage.store.holds.latest_suspension(stage.job) == hold
-    stage.store.close()
 
 
 @pytest.mark.parametrize(("lives", "life_s", "status"), [(7, 12.0, "failed"), (7, 1.0, "running")])
@@ -358,7 +345,6 @@ def test_tries_of_coordinators_that_are_killed_before_the_next_one_add_up_but_no
         stage.restart()
         stage.play(life_s)
     assert stage.store.stored_status(stage.job) == status
-    stage.store.close()
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE])
@@ -375,7 +361,6 @@ def test_a_job_for_which_no_descriptor_is_left_waits_until_there_is_one(tmp_path
     stage.hands[0].answer(ones())
     stage.play()
     assert stage.store.stored_status(stage.job) == "done"
-    stage.store.close()
 
 
 def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_later(tmp_path: Path) -> None:
@@ -400,4 +385,3 @@ def test_a_method_that_cannot_be_imported_for_lack_of_descriptors_is_imported_la
     wait(stage)
     assert stage.store.holds.current_suspension(stage.job) is None
     assert stage.store.stored_status(stage.job) == "running"
-    stage.store.close()

@@ -47,7 +47,6 @@ def test_every_example_named_on_the_page_is_there() -> None:
 
 def test_the_methods_that_need_classes_are_those_on_the_page() -> None:
     found = re.search(r"Some methods need one class .*?\.", PAGE, re.DOTALL)
-    assert found is not None
     wanted = [
         name for name in methods.builtin_names() if "regression" not in methods.load(name).traits.prediction_tasks
     ]

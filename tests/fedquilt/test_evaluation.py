@@ -238,13 +238,11 @@ def test_each_device_counts_once_and_a_tenth_of_21_devices_is_three() -> None:
     over = evaluation.summarise_over_devices(
         EvaluationSums(examples=21, outputs=2, devices=((0.2, 1), (0.8, 20))), higher=True
     )
-    assert over is not None
     assert (over.worst_decile, over.mean) == (pytest.approx(0.6), pytest.approx(16.2 / 21))
 
 
 def test_a_device_counts_with_its_metric_rounded_to_three_digits() -> None:
     total = evaluation.add_evaluations([evaluations.of_classes(1 / 3, 3)])
-    assert total is not None
     assert total.devices == ((0.333, 1),)
 
 

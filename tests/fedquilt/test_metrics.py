@@ -39,7 +39,6 @@ def test_errors_of_devices_are_those_of_all_their_examples() -> None:
     assert sums is not None
     assert evaluation.compute_metrics(sums) == {"rmse": math.sqrt(3.0), "mae": 1.5, "loss": 3.0}
     own = run_summary.summarise_round(sums, updates)
-    assert own is not None
     assert (own.metric, own.weighted, own.worst_decile, own.deviation) == ("rmse", math.sqrt(3.0), 3.0, 1.0)
 
 

@@ -75,7 +75,6 @@ def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
 def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> None:
     register = traced(difficult_networks.network_table("moving_average"))
     entry = register.find_entry("2.mean_ema")
-    assert entry is not None
     assert (entry.kind, entry.module, entry.normalises, entry.trained) == ("buffer", "2", True, True)
     assert register.parameter_names({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]  # type: ignore[dict-item]
     assert register.is_running_statistic("2.var_ema")
@@ -84,8 +83,6 @@ def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> 
 def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None:
     register = traced(difficult_networks.network_table("tokens"))
     waves, token = register.find_entry("waves"), register.find_entry("class_token")
-    assert waves is not None
-    assert token is not None
     assert (waves.kind, waves.trained, waves.normalises) == ("buffer", False, False)
     assert (token.kind, token.module) == ("parameter", "")
     assert register.find_entry("attention.in_proj_weight").type == "MultiheadAttention"  # type: ignore[union-attr]

@@ -60,7 +60,6 @@ def test_one_round_equals_the_central_solution(donor: str, ridge: float) -> None
     first, last = played(donor=donor, ridge=ridge)
     assert (METHOD.done(first), METHOD.done(last)) == (False, True)
     head = stitched_network.from_artefact(*(lambda a: (a.meta, a.tensors))(METHOD.result(last))).head
-    assert head is not None
     wanted = central(features(POOLED.x, PATHS[donor]), POOLED.y, ridge)
     np.testing.assert_allclose(head["weights"], wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
     assert not head["bias"].any()
@@ -130,7 +129,6 @@ def test_random_features_are_in_the_result() -> None:
     scores = stitched_network.compute_label_scores(
         network, stitched_network.load_donor_pool(bundle.meta).blocks, run, x
     )
-    assert network.head is not None
     drawn = np.maximum(features(POOLED.x) @ network.head["hidden"].T, 0)
     np.testing.assert_allclose(scores, drawn @ central(drawn, POOLED.y, 1e-3).T, atol=1e-4)
     assert (scores.argmax(axis=1) == POOLED.y).mean() > 0.8
@@ -170,7 +168,6 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one() -> None:
     bundle, _ = build_donors()
     state, sound = METHOD.init(bundle, Params(), 0), METHOD.aggregation.check_sums
     part = class_moments.pack_moments(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)
-    assert sound is not None
     held = ExactMomentSums(parts={"a": part}, devices={"a": 1})
     n = len(POOLED)
     for total in (held, held.sum_parts()):
@@ -226,6 +223,5 @@ def test_what_cannot_begin_or_be_folded_says_why() -> None:
     with pytest.raises(UpdateError, match=f"of {len(POOLED)} examples, in an update that weighs 1$"):
         METHOD.aggregation.fold(state, None, replace(good, weight=1.0))
     order = METHOD.send(state, DeviceView("a", None))
-    assert order is not None
     assert set(order.bundles) == {"ash.0.onnx", "ash.1.onnx", "ash.2.onnx"}
     assert (order.work.flops, order.work.flops_per_example) == (0, 3000)

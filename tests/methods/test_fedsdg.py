@@ -105,7 +105,6 @@ def test_a_personal_method_on_adapters_is_evaluated_with_its_own_part(name: str)
     """What a device has kept counts: with another head or other adapters of its own it scores otherwise."""
     method, member = methods.load(name), image_members(1, 40)[0]
     state = method.init(bundle(), method.params(**QUICK, lr=0.1), 0)
-    assert method.check is not None
     task, site = deliver_task(method, method.send(state, DeviceView(member.device, None)), member, ENGINE)
     local = method.work(task, site).local
     assert method.check(task, replace(site, local=local)).loss != method.check(task, site).loss

@@ -303,7 +303,6 @@ def test_progress_rises_and_can_cancel(tmp_path: Path) -> None:
 def test_blocks_are_typed_all_the_way() -> None:
     bundle, _ = build_donors()
     order = METHOD.send(METHOD.init(bundle, SearchParams(**SMALL), 3), DeviceView("dev-0", None))
-    assert order is not None
     ask = msgspec.convert(msgspec.json.decode(msgspec.json.encode(order.params)), scoring.ScoreRequest)
     assert all(isinstance(block, Block) for block in ask.blocks.values())
     assert ask.blocks["ash.1"].in_shape == (4, 8, 8)

@@ -111,7 +111,6 @@ def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
     """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the notes say so."""
     winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.8, 1)
     grown = steps.grow_paths(voted(*winners, stop_below=0.6), {})
-    assert grown.current is not None
     assert grown.current.path == ("ash.0", "fir.1")
     assert grown.frontier == ()
     assert METHOD.explain(grown) == ("given up ash.0 > elm.1: score 0.450 is below 0.6",)
@@ -129,7 +128,6 @@ def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
     taken = [line for line in METHOD.explain(ended) if line.startswith("taken back")]
     assert taken == ["taken back, as nothing else is left: ash.0 > fir.2"]
     going = steps.grow_paths(voted(poor, partial, stop_below=0.6), {})
-    assert going.current is not None
     assert going.current.path == ("ash.0", "elm.1")
     assert [net.path for net in going.given_up] == [("ash.0", "fir.1")]
 

@@ -80,7 +80,6 @@ def test_the_orders_memory_counts_the_moments() -> None:
     wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
     state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
     order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order is not None
     assert order.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, 1 << 20)
 
 
@@ -115,7 +114,6 @@ def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None
 def test_a_task_brings_the_blocks_of_the_taps_and_no_others() -> None:
     state, _, _ = gathering()
     order = METHOD.send(state, DeviceView("dev-0", None))
-    assert order is not None
     sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
     assert sent == {f"{path[-1]}.onnx" for path in state.taps}
 
@@ -158,7 +156,6 @@ def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, he
 def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
     run = played(cohort=3)
     state = next(state for state in run if state.phase == "gather" and state.heard)
-    assert state.gathered is not None
     width = sum(candidates.tap_layout(state).widths)
     assert state.gathered.half.shape == (width * (width + 1) // 2,)
     assert state.gathered.half.dtype == np.float32
@@ -184,7 +181,6 @@ def test_a_sites_counts_that_cannot_be_are_refused(spoil: Any, why: str) -> None
     state, sound = next(state for state in FULL if state.phase == "validate"), METHOD.aggregation.check_sums
     counts = {"examples": np.array([12]), "right": np.full(len(state.candidates), 7)}
     update = DeviceUpdate("dev-0", 0, 12.0, {"turn": float(state.turn)}, {"counts": counts})
-    assert sound is not None
     sound(state, METHOD.aggregation.fold(state, None, update), 12.0)
     with pytest.raises(UpdateError, match="counts: of 12 examples, in an update that weighs 13"):
         sound(state, METHOD.aggregation.fold(state, None, update), 13.0)

@@ -138,7 +138,6 @@ def test_both_penalties_are_one_pull_to_one_aim() -> None:
     hooks = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, theta, elastic, {"w": 0.5})
     at = {key: anchor["w"] for key, anchor in hooks.anchors.items()}
     value = np.array([2.0], np.float32)
-    assert hooks.correct is not None
     found = hooks.correct(np.array([1.0], np.float32), value, at)
     np.testing.assert_allclose(found, 1 + 2 * 0.3 * 0.5 * (2 - 5) + 2 * 0.2 * (2 - 3), rtol=1e-6)
     free = learngene.penalty_hooks(task.params["smooth"], task.params["elastic"], before, theta, elastic, {})

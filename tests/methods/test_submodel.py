@@ -76,7 +76,6 @@ def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -
     peaks = [order.work.peak_bytes for order in orders if order]
     assert peaks == sorted(peaks)
     unknown = method.send(state, DeviceView("a", None))
-    assert unknown is not None
     assert tensors.encode_tensors(unknown.bundles["model"]) == tensors.encode_tensors(orders[0].bundles["model"])  # type: ignore[union-attr,arg-type]
     sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]  # type: ignore[list-item]
     if name == "fedepth":
@@ -127,7 +126,6 @@ def test_a_device_evaluates_its_own_part(name: str) -> None:
     for budget in BUDGETS:
         order, member = method.send(state, view(budget)), pictures(1)[0]
         assert order is not None
-        assert method.check is not None
         task, site = deliver_task(method, order, member, engine())
         told = method.check(task, site)
         assert told.examples == 4

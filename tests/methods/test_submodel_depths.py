@@ -54,7 +54,6 @@ def test_depthfls_result_says_the_mean_of_all_exits() -> None:
     state = run("depthfl", bundle(), budgets=MIXED)[-1]
     found, order = method.result(state), method.send(state, view(8 * 10**9))
     assert order is not None
-    assert method.check is not None
     task, site = deliver_task(method, order, member, engine())
     network = found.meta["network"]
     assert engine().evaluate(network, found.tensors, member.held) == method.check(task, site)
@@ -99,7 +98,6 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
             return after, told
 
     order, member = method.send(state, view(2 * 10**9)), pictures(1)[0]
-    assert order is not None
     assert len(order.params["groups"]) == 3
     task, site = deliver_task(method, order, member, Watch())
     answer = method.work(task, site)

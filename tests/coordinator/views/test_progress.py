@@ -48,7 +48,6 @@ def committed(
 def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
     told = {f"dev-{i:02d}": of_classes(i / 10, 10 if i else 90) for i in range(11)}
     found = run_summary.summarise_evaluation(total(*told.values()), told)
-    assert found is not None
     assert found.mean == pytest.approx(0.5)
     assert found.worst_decile == pytest.approx(0.05)
     assert found.weighted == pytest.approx(10 * 5.5 / 190)
@@ -61,7 +60,6 @@ def test_a_device_without_held_out_examples_tells_nothing() -> None:
     found = run_summary.summarise_evaluation(
         total(nothing, of_classes(0.5, 4)), {"a": nothing, "b": of_classes(0.5, 4)}
     )
-    assert found is not None
     assert (found.mean, found.worst_decile, found.devices) == (0.5, 0.5, {"b": 0.5})
     assert run_summary.summarise_round(None, [answered("a", 0).update]) is None
 

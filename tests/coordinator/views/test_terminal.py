@@ -148,7 +148,6 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
 def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
     state = begun(CohortSettings(size=3, min_devices=3))
     wait = wait_reasons.find_wait(state, ["torch", "numpy"], ["a"])
-    assert wait is not None
     assert (wait.text, wait.kind) == ("devices that run torch or numpy: 1 online, at least 3 needed", "boards")
 
 
@@ -157,7 +156,6 @@ def test_devices_without_a_plug_in_are_named_with_the_fix_and_nobody_is_told_to_
     state = apply_event(begun(CohortSettings(size=2, min_devices=2)), EligibilityRecorded(0, ("a",), codes), 1.0)
     for online in (["a", "b", "c"], ["a"]):  # the coordinator knows those online, the log those that can run the job
         wait = wait_reasons.find_wait(state, ["torch"], online)
-        assert wait is not None
         assert wait.kind == "plugins"
         assert wait.text == (
             "devices that run torch: 1 online, at least 2 needed; not b, which has no package mine-fl, of which the "
@@ -175,7 +173,6 @@ def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
     for device in "ab":
         state = apply_event(state, answer(device), 2.0)
     wait = wait_reasons.find_wait(state, ["torch"], ["a", "b"], now=NOW, until=NOW + 512.0)
-    assert wait is not None
     assert wait.text == (
         "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3, "
         f"until {time.strftime('%H:%M', time.localtime(NOW + 512.0))} (512 s)"
@@ -205,7 +202,6 @@ def test_a_device_that_a_round_waits_for_is_named_with_since_when_and_until_when
     def told(**board: Any) -> tuple[str, str]:
         known = {"d3": DeviceStatus("d3", **board)}
         wait = wait_reasons.find_wait(state, ["torch"], ["d1", "d2", "d3"], frozenset(), known.get, NOW, NOW + 512.0)
-        assert wait is not None
         return wait.text, wait.kind
 
     assert told(online=False, since=NOW - 45.0) == (f"d3, offline since {at}, until {until} (512 s)", "lost")

@@ -74,7 +74,6 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert f"the bundle of {held.job} cannot be read" in told
         assert ("held 0/" in told) == (words == ["ls"])
     hold = held.store.holds.current_suspension(held.job)
-    assert hold is not None
     assert 0 < hold.again - hold.since <= suspended_jobs.AGAIN_S
     assert hold.since - 10 < time.time() < hold.again + 10
     with StoreReader(held.store.home) as reader:
@@ -90,7 +89,6 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
     held.hands[0].answer(ones())
     held.play()
     assert held.store.stored_status(held.job) == "done"
-    held.store.close()
 
 
 def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> None:
@@ -104,7 +102,6 @@ def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> N
     held.play(suspended_jobs.AGAIN_S + 1.0)
     assert [fact.status for fact in held.told(JobEnded)] == ["failed"]
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "failed"
-    held.store.close()
 
 
 def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +109,6 @@ def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pyte
     assert main(["why", held.job, "--home", str(held.store.home)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert f"job failed: the bundle of {held.job} cannot be read" in told
-    held.store.close()
 
 
 def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held: Stage) -> None:
@@ -123,7 +119,6 @@ def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried
     assert held.store.current_status(held.store.find_job(held.job)) == "held"
     held.store.delete_runs([held.job])
     assert held.store.holds.current_suspension(held.job) is None
-    held.store.close()
 
 
 # -- boards that other runs have ----------------------------------------------------------------------------------
@@ -174,7 +169,6 @@ def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
         told += " ".join(capsys.readouterr().out.split())
         stage.play(1.0)
     assert re.search(r"waiting for other devices: a, b, c declined, until .*\d\d:\d\d \([1-5] s\)$", told), told
-    stage.store.close()
 
 
 def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
@@ -206,7 +200,6 @@ def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys:
         told += " ".join(capsys.readouterr().out.split())
     assert stage.broker.now_s - begin_s >= terminal.WAIT_SAID_S
     assert re.search(r"waiting for c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(58\d s\)$", told), told
-    stage.store.close()
 
 
 def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_for_it(
@@ -226,7 +219,6 @@ def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_f
     hands[1].answer(ones())
     stage.play(3.0)
     assert stage.told(RoundCommitted)
-    stage.store.close()
 
 
 def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -> None:
@@ -243,9 +235,7 @@ def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -
     shown = follower.describe_current_round(None, wait_reasons.load_device_statuses(stage.store.home))["waits"]
     assert re.match(r"c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(\d+ s\)$", shown), shown
     found = wait_reasons.find_round_wait(row, follower.state, wait_reasons.load_device_statuses(stage.store.home))
-    assert found is not None
     assert (found.kind, found.key) == ("lost", (("offline", "c"),))
     hands[2].say("presence", hands[2].presence, retain=True)
     stage.play()
     assert follower.describe_current_round(None, wait_reasons.load_device_statuses(stage.store.home))["waits"] is None
-    stage.store.close()

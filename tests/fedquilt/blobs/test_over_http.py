@@ -42,7 +42,6 @@ class Server:
             while b"\r\n\r\n" not in said:
                 said += sock.recv(4096)
             found = re.search(rb"bytes=(\d+)-", said)
-            assert found is not None
             start = int(found[1])
             self.starts.append(start)
             range_ = f"bytes {start}-{len(PAYLOAD) - 1}/{len(PAYLOAD)}"

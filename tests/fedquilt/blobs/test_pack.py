@@ -93,7 +93,6 @@ def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked
     assert depot.read_range(ref.sha256, 1, 3) == b"mal"
     assert not (tmp_path / ref.sha256).exists()
     path = BlobStore(tmp_path, durable=False).blob_path(ref.sha256)
-    assert path is not None
     assert path.read_bytes() == b"small"
     depot.remove_blob(ref.sha256)
     assert not depot.has_blob(ref)
@@ -140,7 +139,6 @@ def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp
     one.remove_blob(ref.sha256)
     assert not one.has_blob(ref)
     path = two.blob_path(ref.sha256)
-    assert path is not None
     assert path.read_bytes() == two.load(ref.sha256) == b"model"
     two.remove_blob(ref.sha256)
     assert not shared.depot.has_blob(ref)
@@ -193,7 +191,6 @@ def test_a_durable_depot_that_is_alone_shares_a_file_and_another_process_reads_i
     assert [path.name for path in tmp_path.iterdir()] == ["small.pack"]
     assert alone.load(ref.sha256) == other.load(ref.sha256) == b"update"
     path = other.blob_path(ref.sha256)
-    assert path is not None
     assert path.read_bytes() == b"update"
     alone.remove_blob(ref.sha256)
     assert not path.exists()

@@ -30,7 +30,6 @@ def test_an_agent_pulls_what_the_coordinator_offers(tmp_path: Path, size: int) -
     play(broker, coordinator, agent, until=lambda: bool(agent.errors))
     assert agent.errors == {("tx2", ref.sha256): None}
     path = agent.depot.blob_path(ref.sha256)
-    assert path is not None
     assert path.read_bytes() == payload
     assert agent.transfers.traffic_bytes("tx2", "dn") == size
     assert coordinator.transfers.traffic_bytes("tx2", "dn") == size

@@ -291,7 +291,6 @@ UNKNOWN = frozenset({"model", "record", "report"})
 def _sources(tool: str) -> str:
     """A tool's module and those of its folder that it imports, or all modules of its package."""
     found = importlib.util.find_spec(tool)
-    assert found is not None
     assert found.origin is not None
     places = [Path(place) for place in found.submodule_search_locations or ()]
     if files := [file for place in places for file in place.glob("*.py")]:

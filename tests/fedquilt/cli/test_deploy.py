@@ -139,7 +139,6 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(
         path = store.depot.blob_path(plan.blob.sha256)  # type: ignore[union-attr]
     assert path is not None
     task, parts = personal_models.read_task(path), personal_models.read_personal(path)
-    assert task is not None
     assert (task.job, task.method, task.params["network"]["name"]) == (run, method, "mlp")
     assert (task.actions, task.seed) == (("check",), 7)
     assert task.bundles == {
@@ -182,7 +181,6 @@ def test_a_model_in_two_files_is_queued_as_one(home: Path, tmp_path: Path) -> No
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
         plan = kept.state.plan
-        assert plan.blob is not None
         payload = store.depot.blob_path(plan.blob.sha256)
         assert payload is not None
         assert graph_check.check_file(payload).weight_bytes == 72

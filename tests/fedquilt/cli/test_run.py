@@ -73,7 +73,6 @@ def test_places_given_beside_a_coordinator_are_said_to_have_no_effect(tmp_path: 
         assert serving.acquire_lock()
         follower = subprocess.Popen([sys.executable, "-uc", program, *words], stdout=subprocess.PIPE, text=True)
         try:
-            assert follower.stdout is not None
             said = [follower.stdout.readline() for _ in range(2)]
         finally:
             follower.kill()
@@ -111,7 +110,6 @@ def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(
     clock = [0.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: clock[0])
     serving: list[Store | None] = [Store(tmp_path)]
-    assert serving[0] is not None
     assert serving[0].acquire_lock()
     serving[0].set_status(run, "running")
 

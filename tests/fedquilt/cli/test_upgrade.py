@@ -50,9 +50,7 @@ def test_an_upgrade_is_queued_with_its_version_and_phases(
     )
     assert (plan.soak_s, plan.window, plan.force) == (300.0, "02:00-05:00", False)
     with Store(home) as store:
-        assert plan.blob is not None
         kept = store.depot.blob_path(plan.blob.sha256)
-        assert kept is not None
         assert kept.read_bytes() == file.read_bytes()
     assert "not signed: only boards whose agent.toml says unsigned = true" in capsys.readouterr().out
     assert "is queued: wait for its end" in refused(capsys, "rollout", "agent", str(file), "--home", str(home))

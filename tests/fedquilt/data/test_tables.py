@@ -45,7 +45,6 @@ def test_numbers_words_and_missing_values_become_inputs(tmp_path: Path) -> None:
     assert reader.features == ("age", "material=steel", "material=bronze")
     np.testing.assert_array_equal(reader.take(np.arange(4)), [[1.5, 1, 0], [2, 0, 1], [9, 1, 0], [4, 1, 0]])
     assert reader.y.tolist() == [0, 1, 1, 0]
-    assert reader.owner is not None
     assert reader.owner.tolist() == ["a", "b", "b", "c"]
 
 
@@ -107,7 +106,6 @@ def test_windows_lie_within_one_users_rows(tmp_path: Path) -> None:
     assert reader.shape == (3, 1)
     assert reader.take(np.arange(len(reader.y)))[:, :, 0].tolist() == [[0, 1, 2], [2, 3, 4], [5, 6, 7]]
     assert reader.y.tolist() == [0, 1, 1]
-    assert reader.owner is not None
     assert reader.owner.tolist() == ["a", "a", "b"]
     numbers = readers.open_reader(spec(path, x="x", task="regression", windows={"steps": 9}))
     assert numbers.y.tolist() == [[1.0]]

@@ -68,7 +68,6 @@ def test_the_last_will_tells_that_a_client_was_lost_and_a_goodbye_does_not(url: 
     polite = stage.join(url, "polite", will=("presence/polite", b"lost"))
     stage.until(lambda: watch.connected and polite.connected)
     with subprocess.Popen([sys.executable, "-c", DIES, url], stdout=subprocess.PIPE) as doomed:
-        assert doomed.stdout is not None
         assert doomed.stdout.readline() == b"ready\n"
         polite.publish("presence/polite", b"leaving")
         stage.links.remove(polite)
@@ -364,6 +363,5 @@ def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restar
     assert done == {name: [("dev-a", refs[name].sha256, None)] for name in sides}
     for name, blob in (("dev-a", down), ("coordinator", up)):
         path = depots[name].blob_path(refs[name].sha256)
-        assert path is not None
         assert path.read_bytes() == blob
     assert [link.session for link in stage.links] == [2, 2]

@@ -105,7 +105,6 @@ def test_a_link_to_a_broker_that_sends_and_does_not_read_is_lost_and_says_so() -
                 link.publish("a", bytes(1 << 19), reliable=False)
             while link._client is not None and link._client._blocked_s is None:
                 link.wait(0.1)
-            assert link._client is not None
             assert link._client._blocked_s is not None
             taken[0].sendall(packets.publish_packet(5, 1, "t", b"payload", 0, False))
             link.wait(60.0)

@@ -88,7 +88,6 @@ def test_how_many_have_an_entry_is_counted_by_the_formula() -> None:
     for rate in (0.2, 0.4, 1.0):
         at = at_rate(model, rate)
         total = width.add_entries(model, total, width.cut_tensors(model, at), at, 1.0)
-    assert total is not None
     assert total.weight["1.bias"].rounded_value().tolist() == [3, 2, 1, 1, 1]
     assert total.weight["3.weight"].rounded_value().tolist() == [[3, 2, 1, 1, 1]] * 3
     assert total.weight["3.bias"].rounded_value().tolist() == [3, 3, 3]

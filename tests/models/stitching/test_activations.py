@@ -63,7 +63,6 @@ def test_a_saved_stack_is_found_again_and_only_in_its_shape(where: str, tmp_path
     gc.collect()
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     found = FileStack.open(tmp_path / "kept", X.shape)
-    assert found is not None
     assert np.array_equal(found.read_examples(0, 7), X)
     assert FileStack.open(tmp_path / "kept", (8, 2, 3, 3)) is None
     assert FileStack.open(tmp_path / "absent", X.shape) is None

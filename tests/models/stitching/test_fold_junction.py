@@ -47,7 +47,6 @@ def run(made: GraphProto, x: np.ndarray) -> np.ndarray:
 def test_folded_equals_explicit(changes: dict[str, Any]) -> None:
     explicit = graph(**changes)
     folded = junction_folding.fold_projection(explicit, A, BIAS)
-    assert folded is not None
     projected = np.einsum("qp,nphw->nqhw", A, X) + BIAS[:, None, None]
     np.testing.assert_allclose(run(folded, X), run(explicit, projected), atol=1e-5)
     assert {tensor.name for tensor in folded.initializer} == {"c/folded_weight", "c/folded_bias"}

@@ -99,7 +99,6 @@ def test_rows_are_added_in_place_as_if_merged(centred: bool, monkeypatch: pytest
             sums, x[start : {0: 1, 1: 17, 17: 30}[start]], y[start : {0: 1, 1: 17, 17: 30}[start]], centred
         )
     whole = p.add_rows(None, x, y, centred)
-    assert sums is not None
     assert sums.n == 30
     for one, other in ((sums.xx, whole.xx), (sums.xy, whole.xy), (sums.mean_x, whole.mean_x), (sums.yy, whole.yy)):
         assert np.allclose(one, other, rtol=1e-12)
@@ -155,7 +154,6 @@ def test_gathered_groups_are_few_and_their_total_is_the_merged_one() -> None:
         for i, part in enumerate(parts):
             gathered = p.add_device_moments(gathered, part, most)
             total = p.merge_moments([total, part]) if i else part
-        assert gathered is not None
         assert len(gathered.groups) == groups
         assert np.array_equal(gathered.total.xx, total.xx)
         assert gathered.total.yy == total.yy
