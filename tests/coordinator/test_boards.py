@@ -51,7 +51,7 @@ class Watched:
         for message in messages:
             if not retained and (not isinstance(message, wire.Presence) or message.online):
                 self.noted.record_contact(device)
-            self.noted.record_message((device, message), self.now_s)  # type: ignore[arg-type]
+            self.noted.record_message((device, message), self.now_s)
 
     def wait(self, seconds: float) -> None:
         """Let time pass, as far as something is due in it."""
@@ -117,7 +117,7 @@ def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched:
     watched.noted.record_message(RateLimitExceeded("a"), watched.now_s)
     watched.wait(SOON_S)
     assert watched.stored().refusal is not None
-    assert watched.stored().refusal.code == "flooding"  # type: ignore[union-attr]
+    assert watched.stored().refusal.code == "flooding"
 
 
 def test_a_late_message_makes_no_clock_slow(watched: Watched) -> None:

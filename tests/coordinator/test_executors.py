@@ -286,7 +286,7 @@ def test_a_broker_keeps_nothing_of_a_run_that_has_ended(site: Site, end: str) ->
     plan = SimpleNamespace(method="fedavg", rounds=3)
     seen = []
     for phase in ("open", end):
-        rounds = JobState(JobConstants(0, 3, CohortSettings(), 0), phase=phase)  # type: ignore[arg-type]
+        rounds = JobState(JobConstants(0, 3, CohortSettings(), 0), phase=phase)
         site.executor.publish_state(cast("RunningJob", SimpleNamespace(id="digits-1", job=plan, rounds=rounds)))
         site.broker.now_s += 1.0
         site.broker.deliver_due()

@@ -85,7 +85,7 @@ def gathered(made: PartialAggregate, *devices: str, **others: Update) -> tuple[f
     updates = {name: update(name) for name in devices} | others
     made.merge_pending_sums(updates)
     total, found = left(made, *devices, **others)
-    return None if total is None else float(total["w"].rounded_value()[0]), found  # type: ignore[index]
+    return None if total is None else float(total["w"].rounded_value()[0]), found
 
 
 def test_sums_that_others_have_made_are_merged_if_exactly_these_updates_count() -> None:

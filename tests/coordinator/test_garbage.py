@@ -28,12 +28,12 @@ def test_a_blob_that_is_collected_before_its_rollout_is_queued_is_stored_again(t
                 assert not served.depot.has_blob(ref)
             return ref
 
-        other.depot.store_bytes = overtaken  # type: ignore[method-assign]
+        other.depot.store_bytes = overtaken
         control_requests.queue_rollout(other, RolloutPlan(kind="model", name="digits-1"), b"a model")
         collector.add_all_blobs()
         assert collector.collect()
         (rollout,) = served.rollouts.readable_rollouts()
-        assert served.depot.load(rollout.state.plan.blob.sha256) == b"a model"  # type: ignore[union-attr]
+        assert served.depot.load(rollout.state.plan.blob.sha256) == b"a model"
 
 
 def test_a_run_whose_update_is_also_another_runs_goes_on_when_that_one_is_deleted(tmp_path: Path) -> None:

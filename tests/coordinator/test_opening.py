@@ -186,7 +186,7 @@ def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp
             tmp_path / "bundle", {"network": network, "flops": 8}, {"model": tensors.encode_tensors(MODEL)}
         )
     elif why == "method":
-        stage.server._opening._load = lambda name: {}[name]  # type: ignore[index]
+        stage.server._opening._load = lambda name: {}[name]
     else:
         stage.store.set_status(stage.job, "stopping")
     watcher, topic = stage.broker.connect(), wire.Topics("f").round_topic(stage.job)

@@ -38,7 +38,7 @@ class Watched(Server):
 
     def step(self, now_s: float) -> float:
         due_s = super().step(now_s)
-        queue = self._executor._transfers.queue  # type: ignore[attr-defined]
+        queue = self._executor._transfers.queue
         Watched.waited = Watched.waited or bool(queue)
         Watched.most_here = max(Watched.most_here, queue._here + len(queue._sends))
         return due_s

@@ -354,7 +354,7 @@ def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_
 
 
 def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store(pair: Pair) -> None:
-    pair.places._backend = Store()  # type: ignore[assignment]
+    pair.places._backend = Store()
     payload = noise(2 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     manifest = chunks.ManifestBuilder(ref, CHUNK, lambda at, size: payload[at : at + size]).hash_chunks()

@@ -45,7 +45,7 @@ def alone(state: JobState, devices: str, starts: str = "") -> dict[str, str]:
 def refuse(stage: Stage, hand: Hand, code: str = "data") -> None:
     task = hand.tasks[-1]
     named = {"job": stage.job, "round": task.round, "attempt": task.attempt}
-    hand.say("claim", wire.Claim(**named, accepted=False, code=code, reason="no data here"))  # type: ignore[arg-type]
+    hand.say("claim", wire.Claim(**named, accepted=False, code=code, reason="no data here"))
 
 
 def play(stage: Stage, without: str, seconds: float, code: str = "data") -> None:

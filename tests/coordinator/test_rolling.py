@@ -210,7 +210,7 @@ def test_a_release_that_a_board_has_not_heard_is_sent_again(ground: Ground) -> N
         if len(heard) > 1:
             take(release)
 
-    board.take = half_deaf  # type: ignore[method-assign]
+    board.take = half_deaf
     id = ground.deploy()
     ground.play(30.0)
     assert ground.state(id).status == "done"
@@ -231,14 +231,14 @@ def test_a_board_whose_last_word_was_lost_is_asked_for_it_again(ground: Ground) 
 def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Ground) -> None:
     boards = ground.fleet(4)
     for board in boards:
-        board.take = lambda release: None  # type: ignore[method-assign]
+        board.take = lambda release: None
     id = ground.deploy(canary=0.5, phases=(1.0,), patience_s=60.0)
     ground.play(100.0)
     first = sorted(ground.state(id).offered)
     assert len(first) == 2
     assert ground.state(id).step == 0
     board = next(board for board in boards if board.name == first[0])
-    del board.take  # type: ignore[method-assign]
+    del board.take
     board.go()
     board.come()
     ground.play(10.0)
@@ -247,14 +247,14 @@ def test_a_board_that_answers_nothing_holds_up_for_its_patience_alone(ground: Gr
 
 def test_a_board_that_says_nothing_is_waited_for_no_longer_because_coordinators_are_killed(ground: Ground) -> None:
     ground.disk = PrivateDisk()
-    ground.disk.wall_clock_s = lambda: 1e9 + ground.broker.now_s  # type: ignore[method-assign]
+    ground.disk.wall_clock_s = lambda: 1e9 + ground.broker.now_s
     ground.restart()
     boards = ground.fleet(2)
     id = ground.deploy(canary=0.9, phases=(1.0,), patience_s=60.0)
     while not ground.state(id).offered:
         ground.play(0.1)
     (quiet,) = (board for board in boards if board.name not in ground.state(id).offered)
-    quiet.take = lambda release: None  # type: ignore[method-assign]
+    quiet.take = lambda release: None
     ground.play(10.0)
     assert quiet.name in ground.state(id).offered
     for _ in range(6):

@@ -86,7 +86,7 @@ def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground: G
             ground.store.rollouts.append_events([(id, StatusReported("b-000", found.state.serial, "returned"))])
             return found
 
-        store.rollouts.find_rollout = find_slowly  # type: ignore[method-assign]
+        store.rollouts.find_rollout = find_slowly
         assert control_requests.revert_rollout(store, id).startswith(f"{id} of digits is taken back")
     assert ground.store.rollouts.find_rollout(id).revert_requested
 
@@ -122,9 +122,7 @@ def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> N
     board.serial = 1 << 40
     board.take = lambda release: (
         release
-        and board.say(  # type: ignore[assignment, method-assign]
-            "installed", wire.ReleaseStatus(rollout="other", kind="model", serial=1 << 40, phase="committed")
-        )
+        and board.say("installed", wire.ReleaseStatus(rollout="other", kind="model", serial=1 << 40, phase="committed"))
     )
     id = ground.deploy()
     ground.play()

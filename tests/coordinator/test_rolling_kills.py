@@ -46,11 +46,11 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
     ground.fleet(6, judge)
     ground.deploy(name="new", patience_s=60.0, phases=(0.5, 1.0))
     doomed.calls, doomed.at = 0, at
-    ground.calls = doomed  # type: ignore[attr-defined]
+    ground.calls = doomed
 
     def mortal() -> None:
         publish = ground.link.publish
-        ground.link.publish = lambda *args, **named: doomed("publish", "") or publish(*args, **named)  # type: ignore[method-assign, func-returns-value]
+        ground.link.publish = lambda *args, **named: doomed("publish", "") or publish(*args, **named)
 
     mortal()
     while True:
@@ -60,7 +60,7 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
         except SimulatedCrash:
             ground.broker.lose_client(ground.link)
             doomed.dead = False
-            ground.disk.release_locks()  # type: ignore[attr-defined]
+            ground.disk.release_locks()
             doomed.platter.fail_power(random.Random(at)) if power else doomed.platter.end_processes()
             ground.disk = doomed.disk()
             ground.start()
@@ -69,7 +69,7 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
 
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
 def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path: Path, power: bool) -> None:
-    calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
+    calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls
     assert calls > 60
     for at in range(1, calls, 5):
         ground = rolled_out(tmp_path / str(at), at, power, good, lambda ground: ground.play(40.0))
@@ -88,7 +88,7 @@ def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_
 def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(
     tmp_path: Path, power: bool
 ) -> None:
-    calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls  # type: ignore[attr-defined]
+    calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls
     for at in range(1, calls, 3):
         ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
         assert ground.state().status == "aborted", at
@@ -129,7 +129,7 @@ def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path
             sent.append(wanted is not None and wanted.back)
         publish(topic, payload, **named)
 
-    ground.link.publish = seen  # type: ignore[method-assign]
+    ground.link.publish = seen
     ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
     for name, ended in (("bad", "aborted"), ("good", "rolled back")):
         id = ground.deploy(name=name)

@@ -50,7 +50,7 @@ def test_who_reads_while_a_coordinator_writes_sees_one_moment(ground: Ground) ->
             ground.store.rollouts.append_events([(id, ReleaseOffered(0, (f"x-{next(number)}",)))])
             return found
 
-        reader.rollouts._rows.find_job = slow  # type: ignore[method-assign]
+        reader.rollouts._rows.find_job = slow
         assert [kept.state.id for kept in reader.rollouts.readable_rollouts()] == [id]
         assert reader.rollouts.find_rollout().state.id == id
         assert reader.rollouts.read_events(id)

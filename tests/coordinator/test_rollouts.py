@@ -180,7 +180,7 @@ def test_a_step_passes_only_if_few_enough_failed(phases: list[str]) -> None:
     devices = names(len(phases))
     now = state(ReleaseOffered(0, tuple(devices)), canary=0.5, phases=(1.0,), abort_above=0.2, patience_s=10.0)
     for device, phase in zip(devices, phases, strict=True):
-        now = apply_rollout_event(now, StatusReported(device, 7, phase)) if phase else now  # type: ignore[arg-type]
+        now = apply_rollout_event(now, StatusReported(device, 7, phase)) if phase else now
     fact = decide_rollout_event(now, {name: RolloutDevice(False, 0.0) for name in devices}, 1e6, 8)
     failed = sum(phase in ("refused", "returned", "soaking") for phase in phases)
     ended = sum(phase not in ("waiting", "") for phase in phases)
@@ -296,7 +296,7 @@ def test_facts_that_cannot_follow_are_refused() -> None:
     assert facts.keys() == ALLOWED.keys()
     for kind, allowed in ALLOWED.items():
         for status in ("queued", "running", "done", "aborted", "rolled back"):
-            now = Rollout("r", RolloutPlan("model", "n"), status)  # type: ignore[arg-type]
+            now = Rollout("r", RolloutPlan("model", "n"), status)
             if status in allowed:
                 apply_rollout_event(now, facts[kind])
             else:

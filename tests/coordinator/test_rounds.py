@@ -83,7 +83,7 @@ def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_chan
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(50)) == {"a": "memory"}
     assert devices_to_skip(state, {"b"}, lambda device: too_large(50)) == {}
     for ask in (too_large(49), too_large(50, budget_bytes=101)):
-        assert devices_to_skip(state, {"a"}, lambda device, ask=ask: ask) == {}  # type: ignore[misc]
+        assert devices_to_skip(state, {"a"}, lambda device, ask=ask: ask) == {}
     for round, alone in ((AGAIN_ROUNDS - 1, {"a": "memory"}), (AGAIN_ROUNDS, {})):
         assert devices_to_skip(replace(state, round=round), {"a"}, lambda device: too_large(51)) == alone
     answered = after(

@@ -93,7 +93,7 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
     second = stage.add("k", cohort=LONG)
     stage.play()
     assert [fact.status for fact in facts(stage, stage.job, JobEnded)] == ["failed"]
-    assert [hand.tasks[-1].job for hand in hands] == [second] * 4  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in hands] == [second] * 4
     assert {task.job for hand in hands for task in hand.tasks if task} == {second}
 
 
@@ -143,7 +143,7 @@ def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
     )
     stage, first, second, a, b = begin_two_jobs(staged(cohort=LONG))
     stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]
 
 
 def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged: Staged) -> None:
@@ -167,13 +167,13 @@ def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
     stage.store.set_status(first, "stopping")
     stage.play()
     assert stage.store.stored_status(first) == "stopped"
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]
     stage.store.set_status(first, "running")
     stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, second]
     a.answer(ones())
     stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [first, second]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [first, second]
     b.answer(ones())
     stage.play()
     a.answer(ones())
@@ -188,7 +188,7 @@ def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJo
     stage.play()
     stage.restart()
     stage.play()
-    assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]  # type: ignore[union-attr]
+    assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]
     assert len(facts(stage, second, CohortSelected)) == len(facts(stage, first, CohortSelected)) == 1
     a.answer(ones())
     b.answer(ones())
@@ -277,11 +277,11 @@ def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(stage
     stage.play()
     tasks = [hand.tasks[-1] for hand in hands]
     assert [task.round for task in tasks if task] == [1, 1]
-    assert tasks[0].bundles == tasks[1].bundles  # type: ignore[union-attr]
+    assert tasks[0].bundles == tasks[1].bundles
     hands[0].answer(ones(5.0))
     stage.play()
     assert hands[1].tasks[-1] == tasks[1]
-    assert all(stage.store.depot.has_blob(ref) for ref in tasks[1].bundles.values())  # type: ignore[union-attr]
+    assert all(stage.store.depot.has_blob(ref) for ref in tasks[1].bundles.values())
 
 
 def test_a_later_epoch_is_that_of_all_jobs(two_jobs: TwoJobs) -> None:

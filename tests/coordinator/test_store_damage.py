@@ -167,7 +167,7 @@ def test_a_changed_row_of_a_run_is_named_and_hides_no_other(
     store._db.execute(f"update jobs set {column} = {column} || 'x' where id = ?", (runs[1],))
     found = store.all_jobs()
     assert [isinstance(row, StoredJob) for row in found] == [True, False, True]
-    assert "its row in the list of jobs is not what was written" in found[1].reason  # type: ignore[union-attr]
+    assert "its row in the list of jobs is not what was written" in found[1].reason
     if column != "id":
         with pytest.raises(StoreError, match="is damaged"):
             store.set_status(runs[1], "running")

@@ -97,7 +97,7 @@ def test_a_job_that_was_failed_for_its_state_goes_on_where_that_can_be_read_agai
     stage.restart()
     wait(stage, TRIES)
     assert stage.store.stored_status(stage.job) == "failed"
-    stage.disk.left = 0  # type: ignore[attr-defined]
+    stage.disk.left = 0
     stage.store.set_status(stage.job, "queued")
     stage.restart()
     stage.play()
@@ -115,7 +115,7 @@ def test_a_held_job_that_is_stopped_is_taken_up_at_once_when_it_is_resumed(tmp_p
     stage.store.set_status(stage.job, "stopping")
     stage.play()
     assert (stage.store.stored_status(stage.job), stage.store.holds.current_suspension(stage.job)) == ("stopped", None)
-    stage.disk.left = 0  # type: ignore[attr-defined]
+    stage.disk.left = 0
     stage.store.set_status(stage.job, "queued")
     stage.play()
     assert stage.store.stored_status(stage.job) == "running"
@@ -340,7 +340,7 @@ def test_tries_of_coordinators_that_are_killed_before_the_next_one_add_up_but_no
 ) -> None:
     stage = Stage(tmp_path, rounds=2)
     stage.disk = Bad(second_round(stage))
-    stage.disk.wall_clock_s = lambda: 1e9 + stage.broker.now_s  # type: ignore[method-assign]
+    stage.disk.wall_clock_s = lambda: 1e9 + stage.broker.now_s
     for _ in range(lives):
         stage.restart()
         stage.play(life_s)

@@ -33,7 +33,7 @@ def test_a_thread_takes_pieces_in_order_and_the_loop_goes_on_meanwhile() -> None
         worker.run_callbacks(0.0)
     assert told[0] is True
     with pytest.raises(StoreError, match="the disk is full"):
-        told[1]()  # type: ignore[operator]
+        told[1]()
     worker.close()
 
 

@@ -63,7 +63,7 @@ def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox: Metho
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
 def test_fedprox_from_the_page_conforms(prox: Method, check: object) -> None:
     assert "conformance.CHECKS" in blocks("write-a-method.md")[1]
-    check("prox:METHOD")  # type: ignore[operator]
+    check("prox:METHOD")
 
 
 def test_the_settings_on_the_pages_are_a_boards(folder: Path) -> None:

@@ -90,7 +90,7 @@ def test_the_order_and_grouping_of_devices_changes_no_bit_of_a_loss() -> None:
     random.Random(0).shuffle(parts)
     sites = [evaluation.add_evaluations(parts[start : start + 7]) for start in range(0, 30, 7)]
     assert evaluation.add_evaluations(each for each in sites if each) == flat
-    assert flat.devices == evaluation.add_evaluations(reversed(parts)).devices  # type: ignore[union-attr]
+    assert flat.devices == evaluation.add_evaluations(reversed(parts)).devices
 
 
 def test_exact_sums_do_not_depend_on_order() -> None:

@@ -55,7 +55,7 @@ def test_nothing_else_is_public_but_the_packages_parts() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'simulat'"):
-        _ = fq.simulat  # type: ignore[attr-defined]
+        _ = fq.simulat
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) ->
 
 def test_a_name_like_no_other_is_answered_without_a_guess() -> None:
     with pytest.raises(AttributeError, match=r"^module 'fedquilt' has no attribute 'xyzzy'$"):
-        _ = fq.xyzzy  # type: ignore[attr-defined]
+        _ = fq.xyzzy
 
 
 def test_importing_loads_nothing() -> None:

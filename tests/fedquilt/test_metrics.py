@@ -79,7 +79,7 @@ def run_of(values: list[float], metric: str) -> SeedRun:
     marks = [
         EvaluationPoint(
             rounds=n + 1, test=value, held=None, real_s=1.0, down_bytes=1, up_bytes=1, metric=metric, **none
-        )  # type: ignore[arg-type]
+        )
         for n, value in enumerate(values)
     ]
     return SeedRun(method="fedavg", seed=0, params={}, devices=1, tested=1, marks=tuple(marks))

@@ -40,7 +40,7 @@ def test_an_exact_sum_on_the_disk_has_the_bits_of_one_in_memory(tmp_path: Path) 
     there: exact_sums.ExactSum | None = None
     for array in given:
         here = exact_sums.add_to_sum(here, array, 3.0)
-        with exact_sums.sums_on_disk(ScratchFile(tmp_path) if there is None else there.limbs[0].source):  # type: ignore[attr-defined]
+        with exact_sums.sums_on_disk(ScratchFile(tmp_path) if there is None else there.limbs[0].source):
             there = exact_sums.add_to_sum(there, array, 3.0)
     assert all(isinstance(limb, DiskArray) for limb in there.limbs)
     assert len(here.limbs) == len(there.limbs) > 2
@@ -91,7 +91,7 @@ def test_an_array_takes_the_place_of_one_of_as_many_bytes(tmp_path: Path) -> Non
     assert isinstance(again, DiskArray)
     assert room.size() == ONES.nbytes
     assert np.array_equal(again.read(), 2 * ONES)
-    assert room.store_array(ONES.astype(np.float64), again).offset == ONES.nbytes  # type: ignore[union-attr]
+    assert room.store_array(ONES.astype(np.float64), again).offset == ONES.nbytes
 
 
 @pytest.mark.parametrize("at", [0, 37, 59])

@@ -23,7 +23,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "open": lambda path: REAL.open(path).close(),
     "sync": REAL.sync,
     "entries": lambda path: REAL.entries(path.parent),
-    "lock": lambda path: REAL.lock(path).release(),  # type: ignore[union-attr]
+    "lock": lambda path: REAL.lock(path).release(),
 }
 
 

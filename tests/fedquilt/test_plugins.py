@@ -70,7 +70,7 @@ def test_an_engine_of_another_package_is_made_with_its_budget(install: Install) 
     )
     install("engine-fl", {"mine_engine.py": text}, {"fedquilt.engines": {"mine": "mine_engine:Engine"}})
     assert engines.available_engines()[-1] == "mine"
-    assert engines.create_engine("mine", 5).budget == 5  # type: ignore[attr-defined]
+    assert engines.create_engine("mine", 5).budget == 5
 
 
 def test_a_data_set_of_another_package_is_shared_out(install: Install) -> None:
@@ -253,7 +253,7 @@ class Blind:
 def test_a_meter_of_another_package_is_one_line_of_agent_toml(install: Install) -> None:
     install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
     for wanted in ("plug", "plug_fl:Plug", {"name": "plug", "watts": 60.0}):
-        made: Meter = devices.create_meter(wanted)  # type: ignore[arg-type]
+        made: Meter = devices.create_meter(wanted)
         assert made.read(0.0).total_w == 60.0
     with plugins.restrict_plugins_within([]):
         assert devices.create_meter("plug").covers == "board"  # the board's own settings name it
@@ -271,7 +271,7 @@ def test_a_meter_of_another_package_is_one_line_of_agent_toml(install: Install) 
 def test_a_meter_that_is_none_is_one_sentence(install: Install, wanted: object, said: str) -> None:
     install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
     with pytest.raises(JobError, match=said):
-        devices.create_meter(wanted)  # type: ignore[arg-type]
+        devices.create_meter(wanted)
 
 
 def test_a_simulated_board_has_no_meter(install: Install) -> None:

@@ -64,7 +64,7 @@ def test_a_running_variance_is_paired_with_the_mean_of_its_module() -> None:
     named = nn.Module()
     named.register_buffer("running_mean", torch.zeros(2))
     named.register_buffer("running_var", torch.ones(2))
-    named.forward = lambda x: x  # type: ignore[method-assign]
+    named.forward = lambda x: x
     register = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(2), named), (2, 8))
     assert register.running_means_by_variance() == {"0.running_var": "0.running_mean"}
 
@@ -76,7 +76,7 @@ def test_a_normalisation_of_any_name_has_statistics_that_no_gradient_moves() -> 
     register = traced(difficult_networks.network_table("moving_average"))
     entry = register.find_entry("2.mean_ema")
     assert (entry.kind, entry.module, entry.normalises, entry.trained) == ("buffer", "2", True, True)
-    assert register.parameter_names({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]  # type: ignore[dict-item]
+    assert register.parameter_names({"1.weight": 0, "2.mean_ema": 0}) == ["1.weight"]
     assert register.is_running_statistic("2.var_ema")
 
 
@@ -85,8 +85,8 @@ def test_a_constant_buffer_of_three_axes_is_no_weight_and_no_statistic() -> None
     waves, token = register.find_entry("waves"), register.find_entry("class_token")
     assert (waves.kind, waves.trained, waves.normalises) == ("buffer", False, False)
     assert (token.kind, token.module) == ("parameter", "")
-    assert register.find_entry("attention.in_proj_weight").type == "MultiheadAttention"  # type: ignore[union-attr]
-    assert register.find_entry("attention.out_proj.weight").type == "Linear"  # type: ignore[union-attr]
+    assert register.find_entry("attention.in_proj_weight").type == "MultiheadAttention"
+    assert register.find_entry("attention.out_proj.weight").type == "Linear"
 
 
 def test_whole_numbers_are_counters_whether_training_counts_in_them_or_not() -> None:
@@ -105,9 +105,9 @@ def test_a_tensor_of_two_names_is_in_the_register_once() -> None:
     assert rows["second.weight"] == ("third.weight",)
     assert "third.weight" not in rows
     shared = traced(difficult_networks.network_table("shared"))
-    assert shared.find_entry("2.1.running_var").aliases == ("3.1.running_var",)  # type: ignore[union-attr]
+    assert shared.find_entry("2.1.running_var").aliases == ("3.1.running_var",)
     model = {"2.0.weight": 1, "5.weight": 2}
-    assert shared.with_aliases(model) == {"2.0.weight": 1, "5.weight": 2, "3.0.weight": 1}  # type: ignore[arg-type]
+    assert shared.with_aliases(model) == {"2.0.weight": 1, "5.weight": 2, "3.0.weight": 1}
 
 
 def test_tracing_leaves_the_network_as_it_was() -> None:
@@ -128,7 +128,7 @@ def test_tracing_leaves_the_network_as_it_was() -> None:
 def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many_channels() -> None:
     found = traced({"name": "plain", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}})
     assert found.parameters_by_layer()["0.0"] == ("0.0.weight", "0.1.bias", "0.1.weight")
-    assert found.find_entry("0.1.running_mean").layer == "0.0"  # type: ignore[union-attr]
+    assert found.find_entry("0.1.running_mean").layer == "0.0"
     before = register_trace.trace_register(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.BatchNorm1d(3)), (6,))
     assert before.parameters_by_layer() == {
         "0": ("0.bias", "0.weight"),
@@ -137,7 +137,7 @@ def test_a_batch_norm_goes_with_the_layer_called_before_it_if_that_gives_as_many
 
 
 def test_the_head_is_the_linear_layer_called_last() -> None:
-    class Net(nn.Module):  # type: ignore[misc]
+    class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.classifier = nn.Linear(8, 3)
@@ -160,7 +160,7 @@ def test_the_head_is_the_linear_layer_called_last() -> None:
 
 
 def test_a_head_with_the_weights_of_another_layer_is_refused_by_name() -> None:
-    class Net(nn.Module):  # type: ignore[misc]
+    class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embed, self.mix, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)

@@ -73,6 +73,6 @@ def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
         orders = [
             here.method.send(state, DeviceView("a", device_profile(parse_size(budget)))) for budget in here.budgets
         ]
-        sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]  # type: ignore[list-item]
+        sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]
         assert sizes == sorted(sizes), name
         assert sizes[0] < sizes[-1]

@@ -26,7 +26,7 @@ class Quadratics:
 
     name = "numpy"
 
-    def train(self, network, start, examples, fit, rng, *, hooks, progress):  # type: ignore[no-untyped-def]
+    def train(self, network, start, examples, fit, rng, *, hooks, progress):
         (curvature, place), x = examples.x[0], start["x"].astype(np.float64)
         for _ in range(fit.epochs):
             gradient = curvature * (x - place)

@@ -288,7 +288,7 @@ def test_the_mask_learning_rate_does_not_decay() -> None:
     class Listens:
         name = "torch"
 
-        def train(self, network, start, examples, fit, rng, *, hooks, progress):  # type: ignore[no-untyped-def]
+        def train(self, network, start, examples, fit, rng, *, hooks, progress):
             rates.append([step.rate(name) * fit.lr for step in hooks.steps for name in ("mask_scores", "1.weight")])
             return dict(start), {"loss": 0.0, "steps": 1.0}
 

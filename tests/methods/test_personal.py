@@ -183,7 +183,7 @@ class Parabola:
     def __init__(self, curvature: float, place: float) -> None:
         self.curvature, self.place = curvature, place
 
-    def train(self, network, start, examples, fit, rng, *, hooks, progress):  # type: ignore[no-untyped-def]
+    def train(self, network, start, examples, fit, rng, *, hooks, progress):
         torch = pytest.importorskip("torch")
         module = torch.nn.Module()
         module.x = torch.nn.Parameter(torch.tensor(start["x"], dtype=torch.float64))

@@ -85,9 +85,9 @@ def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
     for device, member in enumerate(played.members):
         local = played.kept[member.device]
         task, site = played.given(device, DeviceView(member.device, None, (0, 1, 2)))
-        wanted = compute_metrics(played.method.check(task, replace(site, local=local)))  # type: ignore[misc]
+        wanted = compute_metrics(played.method.check(task, replace(site, local=local)))
         task, site = played.given(device, DeviceView("", None))
-        own = played.method.personal(task, replace(site, device=member.device, local=local))  # type: ignore[misc]
+        own = played.method.personal(task, replace(site, device=member.device, local=local))
         found = compute_metrics(played.engine.evaluate(network, own, site.held))
         assert found["accuracy"] == wanted["accuracy"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
@@ -95,13 +95,13 @@ def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
     assert made[0] != made[1]
 
 
-@pytest.mark.parametrize("case", [each for each in NUMBERS if CASES[each.values[0]][0] != "genefl"])  # type: ignore
+@pytest.mark.parametrize("case", [each for each in NUMBERS if CASES[each.values[0]][0] != "genefl"])
 def test_a_newcomer_runs_what_it_would_evaluate(case: int) -> None:
     network, played = CASES[case][1], played_once(case)
     task, site = played.given(0, DeviceView("", None))
-    own = played.method.personal(task, site)  # type: ignore[misc]
+    own = played.method.personal(task, site)
     found = compute_metrics(played.engine.evaluate(network, own, site.held))
-    wanted = compute_metrics(played.method.check(task, site))  # type: ignore[misc]
+    wanted = compute_metrics(played.method.check(task, site))
     assert found["accuracy"] == wanted["accuracy"]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
@@ -109,9 +109,9 @@ def test_a_newcomer_runs_what_it_would_evaluate(case: int) -> None:
 def test_genefl_has_no_network_for_a_newcomer() -> None:
     played = played_once([name for name, _, _ in CASES].index("genefl"))
     task, site = played.given(0, DeviceView("", None))
-    assert played.method.check(task, site).examples == 0  # type: ignore[misc]
+    assert played.method.check(task, site).examples == 0
     with pytest.raises(ModelError, match=r"dev-0 has no model of its own of .*: genefl gives a device one"):
-        played.method.personal(task, site)  # type: ignore[misc]
+        played.method.personal(task, site)
 
 
 def test_every_method_that_evaluates_what_a_board_keeps_says_what_it_is() -> None:

@@ -111,7 +111,7 @@ def test_buckets_are_drawn_by_seed_and_round_and_named_in_the_log() -> None:
     first = robust.step(state, folded(state, points))
     assert first.told[0].count("+") == 1
     assert robust.step(state, folded(state, dict(reversed(points.items())))).told == first.told
-    later = [robust.step(state, replace(folded(state, points), round=number)).told[0] for number in range(8)]  # type: ignore[type-var]
+    later = [robust.step(state, replace(folded(state, points), round=number)).told[0] for number in range(8)]
     assert len(set(later)) > 1
 
 

@@ -158,4 +158,4 @@ def test_a_params_table_of_the_wrong_length_is_refused_at_the_job() -> None:
     ]
     for kind, table in bad:
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(table, kind)  # type: ignore[arg-type]
+            msgspec.convert(table, kind)

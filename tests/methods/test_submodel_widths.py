@@ -26,7 +26,7 @@ def folded(method: Method, state: Any, *sent: tuple[int, float, float, list[int]
     total = None
     for budget, weight, value, classes in sent:
         order = method.send(state, view(budget))
-        model = {key: np.full_like(array, value) for key, array in order.bundles["model"].items()}  # type: ignore[union-attr]
+        model = {key: np.full_like(array, value) for key, array in order.bundles["model"].items()}
         held = {"held": np.isin(np.arange(3), classes).astype(np.uint8)}
         total = method.aggregation.fold(
             state, total, DeviceUpdate("a", 0, weight, {}, {"model": model, "classes": held})
@@ -40,7 +40,7 @@ def test_each_width_has_statistics_of_its_own(name: str) -> None:
     state = method.init(bundle(), method.params(rates=(0.25, 0.25, 0.5, 0.5, 1.0)), 0)
     everything = [0, 1, 2]
     after = folded(method, state, (2 * 10**9, 1.0, 1.0, everything), (8 * 10**9, 1.0, 5.0, everything))
-    parts = {size: method.send(after, view(size * 10**9)).bundles["model"] for size in (1, 2, 8)}  # type: ignore[union-attr]
+    parts = {size: method.send(after, view(size * 10**9)).bundles["model"] for size in (1, 2, 8)}
     assert parts[2]["0.1.running_var"].tolist() == [1, 1]
     assert parts[8]["0.1.running_var"].tolist() == [5, 5, 5, 5]
     assert parts[1]["0.1.running_mean"].tolist() == [0]
@@ -184,9 +184,9 @@ def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round(
     found = run("fedlps", bundle(), rounds=2, budgets=MIXED)
     first, last = found[0], found[-1]
     held = fedlps.encoder_names(first)
-    narrow = method.send(last, view(512 * 10**6)).bundles["model"]  # type: ignore[union-attr]
-    assert all(narrow[name].shape == first.model[name].shape for name in held)  # type: ignore[index,union-attr]
-    smaller = [name for name in first.model if narrow[name].shape != first.model[name].shape]  # type: ignore[index,union-attr]
+    narrow = method.send(last, view(512 * 10**6)).bundles["model"]
+    assert all(narrow[name].shape == first.model[name].shape for name in held)
+    smaller = [name for name in first.model if narrow[name].shape != first.model[name].shape]
     assert len(smaller) > 3
     for left, groups in first.kept.items():
         assert all(np.array_equal(units, last.kept[left][group]) for group, units in groups.items())

@@ -137,8 +137,8 @@ def test_a_wait_while_the_broker_is_away_is_not_told_as_a_lack_of_boards(capsys:
     now_s = iter((0.0, 0.0, WAIT_SAID_S, WAIT_SAID_S, 100.0, 100.0, 100.0))
     console = Console(clock=lambda: next(now_s))
     for link in (Link(), Link()):
-        console.report_connection(link)  # type: ignore[arg-type]
-        console.report_waits(Server())  # type: ignore[arg-type]
+        console.report_connection(link)
+        console.report_waits(Server())
     told = capsys.readouterr().out
     assert "waiting for its broker, which cannot be reached" in told
     assert "fedquilt doctor" in told
@@ -364,8 +364,8 @@ def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixt
     console = Console(clock=lambda: 0.0)
     for number in (0, 1):
         for device in range(1000 if number == 0 else 2):
-            console.observe(Job(), TaskDeclined(number, f"dev-{device}", "memory", "too small"))  # type: ignore[arg-type]
-        console.observe(Job(), RoundRetried(number, 1))  # type: ignore[arg-type]
+            console.observe(Job(), TaskDeclined(number, f"dev-{device}", "memory", "too small"))
+        console.observe(Job(), RoundRetried(number, 1))
     told = [line for line in capsys.readouterr().out.splitlines() if "declined" in line]
     assert told == [
         "[   0.0 s] round 1: dev-0, dev-1, dev-10, dev-100, dev-101 and 995 more: declined (memory): too small",

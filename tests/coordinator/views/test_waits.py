@@ -82,7 +82,7 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
         assert RunFollower(row).describe_current_round(str(reader.holds.current_suspension(row.id)))["waits"] == str(
             hold
         )
-    held.store.depot.disk.name = ""  # type: ignore[attr-defined]
+    held.store.depot.disk.name = ""
     held.play(suspended_jobs.AGAIN_S + 1.0)
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "running"
     assert wait_reasons.describe_wait(held.store.find_job(held.job), held.store) is None

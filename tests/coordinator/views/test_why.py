@@ -323,7 +323,7 @@ def test_a_board_that_waits_for_its_turn_says_whose_update_goes_before(
             CohortSelected(0, 0, ("a", "b", "c")),
         ):
             store.append_event(id, fact)
-        doing = {device: CurrentTask(id, 0, step, 0.0) for device, step in zip("abc", steps, strict=True)}  # type: ignore[arg-type]
+        doing = {device: CurrentTask(id, 0, step, 0.0) for device, step in zip("abc", steps, strict=True)}
         noted.write_telemetry([DeviceStatus(device, online=True, doing=each) for device, each in doing.items()], [])
         parts = round_outcomes.load_outcomes(store, id).found[0]
     waiting = [device for device, step in zip("abc", steps, strict=True) if step == "waiting"]

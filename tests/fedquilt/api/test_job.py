@@ -67,7 +67,7 @@ def test_a_replaced_method_keeps_the_parameters_that_it_has() -> None:
 
 def test_a_job_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        job().rounds = 3  # type: ignore[misc]
+        job().rounds = 3
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_what_is_shown_makes_the_same_job() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: fq.simulate("job.toml"), r"simulate takes a fq\.Job, not 'job\.toml'; .*fq\.Job\.read"),  # type: ignore[arg-type]
-        (lambda: fq.compare(job(), seeds=[0]), r"compare takes a list of jobs and seeds"),  # type: ignore[arg-type]
-        (lambda: fq.compare([job()], seeds=1), r"compare takes a list of jobs and seeds"),  # type: ignore[arg-type]
-        (lambda: fq.compare("job.toml"), r"compare takes a list of jobs and seeds"),  # type: ignore[arg-type]
-        (lambda: fq.models.mlp(64, 32, 10), r"mlp: hidden is a list of widths: write \[32\]"),  # type: ignore[arg-type]
+        (lambda: fq.simulate("job.toml"), r"simulate takes a fq\.Job, not 'job\.toml'; .*fq\.Job\.read"),
+        (lambda: fq.compare(job(), seeds=[0]), r"compare takes a list of jobs and seeds"),
+        (lambda: fq.compare([job()], seeds=1), r"compare takes a list of jobs and seeds"),
+        (lambda: fq.compare("job.toml"), r"compare takes a list of jobs and seeds"),
+        (lambda: fq.models.mlp(64, 32, 10), r"mlp: hidden is a list of widths: write \[32\]"),
     ],
 )
 def test_an_argument_of_another_kind_is_no_bare_type_error(make: Any, said: str) -> None:

@@ -64,9 +64,9 @@ def test_checks_in_rounds_are_of_the_round_before(run: fq.Run) -> None:
             point.rounds: point for point in progress_points(summarised(store, run.id)) if point.personal is not None
         }
     assert sorted(points) == [0, 1, 2, 3]
-    held = [points[number].personal.weighted for number in (1, 2, 3)]  # type: ignore[union-attr]
+    held = [points[number].personal.weighted for number in (1, 2, 3)]
     assert run.rounds()["held_accuracy"] == held
-    assert run.rounds()["loss"] != [points[number].personal.loss for number in (1, 2, 3)]  # type: ignore[union-attr] # it is the test set's
+    assert run.rounds()["loss"] != [points[number].personal.loss for number in (1, 2, 3)]  # it is the test set's
     assert {value for value in run.devices()["accuracy"] if value is not None}
 
 

@@ -209,9 +209,9 @@ def notebook(shown: list[str]) -> dict[str, types.ModuleType]:
         return Handle(shown)
 
     ipython, inner = types.ModuleType("IPython"), types.ModuleType("IPython.display")
-    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
-    inner.HTML, inner.display = str, show  # type: ignore[attr-defined]
-    ipython.display = inner  # type: ignore[attr-defined]
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())
+    inner.HTML, inner.display = str, show
+    ipython.display = inner
     return {"IPython": ipython, "IPython.display": inner}
 
 
@@ -222,5 +222,5 @@ def test_a_notebook_updates_one_output(job: fq.Job, monkeypatch: pytest.MonkeyPa
     fq.simulate(job.replace(rounds=1))
     assert len(shown) == 2
     assert "round 1 of 1, accuracy" in shown[-1]
-    sys.modules["IPython"].get_ipython = lambda: object()  # type: ignore[attr-defined]
+    sys.modules["IPython"].get_ipython = lambda: object()
     assert type(progress_display.make_display(None)) is progress_display.Display

@@ -235,7 +235,7 @@ def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken() -> None:
     pull = Download(ref_of(BLOB), CHUNK, 0.0)
     good = {"sha256": MANIFEST.sha256, "size": MANIFEST.size, "chunk": CHUNK, "digests": MANIFEST.digests}
     for change in ({"sha256": "0" * 64}, {"size": 7}, {"chunk": 4 * KIB}, {"digests": ""}):
-        assert not pull.handle_manifest(wire.BlobManifest(**(good | change)), 0.0)  # type: ignore[arg-type]
+        assert not pull.handle_manifest(wire.BlobManifest(**(good | change)), 0.0)
     assert pull.bad == 4
     assert pull.handle_manifest(MANIFEST, 0.0)
 

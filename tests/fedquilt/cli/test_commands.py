@@ -127,7 +127,7 @@ def test_the_help_of_all_verbs_has_the_first_sentence_of_each() -> None:
     shown = commands.root_command.get_help(context)
     for name in commands.root_command.list_commands(context):
         found = commands.root_command.get_command(context, name)
-        assert f"{name} {found.get_short_help_str(400)}" in " ".join(shown.split())  # type: ignore[union-attr]
+        assert f"{name} {found.get_short_help_str(400)}" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_file_is_queued_with_what_boards_are_asked(home: Path, capsys: pytest.
     out = capsys.readouterr().out
     with Store(home) as store:
         (kept,) = store.rollouts.readable_rollouts()
-        assert store.depot.load(kept.state.plan.blob.sha256) == graph()  # type: ignore[union-attr]
+        assert store.depot.load(kept.state.plan.blob.sha256) == graph()
     plan = kept.state.plan
     assert (plan.kind, plan.name, plan.select, plan.cumulative_shares) == (
         "model",
@@ -122,7 +122,7 @@ def test_a_run_is_deployed_as_export_writes_it(home: Path, capsys: pytest.Captur
     assert main(["model", "export", "digits", "--home", str(home), "--out", str(file)]) == 0
     with Store(home) as store:
         plan = store.rollouts.find_rollout(run).state.plan
-        assert store.depot.load(plan.blob.sha256) == file.read_bytes()  # type: ignore[union-attr]
+        assert store.depot.load(plan.blob.sha256) == file.read_bytes()
     assert plan.name == run
 
 
@@ -136,7 +136,7 @@ def test_a_run_with_parts_on_boards_is_deployed_without_them(
     assert f"network mlp, in which each board puts what it has kept of {run}" in capsys.readouterr().out
     with Store(home) as store:
         plan = store.rollouts.find_rollout(run).state.plan
-        path = store.depot.blob_path(plan.blob.sha256)  # type: ignore[union-attr]
+        path = store.depot.blob_path(plan.blob.sha256)
     assert path is not None
     task, parts = personal_models.read_task(path), personal_models.read_personal(path)
     assert (task.job, task.method, task.params["network"]["name"]) == (run, method, "mlp")

@@ -45,7 +45,7 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
         posing = LinkIdentity(site.broker(name, kind))
         with pytest.raises(JobError, match="identity issue coordinator"):
             AuthenticatedFleetLink(MemoryBroker().connect(), posing, "f")
-        posing.require_coordinator_certificate = lambda: math.inf  # type: ignore[method-assign]
+        posing.require_coordinator_certificate = lambda: math.inf
         fleet = Fleet.__new__(Fleet)
         fleet.site, fleet.broker, fleet.boards, fleet.heard, fleet.epoch = site, Tampered(), {}, {}, 0
         fleet.identities = {"coordinator": posing}

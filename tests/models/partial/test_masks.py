@@ -213,7 +213,7 @@ def test_a_network_that_cannot_be_traced_says_so() -> None:
     torch = pytest.importorskip("torch")
     from fedquilt.models.partial import dependency_trace
 
-    class Odd(torch.nn.Module):  # type: ignore[misc,name-defined]
+    class Odd(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             return x if x.sum() > 0 else -x
 

@@ -233,7 +233,7 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
 def test_an_order_of_calls_that_is_not_the_networks_is_found_out() -> None:
     torch = pytest.importorskip("torch")
 
-    class Odd(torch.nn.Module):  # type: ignore[misc,name-defined]
+    class Odd(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b, self.z = (torch.nn.Linear(4, 4) for _ in range(3))

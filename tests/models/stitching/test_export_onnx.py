@@ -218,7 +218,7 @@ def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, 
         onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=8), files[f"{name}.onnx"])
         stages, shapes = ((f"{name}.onnx",),), ((p, 28, 28), (q, 28, 28))
         kind = "start" if name.endswith("0") else "middle"
-        blocks[name] = stitch.Block(donor, int(name[-1]), kind, stages, (), *shapes, 1, 4, 4, 4)  # type: ignore[arg-type]
+        blocks[name] = stitch.Block(donor, int(name[-1]), kind, stages, (), *shapes, 1, 4, 4, 4)
     stock = stitch.DonorPool(STOCK.input, STOCK.labels, {}, blocks)
     made = artefact([["many.0", "many.1"], ["few.0", "many.1"]][::order], None, True, stock)
     (tmp_path / "net.onnx").write_bytes(export_stitched(*made, blocks, files))

@@ -17,7 +17,7 @@ RNG = np.random.default_rng(0)
 
 
 def block(donor: str, index: int, before: tuple[int, ...], after: tuple[int, ...], kind: str = "middle") -> Block:
-    return Block(donor, index, kind, ((f"{donor}.{index}.onnx",),), (), before, after, 1, 1, 1, 1)  # type: ignore[arg-type]
+    return Block(donor, index, kind, ((f"{donor}.{index}.onnx",),), (), before, after, 1, 1, 1, 1)
 
 
 A0 = block("a", 0, (1, 8, 8), (3, 8, 8), "start")
@@ -232,6 +232,6 @@ def test_a_bundle_that_contradicts_itself_is_refused(change: object, why: str) -
         "blocks": {b.id: {name: getattr(b, name) for name in Block.__dataclass_fields__} for b in (A0, A1, A2)},
     }
     assert stitched_network.load_donor_pool(meta).donors["a"].align is None
-    change(meta)  # type: ignore[operator]
+    change(meta)
     with pytest.raises(ModelError, match=why):
         stitched_network.load_donor_pool(meta)

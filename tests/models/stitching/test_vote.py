@@ -87,7 +87,7 @@ def test_being_asked_is_not_merit() -> None:
     """The devices of a vote weigh together what they did; the paper's letter takes it off all the others."""
     weights, ranks = dict.fromkeys("abcdefghij", 0.1), {"a": 0.9, "b": 0.8, "c": 0.9, "d": 0.7}
     for theta in ("median", 0.6, 0.85):
-        after = vote.update_weights(weights, ranks, theta, 0.1, 0.1)  # type: ignore[arg-type]
+        after = vote.update_weights(weights, ranks, theta, 0.1, 0.1)
         assert sum(after[name] for name in "abcd") == pytest.approx(0.4)
         assert all(after[name] == pytest.approx(0.1) for name in "efghij")
     for _ in range(20):
@@ -180,7 +180,7 @@ def test_the_coin_explores_as_often_as_epsilon_says() -> None:
 def blocks() -> list[Block]:
     shape = (1, 1, 1)
     kinds = [("a", 1, "middle"), ("a", 2, "middle"), ("b", 1, "middle"), ("b", 2, "end")]
-    return [Block(donor, i, kind, (("g",),), (), shape, shape, 1, 1, 1, 1) for donor, i, kind in kinds]  # type: ignore[arg-type]
+    return [Block(donor, i, kind, (("g",),), (), shape, shape, 1, 1, 1, 1) for donor, i, kind in kinds]
 
 
 def test_blocks_clearly_shallower_than_their_donors_best_are_dropped() -> None:
