@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.core import DeviceView
+from fedquilt.arrays.exact_sums import WeightedSums
+from fedquilt.coordinator import settings
+from fedquilt.core import DeviceView, JobError
 from fedquilt.edge_agent.settings import parse_size
+from fedquilt.methods import scaffold
 from fedquilt.testing import conformance
 from fedquilt.testing.scenarios import MIXED, NETWORKS, CheckSkipped, depends_on_memory, device_profile, make_scene
+from fedquilt.testing.toy_networks import toy_bundle
 
 # What `Traits.per_device_data` names takes so much here for each device: FedPeWS has two bytes for each of the toy
 # network's 5 neurons, and a header; GENE-FL up to four clusters; a whole model takes 212 bytes, FedSDG's adapters and
@@ -24,6 +29,11 @@ UNFIT = {  # method, and which of NETWORKS it refuses: no linear layers to adapt
     *(("fedsdg", network) for network in ("batch norm", "gru")),
     *((name, "gru") for name in CUT),
 }
+
+ODD_OF_FEDSQ = {"gates": "soft", "bn": "no", "pool": "avg", "mu": -1.0, "cache": "int8"}
+BEGIN_OTHERWISE = {"afl", "fedstitch", "depthfl", "fedepth"}  # with donors, or with stages
+WEIGHTED = ("fedavg", "fedprox", "fednova", "fedopt", "fedbn", "moon", "fedrep", "ditto", "pfedme", "perfedavg")
+SUMS_OF_NOTHING: dict[str, Any] = {**dict.fromkeys(WEIGHTED, WeightedSums), "scaffold": scaffold.ScaffoldSums}
 
 NAMES = [*methods.builtin_names(), *(f"{name}{MIXED}" for name in methods.builtin_names() if depends_on_memory(name))]
 GROWS = conformance.accumulator_does_not_grow
@@ -76,3 +86,56 @@ def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
         sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]
         assert sizes == sorted(sizes), name
         assert sizes[0] < sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("fedavg", {"nesterov": True}, "wants a momentum above 0"),
+        ("fedavg", {"optimizer": "rmsprop"}, r"optimizer = "),
+        ("scaffold", {"momentum": 0.9}, "SCAFFOLD wants sgd and no momentum"),
+        ("scaffold", {"nesterov": True}, "wants a momentum above 0"),
+        ("scaffold", {"optimizer": "adam"}, "SCAFFOLD wants sgd and no momentum"),
+        ("fednova", {"optimizer": "adam"}, "not how far adam does"),
+        ("fedopt", {"server": "lamb"}, r"server = "),
+        ("fedopt", {"tau": 0.0}, r"tau = "),
+        ("moon", {"temperature": 0.0}, r"temperature = "),
+        ("pfedme", {"momentum": 0.9}, "wants sgd and no momentum"),
+        ("pfedme", {"optimizer": "adam"}, "wants sgd and no momentum"),
+        ("pfedme", {"lr": 0.2}, "have to be below 2"),
+        ("pfedme", {"outer_lr": 1.0}, "have to be below 2"),
+        ("perfedavg", {"clip": 1.0}, "no momentum and no clip"),
+        ("perfedavg", {"momentum": 0.5}, "no momentum and no clip"),
+        ("perfedavg", {"alpha": -0.1}, r"alpha = "),
+        ("ditto", {"pull": -1.0}, r"pull = "),
+        ("fedrep", {"head": 3}, r"head = "),
+        *(("fedsq", {key: odd}, rf"{key} = ") for key, odd in ODD_OF_FEDSQ.items()),
+        ("fedpews", {"momentum": 0.9}, "FedPeWS wants sgd without momentum"),
+        ("fedpews", {"weight_decay": 0.1}, "FedPeWS wants sgd without momentum"),
+        ("fedpews", {"optimizer": "adam"}, "FedPeWS wants sgd without momentum"),
+        ("fedpews", {"clip": 1.0}, "FedPeWS wants sgd without momentum"),
+        ("fedpews", {"publish": "scores"}, r"publish = "),
+        ("fedpews", {"diversity": -1.0}, r"diversity = "),
+        ("fedpews", {"first_score": 1e9}, r"first_score = "),
+        ("fedpews_fixed", {"parts": 0}, r"parts = "),
+        ("fedpews_fixed", {"warmup": -1}, r"warmup = "),
+        ("fedpews_fixed", {"nesterov": True}, "wants a momentum above 0"),
+        ("robust", {"attackers": 0.5}, r"attackers = "),
+        ("robust", {"rule": "mean"}, r"rule = "),
+        ("robust", {"rule": "krum", "most": 2}, r"krum wants more than 2 f \+ 2 updates, and f is 0"),
+        ("robust", {"rule": "krum", "most": 10, "attackers": 0.4}, r"krum wants more than 2 f \+ 2 .*, and f is 4"),
+        ("robust", {"rule": "median", "bucket": 3}, "median wants more than 2 f buckets, and f is 6"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        settings.parse_job({"name": "j", "method": name, "params": params, "cohort": {"min_devices": 32}})
+
+
+@pytest.mark.parametrize("name", sorted({*methods.builtin_names()} - BEGIN_OTHERWISE))
+def test_a_round_nobody_answered_changes_nothing(name: str) -> None:
+    method = methods.load(name)
+    state = method.init(toy_bundle(), method.params(), 0)
+    assert method.step(state, None) is state
+    if sums := SUMS_OF_NOTHING.get(name):
+        assert method.step(state, sums()) is state

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fedquilt.arrays import tensors
-from fedquilt.coordinator import settings
 from fedquilt.core import (
     Bundle,
     ClientContext,
@@ -20,7 +19,6 @@ from fedquilt.core import (
     EvaluationSums,
     Examples,
     Hooks,
-    JobError,
     ModelError,
     Step,
     Task,
@@ -277,12 +275,6 @@ def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
         METHOD.init(bundle(), params(trained=("layer4",)), 0)
     with pytest.raises(ModelError, match="nothing to train in it with bn = 'frozen_stats'"):
         METHOD.init(bundle(), params(trained=("0.1.running_mean",)), 0)
-
-
-@pytest.mark.parametrize("odd", [{"gates": "soft"}, {"bn": "no"}, {"pool": "avg"}, {"mu": -1.0}, {"cache": "int8"}])
-def test_parameters_that_make_no_sense_are_refused_in_the_job(odd: dict[str, Any]) -> None:
-    with pytest.raises(JobError, match=rf"{next(iter(odd))} = "):
-        settings.parse_job({"name": "j", "method": "fedsq", "params": odd})
 
 
 def test_a_device_without_held_out_examples_tells_that(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import pytest
 
 from fedquilt import methods
 from fedquilt.arrays import tensors
-from fedquilt.arrays.exact_sums import WeightedSums
-from fedquilt.coordinator import settings
 from fedquilt.core import (
     ClientContext,
     ClientResult,
@@ -20,7 +18,6 @@ from fedquilt.core import (
     DeviceView,
     Examples,
     Fit,
-    JobError,
     Method,
     ModelError,
     Task,
@@ -331,25 +328,6 @@ def test_a_head_of_several_layers_is_named() -> None:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("pfedme", {"momentum": 0.9}, "wants sgd and no momentum"),
-        ("pfedme", {"optimizer": "adam"}, "wants sgd and no momentum"),
-        ("pfedme", {"lr": 0.2}, "have to be below 2"),
-        ("pfedme", {"outer_lr": 1.0}, "have to be below 2"),
-        ("perfedavg", {"clip": 1.0}, "no momentum and no clip"),
-        ("perfedavg", {"momentum": 0.5}, "no momentum and no clip"),
-        ("ditto", {"pull": -1.0}, r"pull = "),
-        ("fedrep", {"head": 3}, r"head = "),
-        ("perfedavg", {"alpha": -0.1}, r"alpha = "),
-    ],
-)
-def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
-    with pytest.raises(JobError, match=message):
-        settings.parse_job({"name": "j", "method": name, "params": params})
-
-
 def test_nothing_travels_with_local() -> None:
     state = local.init(toy_bundle(), local.METHOD.params(), 0)
     with pytest.raises(UpdateError, match="dev-7 sent model"):
@@ -367,12 +345,3 @@ def test_a_private_model_of_another_network_is_refused(name: str) -> None:
     if name != "pfedme":  # its own model counts in evaluation only
         with pytest.raises(UpdateError):
             method.work(task, odd)
-
-
-@pytest.mark.parametrize("name", ["local", "fedrep", "ditto", "pfedme", "perfedavg"])
-def test_a_round_nobody_answered_changes_nothing(name: str) -> None:
-    method = methods.load(name)
-    state = method.init(toy_bundle(), method.params(), 0)
-    assert method.step(state, None) is state
-    if name != "local":  # sums of nothing
-        assert method.step(state, WeightedSums()) is state

@@ -189,21 +189,6 @@ def test_only_so_many_updates_are_held_whatever_the_order_they_come_in() -> None
 
 
 @pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"attackers": 0.5}, r"attackers = "),
-        ({"rule": "mean"}, r"rule = "),
-        ({"rule": "krum", "most": 2}, r"krum wants more than 2 f \+ 2 updates, and f is 0"),
-        ({"rule": "krum", "most": 10, "attackers": 0.4}, r"krum wants more than 2 f \+ 2 updates, and f is 4"),
-        ({"rule": "median", "bucket": 3}, "median wants more than 2 f buckets, and f is 6"),
-    ],
-)
-def test_parameters_that_make_no_sense_are_refused_in_the_job(params: dict[str, Any], message: str) -> None:
-    with pytest.raises(JobError, match=message):
-        settings.parse_job({"name": "j", "method": "robust", "params": params, "cohort": {"min_devices": 32}})
-
-
-@pytest.mark.parametrize(
     ("cohort", "message"),
     [
         ({"size": 4}, r"\[cohort\] size = 4: with its \[params\] robust needs 7 updates or more"),
