@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import select
 import threading
-from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from by_hand import Stage, ones
+from by_hand import Killed, SlowWorker, Stage, ones
 
 from fedquilt import compression, wire
 from fedquilt.arrays import tensors
@@ -135,10 +134,6 @@ def test_a_sum_is_stored_again_once_as_much_has_come_anew(tmp_path: Path) -> Non
         hand.answer(ones(1.0))
         stage.play()
     assert [fact.devices for fact in stage.told(UpdatesAggregated)] == [("a", "b"), ("a", "b", "c", "d")]
-
-
-class Killed(BaseException):
-    """The process ends."""
 
 
 def test_a_coordinator_that_dies_between_a_sum_and_its_fact_folds_once(
@@ -294,7 +289,7 @@ def test_an_update_that_is_the_model_itself_is_kept_for_those_who_fetch_that(tmp
 
 def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path) -> None:
     """Also after a restart in mid-round; what devices are sent is the blob that the loop would store."""
-    worker = Slow()
+    worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     assert not stage.facts
     assert not list(stage.store.depot.folder.iterdir())
@@ -304,7 +299,7 @@ def test_a_job_that_begins_is_read_made_and_stored_by_the_worker(tmp_path: Path)
     calm = played(tmp_path / "calm", "", None)
     sent = {hand.tasks[-1].bundles["model"] for each in (stage, calm) for hand in each.hands if hand.tasks[-1]}
     assert len(sent) == 1
-    stage.worker = Slow()
+    stage.worker = SlowWorker()
     stage.restart()
     stage.play()
     assert len(stage.worker.begun) == 1
@@ -318,7 +313,7 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path: Path, monk
     def fails(*given: object) -> None:
         raise ValueError("no such layer")
 
-    worker = Slow()
+    worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     monkeypatch.setattr(aggregator, "store_tensors", fails)
     worker.go_on()
@@ -326,27 +321,8 @@ def test_an_error_in_what_a_method_sends_ends_its_job_alone(tmp_path: Path, monk
     assert [fact.reason for fact in stage.told(JobEnded)] == ["ValueError: no such layer"]
 
 
-class Slow(SynchronousWorker):
-    """A worker that carries out a piece when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__(large_bytes=0)
-        self.stored_at = 0.0
-        self.begun: deque[tuple[Any, Any]] = deque()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.begun and super().is_idle
-
-    def submit(self, piece: Any, then: Any) -> None:
-        self.begun.append((piece, then))
-
-    def go_on(self) -> None:
-        super().submit(*self.begun.popleft())
-
-
 def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_in_the_sum(tmp_path: Path) -> None:
-    worker = Slow()
+    worker = SlowWorker()
     stage = played(tmp_path, "", worker)
     worker.go_on()  # what they are sent is stored
     stage.play()
@@ -361,7 +337,7 @@ def test_two_boards_send_the_same_bytes_and_one_of_them_waits_when_the_other_is_
 
 
 def test_no_more_is_folded_before_a_sum_is_stored_than_it_takes(tmp_path: Path) -> None:
-    worker = Slow()
+    worker = SlowWorker()
     stage = Stage(tmp_path, worker=worker, cohort={**COHORT, "start_devices": 4})
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()

@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from by_hand import MODEL, NETWORK, TABLE, Stage, ones
+from by_hand import MODEL, NETWORK, TABLE, Killed, SlowWorker, Stage, ones
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.background_worker import SynchronousWorker
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import AnyEvent, CohortSelected, JobEnded, JobStarted, RoundCommitted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.formats import job_bundle
 
 SMALL_BYTES = 2048  # bundles of more are for the worker
-
-
-class Slow(SynchronousWorker):
-    """A worker that carries out a piece when the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__(large_bytes=SMALL_BYTES)
-        self.begun: deque[tuple[Any, Any]] = deque()
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.begun and super().is_idle
-
-    def submit(self, piece: Any, then: Any) -> None:
-        self.begun.append((piece, then))
-
-    def go_on(self) -> None:
-        while self.begun:
-            super().submit(*self.begun.popleft())
 
 
 def large(stage: Stage, name: str = "large", **table: Any) -> str:
@@ -58,12 +37,8 @@ def facts(stage: Stage, id: str) -> list[AnyEvent]:
     return [fact for _, _, fact in stage.store.read_events(id)]
 
 
-class Killed(BaseException):
-    """The process ends."""
-
-
 def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
-    worker = Slow()
+    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     id = large(stage)
     a = stage.hand("a")
@@ -92,7 +67,7 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
 
     found = []
     for name in ("calm", "killed"):
-        worker = Slow()
+        worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
         stage = Stage(tmp_path / name, CoordinatorLimits(running=1), worker)
         stage.store.set_status(stage.job, "done")
         id, a = large(stage), stage.hand("a")
@@ -103,7 +78,7 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
             with pytest.raises(Killed):
                 stage.play()
             monkeypatch.setattr(Store, "append_event", append)
-            stage.worker = worker = Slow()
+            stage.worker = worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
             stage.restart()
             stage.play()
             worker.go_on()
@@ -118,7 +93,7 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
 
 
 def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_tasks(tmp_path: Path) -> None:
-    worker = Slow()
+    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     stage.store.set_status(stage.job, "done")
     id, a = large(stage, cohort={"deadline_s": 1000.0}), stage.hand("a")
@@ -143,7 +118,7 @@ def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_ta
 
 
 def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -> None:
-    worker = Slow()
+    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
     id = large(stage)
@@ -159,7 +134,7 @@ def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -
 
 
 def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Path) -> None:
-    worker = Slow()
+    worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
     id, a = large(stage), stage.hand("a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from by_hand import MODEL, Hand, Stage
+from by_hand import MODEL, Hand, SlowWorker, Stage
 from msgspec.structs import replace
 
 from fedquilt import wire
 from fedquilt.arrays.lazy_arrays import ScratchFile
-from fedquilt.coordinator.background_worker import SynchronousWorker
 from fedquilt.coordinator.delivery.monitoring_executor import DeviceStatusTracker, MonitoringExecutor
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import (
@@ -50,32 +48,13 @@ def laid(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "WHOLE_BYTES", 0)
 
 
-class Slow(SynchronousWorker):
-    """A worker that carries out a piece when the test says so; a sum is stored with each update."""
-
-    def __init__(self) -> None:
-        super().__init__(large_bytes=0)
-        self.stored_at = 0.0
-        self.begun: deque[tuple[Any, Any]] = deque()
-
-    @property
-    def is_idle(self) -> bool:
-        return super().is_idle and not self.begun
-
-    def submit(self, piece: Any, then: Any) -> None:
-        self.begun.append((piece, then))
-
-    def go_on(self) -> None:
-        super().submit(*self.begun.popleft())
-
-
 class Paced(Stage):
     """Six boards, whose updates have to be folded by the test."""
 
-    worker: Slow
+    worker: SlowWorker
 
     def __init__(self, folder: Path, limits: CoordinatorLimits = TIGHT, names: str = "abcdef", **table: Any) -> None:
-        super().__init__(folder, limits, Slow(), NORMED, **{"cohort": COHORT, **table})
+        super().__init__(folder, limits, SlowWorker(), NORMED, **{"cohort": COHORT, **table})
         self.by_name = {name: self.hand(name) for name in names}
         self.play()
         self.worker.go_on()  # what they are sent is stored
@@ -254,7 +233,7 @@ def test_a_coordinator_that_is_killed_while_boards_wait_comes_to_the_same_bits(t
         stage.play(0.5)
         stage.worker.go_on()
     stage.play(0.3)
-    stage.worker = Slow()
+    stage.worker = SlowWorker()
     stage.restart()
     stage.play()
     if stage.worker.begun:  # it is stored again
@@ -289,7 +268,7 @@ def test_what_is_in_a_stored_sum_takes_no_place_after_a_restart(tmp_path: Path) 
     stage.answer("abc")
     stage.work(10.0)
     assert stage.told(UpdatesAggregated)[-1].devices == ("a", "b", "c")
-    stage.worker = Slow()
+    stage.worker = SlowWorker()
     stage.restart()
     stage.play()
     stage.worker.go_on()
