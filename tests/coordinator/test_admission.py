@@ -289,8 +289,7 @@ def test_an_update_of_a_round_that_has_asked_nobody_yet_stays_with_its_device() 
 
 
 @pytest.mark.parametrize(
-    "situation",
-    ["another was asked", "tried again without it", "declined", "rejected", "closed without it"],
+    "situation", ["another was asked", "tried again without it", "declined", "rejected", "closed without it"]
 )
 def test_an_update_that_nobody_asked_for_is_turned_down_and_its_task_taken_back(situation: str) -> None:
     answer, idle = hear(situation, UpdateAnnounced("a", update())).actions

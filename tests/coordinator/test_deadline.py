@@ -84,7 +84,7 @@ FAST = plain.profile(
         OperatingPoint(name="slow", flops_per_s=1.0),
         OperatingPoint(name="fast", flops_per_s=2.0),
         OperatingPoint(name="unknown"),
-    ),
+    )
 )
 SURE = {"slack": 0.0}
 

@@ -368,9 +368,7 @@ def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered() -> No
         devices = [f"d{number}" for number in range(draw.randrange(2, 8))]
         online = draw.sample(devices, draw.randrange(1, len(devices) + 1))
         state = begun(
-            size=draw.choice([0, 0, 1, 2, 3]),
-            quorum=draw.choice([0.5, 1.0]),
-            over_select=draw.choice([0.0, 0.4, 1.0]),
+            size=draw.choice([0, 0, 1, 2, 3]), quorum=draw.choice([0.5, 1.0]), over_select=draw.choice([0.0, 0.4, 1.0])
         )
         while isinstance(fact := decide_event(state, 1.0, online), CohortSelected):
             state = apply_event(state, fact, 0.0)

@@ -115,10 +115,7 @@ def test_a_job_whose_boards_have_gone_lets_the_next_one_be_done(tmp_path: Path) 
     assert stage.store.stored_status(first) == "done"
     assert [
         fact.update.device for _, _, fact in stage.store.read_events(first) if isinstance(fact, UpdateAccepted)
-    ] == [
-        "a",
-        "b",
-    ]
+    ] == ["a", "b"]
 
 
 def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) -> None:

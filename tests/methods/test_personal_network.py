@@ -56,13 +56,7 @@ class Played:
         self.first = toy_bundle(network, first)
         known = {"epochs": 1, "batch": 6, "lr": 0.1, **params}
         self.states = run_method(
-            name,
-            self.first,
-            self.members,
-            known,
-            engine=self.engine,
-            method=replace(self.method, work=work),
-            rounds=3,
+            name, self.first, self.members, known, engine=self.engine, method=replace(self.method, work=work), rounds=3
         )
 
     def given(self, device: int, view: DeviceView) -> tuple[Task, ClientContext]:

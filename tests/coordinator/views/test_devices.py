@@ -92,10 +92,7 @@ def test_a_silent_board_says_since_when_and_is_a_state_of_its_own(home: Path) ->
     assert told[6] == "  Raspberry Pi 5, clock right, last heard 40 s ago; site=hall"
     assert [
         [each.board.device for each in devices.filter_devices(found, (), state)] for state in ("silent", "offline")
-    ] == [
-        ["orin-07"],
-        ["pi-02"],
-    ]
+    ] == [["orin-07"], ["pi-02"]]
 
 
 def test_a_board_that_serves_a_model_has_a_line_of_it(tmp_path: Path) -> None:

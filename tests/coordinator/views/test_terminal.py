@@ -96,10 +96,7 @@ def test_a_wait_for_devices_at_work_is_told_later() -> None:
 def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
     contact = ConnectionReporter()
     told = [contact.line_due(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
-    lost, again = (
-        "lost the connection to the broker; trying to connect until it is back",
-        "reconnected to the broker",
-    )
+    lost, again = ("lost the connection to the broker; trying to connect until it is back", "reconnected to the broker")
     assert told == [None, None, lost, None, again, again]
     daemon = ConnectionReporter()
     assert [daemon.line_due(*now) for now in ((False, 0), (True, 1), (True, 1))] == [

@@ -34,10 +34,7 @@ def made(method: str, seed: int, *accuracies: float) -> SeedRun:
 
 
 def comparison(*jobs: fq.Job) -> fq.Comparison:
-    runs = (
-        (made("a", 0, 0.5, 0.6), made("a", 1, 0.4, 0.7)),
-        (made("b", 0, 0.6, 0.7), made("b", 1, 0.6, 0.9)),
-    )
+    runs = ((made("a", 0, 0.5, 0.6), made("a", 1, 0.4, 0.7)), (made("b", 0, 0.6, 0.7), made("b", 1, 0.6, 0.9)))
     return fq.Comparison(jobs, runs, ())
 
 

@@ -141,11 +141,7 @@ def test_an_unknown_run_ends_with_6(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Store(tmp_path) as store:
         run = store.add_job(settings.parse_job({"name": "digits", "method": "fedavg"}), tmp_path)
-        for fact in (
-            JobStarted(BLOB),
-            CohortSelected(0, 0, ("dev-1",)),
-            JobEnded("failed", "nobody came"),
-        ):
+        for fact in (JobStarted(BLOB), CohortSelected(0, 0, ("dev-1",)), JobEnded("failed", "nobody came")):
             store.append_event(run, fact)
         store.set_status(run, "failed")
     assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
@@ -207,13 +203,7 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
     assert "no coordinator was running it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["simulate", "j.toml", "--devices", "-3"],
-        ["serve", "--fleet", "My Fleet"],
-    ],
-)
+@pytest.mark.parametrize("words", [["simulate", "j.toml", "--devices", "-3"], ["serve", "--fleet", "My Fleet"]])
 def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)

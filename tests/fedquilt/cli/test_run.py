@@ -36,11 +36,7 @@ def run(tmp_path: Path) -> str:
     ],
 )
 def test_a_wrong_place_of_blobs_is_refused_by_name(
-    tmp_path: Path,
-    run: str,
-    capsys: pytest.CaptureFixture[str],
-    given: tuple[str, ...],
-    said: str,
+    tmp_path: Path, run: str, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], said: str
 ) -> None:
     assert main(["resume", run, "--home", str(tmp_path), *given]) == 2
     assert said in capsys.readouterr().err

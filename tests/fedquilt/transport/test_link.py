@@ -270,10 +270,7 @@ def test_whoever_watches_a_simulation_is_called_after_each_step() -> None:
     a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
     seen: list[float] = []
     run_on_virtual_time(
-        broker,
-        lambda: [(here, a), (there, b)],
-        until=lambda: bool(b.heard_s),
-        watch=lambda: seen.append(broker.now_s),
+        broker, lambda: [(here, a), (there, b)], until=lambda: bool(b.heard_s), watch=lambda: seen.append(broker.now_s)
     )
     assert seen == [0.0, 0.0, pytest.approx(0.001)]
 

@@ -17,10 +17,7 @@ from fedquilt.testing.toy_networks import MLP_MASKS
 FLATTENED = masks.MaskPlan(
     {"0": 4},
     {"9": 2},
-    {
-        "0.weight": masks.TensorGroups((4, 1, 3, 3), ("0",)),
-        "2.weight": masks.TensorGroups((3, 12), (), ("0", "9"), 2),
-    },
+    {"0.weight": masks.TensorGroups((4, 1, 3, 3), ("0",)), "2.weight": masks.TensorGroups((3, 12), (), ("0", "9"), 2)},
 )
 
 

@@ -18,11 +18,7 @@ def block(donor: str, index: int, before: tuple[int, ...], after: tuple[int, ...
     return Block(donor, index, "middle", (("g",),), (), before, after, 1000.0, 400, 400, 1)
 
 
-BLOCKS = [
-    block("a", 0, (1, 8, 8), (3, 8, 8)),
-    block("a", 1, (3, 8, 8), (4, 4, 4)),
-    block("b", 1, (5, 4, 4), (5, 4, 4)),
-]
+BLOCKS = [block("a", 0, (1, 8, 8), (3, 8, 8)), block("a", 1, (3, 8, 8), (4, 4, 4)), block("b", 1, (5, 4, 4), (5, 4, 4))]
 STOCK = DonorPool({"channels": 1, "size": 8}, ("x", "y"), {}, {each.id: each for each in BLOCKS})
 
 

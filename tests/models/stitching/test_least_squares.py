@@ -21,9 +21,7 @@ SHARES = (slice(0, 3), slice(3, 40), slice(40, 90))  # one device with fewer row
 def test_federated_equals_pooled(x: np.ndarray, centred: bool, ridge: float) -> None:
     parts = [p.add_rows(None, x[share], Y[share], centred) for share in SHARES]
     for one, other in zip(
-        p.solve_ridge(p.merge_moments(parts), ridge),
-        p.solve_ridge(p.add_rows(None, x, Y, centred), ridge),
-        strict=True,
+        p.solve_ridge(p.merge_moments(parts), ridge), p.solve_ridge(p.add_rows(None, x, Y, centred), ridge), strict=True
     ):
         assert np.abs(one - other).max() < 1e-10
 

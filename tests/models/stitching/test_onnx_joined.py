@@ -14,13 +14,7 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from fedquilt.models.stitching.onnx.fusion import fuse_operations  # noqa: E402
 
-GELU = (
-    ("Div", "v root", "c"),
-    ("Erf", "c", "d"),
-    ("Add", "d one", "e"),
-    ("Mul", "v half", "f"),
-    ("Mul", "f e", "g"),
-)
+GELU = (("Div", "v root", "c"), ("Erf", "c", "d"), ("Add", "d one", "e"), ("Mul", "v half", "f"), ("Mul", "f e", "g"))
 PARTS = [kind for kind, _, _ in GELU]
 CONSTANTS = {"root": np.sqrt(2), "one": 1.0, "half": 0.5, "bias": np.ones(8), "wide": np.ones((8, 8))}
 

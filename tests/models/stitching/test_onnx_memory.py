@@ -63,12 +63,7 @@ def test_hard_swish_computes_its_gate_beside() -> None:
 
 
 def test_a_buffer_is_held_for_a_later_value_of_its_size() -> None:
-    nodes = (
-        ("Conv", "x", "a"),
-        ("Conv", "a", "c"),
-        ("Concat", "c c c c c c c c", "wide"),
-        ("ReduceMax", "wide", "r"),
-    )
+    nodes = (("Conv", "x", "a"), ("Conv", "a", "c"), ("Concat", "c c c c c c c c", "wide"), ("ReduceMax", "wide", "r"))
     end = ("Concat", "c r", "y")
     assert held(*nodes, end, channels=3) == (1 + 1 + 8 + 0.5) * MAP  # input, c, wide, r
     later = ("Conv", "c", "b"), ("Concat", "b r", "y")  # b takes the buffer of a, which is held until then
