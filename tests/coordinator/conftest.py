@@ -1,7 +1,5 @@
 """What several tests of the coordinator begin with: a job driven by hand, and homes that are closed at the end."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

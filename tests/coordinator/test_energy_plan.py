@@ -1,7 +1,5 @@
 """Rounds planned for energy, beside an oracle that tries everything, and the laws that any plan has to keep."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -53,7 +51,7 @@ def near(plan: EnergyPlan | None, seconds: float, joules: float) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_plan_is_what_trying_everything_finds(seed: int) -> None:
+def test_a_plan_is_what_trying_everything_finds(seed):
     boards, passes = drawn(seed)
     every = tried(boards, passes)
     cheapest = min((joules, seconds) for seconds, joules in every)
@@ -84,7 +82,7 @@ def test_a_plan_is_what_trying_everything_finds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_plan_does_all_the_work_by_choices_that_there_are(seed: int) -> None:
+def test_a_plan_does_all_the_work_by_choices_that_there_are(seed):
     boards, passes = drawn(seed)
     for plan in pareto_front(boards, passes):
         assert sum(boards[device].examples * epochs for device, epochs in plan.epochs.items()) >= passes
@@ -96,7 +94,7 @@ def test_a_plan_does_all_the_work_by_choices_that_there_are(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed: int) -> None:
+def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed):
     boards, passes = drawn(seed)
     limits = [2.0 * step for step in range(1, 60)]
     plans = [plan_least_energy(boards, passes, limit) for limit in limits]
@@ -109,14 +107,14 @@ def test_more_time_never_costs_more_and_more_joules_never_take_longer(seed: int)
     assert reached == sorted(reached, reverse=True)
 
 
-def test_waiting_is_paid_for() -> None:
+def test_waiting_is_paid_for():
     worker = DeviceForecast((EpochChoice(10.0, 100.0), EpochChoice(20.0, 80.0)))
     for idle_w, seconds, joules in ((1.0, 20.0, 80.0 + 20.0 + 5.0), (3.0, 10.0, 100.0 + 30.0 + 5.0)):
         waiting = DeviceForecast((EpochChoice(1.0, 5.0),), idle_w=idle_w)
         assert near(plan_least_energy({"a": worker, "b": waiting}, 2), seconds, joules)
 
 
-def test_energy_adds() -> None:
+def test_energy_adds():
     one = {"a": DeviceForecast((EpochChoice(10.0, 50.0),), idle_w=1.0)}
     other = {"b": DeviceForecast((EpochChoice(10.0, 30.0),), idle_w=2.0)}
     plans = [plan_least_energy(boards, len(boards)) for boards in (one, other, {**one, **other})]
@@ -124,7 +122,7 @@ def test_energy_adds() -> None:
     assert joules == [60.0, 50.0, 110.0]
 
 
-def test_work_moves_to_the_board_that_needs_less_for_it() -> None:
+def test_work_moves_to_the_board_that_needs_less_for_it():
     """Three epochs of one and one of the other cost 3 * 5 + 50 J, and not 2 * 5 + 2 * 50 J; nobody trains for none."""
     cheap = DeviceForecast(tuple(EpochChoice(1.0 * n, 5.0 * n, n) for n in (1, 2, 3)), 10)
     dear = DeviceForecast(tuple(EpochChoice(4.0 * n, 50.0 * n, n) for n in (1, 2, 3)), 10)
@@ -132,7 +130,7 @@ def test_work_moves_to_the_board_that_needs_less_for_it() -> None:
     assert plan == EnergyPlan(4.0, 65.0, {"cheap": 3, "dear": 1})
 
 
-def test_bounds_that_cannot_be_kept_give_the_nearest_plan() -> None:
+def test_bounds_that_cannot_be_kept_give_the_nearest_plan():
     boards = {"a": DeviceForecast((EpochChoice(5.0, 50.0), EpochChoice(9.0, 20.0)))}
     assert near(plan_least_energy(boards, 1, 1.0), 5.0, 50.0)
     assert near(plan_least_time(boards, 1, 1.0), 9.0, 20.0)
@@ -141,7 +139,7 @@ def test_bounds_that_cannot_be_kept_give_the_nearest_plan() -> None:
     assert pareto_front({}, 1) == []
 
 
-def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> None:
+def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below():
     roll = random.Random(5)
     boards = {}
     for index in range(200):
@@ -158,7 +156,7 @@ def test_a_large_cohort_is_planned_within_half_a_percent_of_a_bound_below() -> N
     assert max(bounds) <= plan.joules <= 1.005 * max(bounds)
 
 
-def test_a_limit_may_be_reached_to_the_second() -> None:
+def test_a_limit_may_be_reached_to_the_second():
     board = DeviceForecast((EpochChoice(1.0, 3.0), EpochChoice(2.0, 1.0)))
     found = plan_least_energy({"a": board}, 1, limit_s=2.0)
     assert found.seconds == 2.0

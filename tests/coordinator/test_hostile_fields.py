@@ -1,7 +1,5 @@
 """A device puts any value into any field of its messages: the others' result stays, and the coordinator goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Sequence
@@ -170,13 +168,13 @@ def of_field(kind: type, name: str, most: int = 4) -> list[Change]:
     [each for each in hostile_fields.fields() if each[0] is not EvaluationSums],
     ids=lambda each: getattr(each, "__name__", each),
 )
-def test_no_value_of_a_field_changes_more_than_the_update_of_its_device(tmp_path: Path, kind: type, name: str) -> None:
+def test_no_value_of_a_field_changes_more_than_the_update_of_its_device(tmp_path, kind, name):
     changes = of_field(kind, name)
     require_right(play(tmp_path, changes), len(changes), mean, NetworkState)
 
 
 @pytest.mark.parametrize("name", EvaluationSums.__struct_fields__)
-def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_path: Path, name: str) -> None:
+def test_no_sum_of_a_device_changes_more_than_its_own_part_of_an_evaluation(tmp_path, name):
     values = hostile_fields.extremes(EvaluationSums, name)
     table = {"cohort": {**COHORT, "quorum": 0.6, "min_devices": 2, "start_devices": 3}, "check": {"every": 1}}
     stage = Stage(tmp_path, rounds=len(values), **table)
@@ -210,18 +208,18 @@ def at_random(seed: int, rounds: int) -> list[Change]:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_values_of_many_fields_change_more_than_the_update_of_their_device(tmp_path: Path, seed: int) -> None:
+def test_no_values_of_many_fields_change_more_than_the_update_of_their_device(tmp_path, seed):
     require_right(play(tmp_path, at_random(seed, 6)), 6, mean, NetworkState)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_median_of_honest_devices_stays(tmp_path: Path, seed: int) -> None:
+def test_the_median_of_honest_devices_stays(tmp_path, seed):
     robust_job = {"method": "robust", "params": {"rule": "median"}}
     changes = [*of_field(Profile, "boards"), *at_random(seed, 4)]
     require_right(play(tmp_path, changes, **robust_job), len(changes), lambda weight: [3.0, 3.5], robust.State)
 
 
-def test_control_characters_of_a_device_reach_no_log(tmp_path: Path) -> None:
+def test_control_characters_of_a_device_reach_no_log(tmp_path):
     """A reason that would clear a terminal and begin a line of its own; a metric of such a name is refused."""
     odd = "\x1b[2J\x1b]0;title\x07\nround 9: done \x9b2J\x7f"
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 5.0, "min_devices": 1, "quorum": 0.5})

@@ -1,9 +1,6 @@
 """Jobs that are taken up: by the worker where they are large, beside the others, and announced if they cannot go on."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +34,7 @@ def facts(stage: Stage, id: str) -> list[AnyEvent]:
     return [fact for _, _, fact in stage.store.read_events(id)]
 
 
-def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
+def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path):
     worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     id = large(stage)
@@ -55,12 +52,10 @@ def test_other_jobs_go_on_while_a_large_one_is_taken_up(tmp_path: Path) -> None:
     assert stage.store.stored_status(id) == "done"
 
 
-def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_again(tmp_path, monkeypatch):
     append = Store.append_event
 
-    def dies(store: Store, id: str, fact: AnyEvent) -> None:
+    def dies(store, id, fact):
         if isinstance(fact, JobStarted):
             raise Killed
         append(store, id, fact)
@@ -92,7 +87,7 @@ def test_a_coordinator_that_dies_between_the_first_state_and_its_fact_makes_it_a
     assert found[0] == found[1]
 
 
-def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_tasks(tmp_path: Path) -> None:
+def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_tasks(tmp_path):
     worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, CoordinatorLimits(), worker)
     stage.store.set_status(stage.job, "done")
@@ -117,7 +112,7 @@ def test_boards_of_a_job_that_is_taken_up_again_are_left_to_it_and_keep_their_ta
     assert [type(fact) for fact in facts(stage, other)].count(CohortSelected) == 1
 
 
-def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -> None:
+def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path):
     worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
@@ -133,7 +128,7 @@ def test_a_job_that_is_stopped_while_it_is_taken_up_stops_then(tmp_path: Path) -
     assert facts(stage, id)[-1] == JobEnded("stopped", "by request")
 
 
-def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path):
     worker = SlowWorker(at_once=True, large_bytes=SMALL_BYTES)
     stage = Stage(tmp_path, worker=worker)
     stage.store.set_status(stage.job, "done")
@@ -151,7 +146,7 @@ def test_a_first_state_that_another_job_releases_meanwhile_is_kept(tmp_path: Pat
 
 
 @pytest.mark.parametrize("why", ["bundle", "engine", "method", "stopped"])
-def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp_path: Path, why: str) -> None:
+def test_a_job_that_ends_before_it_is_taken_up_is_published_as_any_that_ends(tmp_path, why):
     stage = Stage(tmp_path, **({"engine": "numpy"} if why == "engine" else {}))
     if why == "bundle":
         shutil.rmtree(tmp_path / "bundle")

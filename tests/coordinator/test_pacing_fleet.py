@@ -1,7 +1,5 @@
 """Agents on virtual time that send their updates in turn: a network with batch norm, and the bits without turns."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +63,7 @@ def played(folder: Path, bundle: Path, data: Path) -> tuple[list[str], Any]:
         return [ref.sha256 for ref in found], tensors.unpack_state(path.read_bytes(), NetworkState).model
 
 
-def test_turns_change_no_bit_of_a_network_with_batch_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_change_no_bit_of_a_network_with_batch_norm(tmp_path, monkeypatch):
     data = write_images(tmp_path / "data.npz", 8)
     prepare.prepare_bundle({"model": NETWORK, "input": {"channels": 1, "size": 8}}, tmp_path / "bundle")
     calm, model = played(tmp_path / "calm", tmp_path / "bundle", data)

@@ -1,7 +1,5 @@
 """Blobs by the coordinator's own HTTP server: both ways, and over the broker for the rest."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -45,19 +43,19 @@ def move(pair: Pair, way: str, size: int) -> None:
     assert target.depot.load(ref.sha256) == noise(size)
 
 
-def test_a_board_fetches_by_http_and_no_chunk_goes_over_the_broker(pair: Pair) -> None:
+def test_a_board_fetches_by_http_and_no_chunk_goes_over_the_broker(pair):
     move(pair, "dn", 3 * MB)
     assert pair.broker.chunks == 0
     assert pair.boards["a"].transfers.traffic_bytes("a", "dn") == 3 * MB
 
 
-def test_a_board_puts_by_http_and_no_chunk_goes_over_the_broker(pair: Pair) -> None:
+def test_a_board_puts_by_http_and_no_chunk_goes_over_the_broker(pair):
     move(pair, "up", 3 * MB)
     assert pair.broker.chunks == 0
     assert pair.coordinator.transfers.traffic_bytes("a", "up") == 3 * MB
 
 
-def test_a_board_that_knows_no_carrier_is_named_no_place(pair: Pair) -> None:
+def test_a_board_that_knows_no_carrier_is_named_no_place(pair):
     ref, board = pair.coordinator.depot.store_bytes(noise(MB)), pair.boards["a"]
     pair.places.record_profile(profile("a", "pigeon"))
     board.transfers.request_blob("a", ref)
@@ -65,7 +63,7 @@ def test_a_board_that_knows_no_carrier_is_named_no_place(pair: Pair) -> None:
     assert pair.broker.chunks == 4
 
 
-def test_a_small_blob_comes_over_the_broker_at_once(pair: Pair) -> None:
+def test_a_small_blob_comes_over_the_broker_at_once(pair):
     ref, board = pair.coordinator.depot.store_bytes(noise(1000)), pair.boards["a"]
     board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
@@ -94,9 +92,7 @@ def cut_once(relay: Relay, most: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(12))
-def test_a_download_that_is_cut_in_any_chunk_goes_on_over_the_broker(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_a_download_that_is_cut_in_any_chunk_goes_on_over_the_broker(pair, monkeypatch, chunk):
     relay = relayed(pair, monkeypatch)
     cut_once(relay, chunk * CHUNK + CHUNK // 2)
     move(pair, "dn", 12 * CHUNK)
@@ -105,9 +101,7 @@ def test_a_download_that_is_cut_in_any_chunk_goes_on_over_the_broker(
 
 
 @pytest.mark.parametrize("chunk", range(12))
-def test_an_upload_that_is_cut_in_any_chunk_goes_on_over_the_broker(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_an_upload_that_is_cut_in_any_chunk_goes_on_over_the_broker(pair, monkeypatch, chunk):
     relay = relayed(pair, monkeypatch)
     cut_once(relay, chunk * CHUNK + CHUNK // 2)
     move(pair, "up", 12 * CHUNK)
@@ -116,9 +110,7 @@ def test_an_upload_that_is_cut_in_any_chunk_goes_on_over_the_broker(
 
 
 @pytest.mark.parametrize("way", ["dn", "up"])
-def test_connections_that_break_again_and_again_are_gone_on_with(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_connections_that_break_again_and_again_are_gone_on_with(pair, monkeypatch, way):
     monkeypatch.setattr(http_client, "MISSES_MOST", 100)  # where the machine is busy, some bring nothing
     relay = relayed(pair, monkeypatch, most=lambda number: 2 * CHUNK + 100 * number)
     board, sides = pair.boards["a"], (pair.coordinator, pair.boards["a"])
@@ -133,9 +125,7 @@ def test_connections_that_break_again_and_again_are_gone_on_with(
     assert board.depot.has_blob(ref)
 
 
-def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(pair, monkeypatch):
     """Bytes of a connection that broke may arrive after the answer that told how far it came."""
     relayed(pair, monkeypatch, most=lambda number: 10**9 if number else 2 * CHUNK)
     told, early = http_client.HttpClient._request_upload_offset, [0]
@@ -150,7 +140,7 @@ def test_an_upload_of_which_more_has_come_than_was_told_is_gone_on_with(
     assert pair.broker.chunks == 0
 
 
-def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair, monkeypatch):
     relayed(pair, monkeypatch, most=lambda number: 10 if number == 0 else None)
     ref, board = pair.coordinator.depot.store_bytes(noise(4 * CHUNK)), pair.boards["a"]
     board.transfers.request_blob("a", ref)
@@ -159,10 +149,8 @@ def test_a_connection_that_breaks_before_a_byte_is_tried_again(pair: Pair, monke
     assert pair.broker.chunks == 0
 
 
-def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def change(offset: int, data: bytes) -> bytes:
+def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(pair, monkeypatch):
+    def change(offset, data):
         return data[:-1] + bytes([data[-1] ^ 1]) if offset <= 5 * CHUNK < offset + len(data) else data
 
     relayed(pair, monkeypatch, change=change)
@@ -173,7 +161,7 @@ def test_bytes_that_are_changed_on_their_way_are_asked_for_again_alone(
     assert pair.broker.chunks == 1
 
 
-def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named(pair: Pair) -> None:
+def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named(pair):
     pair.places.record_profile(profile("a", "pigeon"))
     pair.broker.chunks_most = 5
     ref, board = pair.coordinator.depot.store_bytes(noise(12 * CHUNK)), pair.boards["a"]
@@ -186,14 +174,14 @@ def test_a_blob_that_comes_over_the_broker_goes_on_by_http_once_a_place_is_named
     assert board.transfers.traffic_bytes("a", "dn") == 12 * CHUNK
 
 
-def test_a_host_that_is_not_reached_rests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_not_reached_rests(pair, monkeypatch):
     relay = relayed(pair, monkeypatch)
     relay.close()
     board = pair.boards["a"]
     first, second = (pair.coordinator.depot.store_bytes(noise(2 * CHUNK, seed)) for seed in (1, 2))
     board.transfers.request_blob("a", first)
     pair.play(lambda: bool(board.errors))
-    fetched: list[object] = []
+    fetched = []
     monkeypatch.setattr(TransferBackend, "start_download", lambda *given: fetched.append(given))
     board.transfers.request_blob("a", second)
     pair.play(lambda: len(board.errors) == 2)
@@ -201,7 +189,7 @@ def test_a_host_that_is_not_reached_rests(pair: Pair, monkeypatch: pytest.Monkey
     assert fetched == []
 
 
-def test_a_cancelled_download_writes_nothing_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_download_writes_nothing_more(pair, monkeypatch):
     relay = relayed(pair, monkeypatch, most=lambda number: None)
     board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(12 * CHUNK))
     board.transfers.request_blob("a", ref)
@@ -231,9 +219,7 @@ def test_a_cancelled_download_writes_nothing_more(pair: Pair, monkeypatch: pytes
         "403 \x1b[2JForbidden\r\nContent-Length: {size}",
     ],
 )
-def test_an_answer_that_is_not_the_range_is_not_written(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, head: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_that_is_not_the_range_is_not_written(pair, monkeypatch, head, caplog):
     size = 4 * CHUNK
     lines = head.format(size=size, last=size - 1)
     server = Canned(f"HTTP/1.1 {lines}\r\n\r\n".encode() + b"evil" * CHUNK)
@@ -242,7 +228,7 @@ def test_an_answer_that_is_not_the_range_is_not_written(
         "download_locations",
         lambda device, ref: (BlobLocation(url=f"http://127.0.0.1:{server.port}/x?secret=1"),),
     )
-    written: list[int] = []
+    written = []
     monkeypatch.setattr(BlobWriter, "write", lambda self, piece, turn: written.append(len(piece)))
     board, ref = pair.boards["a"], pair.coordinator.depot.store_bytes(noise(size))
     board.transfers.request_blob("a", ref)
@@ -257,9 +243,7 @@ def test_an_answer_that_is_not_the_range_is_not_written(
     server.close()
 
 
-def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(pair, monkeypatch):
     board = pair.boards["a"]
     ref, other = board.depot.store_bytes(noise(2 * CHUNK, 1)), noise(2 * CHUNK, 2)
     (board.depot.folder / ref.sha256).write_bytes(other)
@@ -272,9 +256,7 @@ def test_a_board_that_lies_about_its_chunks_does_not_get_another_blob_stored(
     assert pair.coordinator.depot.find_ref(ref.sha256) is None
 
 
-def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_board_that_says_nothing_of_what_it_was_to_put_is_asked_for_chunks(pair, monkeypatch):
     monkeypatch.setattr(backend, "QUIET_S", 0.2)
     monkeypatch.setattr(TransferBackend, "start_upload", lambda *given: None)
     board = pair.boards["a"]
@@ -299,7 +281,7 @@ class Both(TransferBackend):
         self.fetched = intake
 
 
-def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhile(tmp_path: Path) -> None:
+def test_an_update_that_lies_in_the_store_is_not_put_into_the_own_server_meanwhile(tmp_path):
     """Two carriers that write one part would give it a name although neither has brought all of its bytes."""
     depot, ways, payload = BlobStore(tmp_path), Both(), noise(4 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
@@ -335,7 +317,7 @@ class Late(TransferBackend):
         return came
 
 
-def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_else_is_moved(tmp_path: Path) -> None:
+def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_else_is_moved(tmp_path):
     broker, ways = MemoryBroker(), Late()
     coordinator = Side(broker, tmp_path)
     coordinator.carry(ways)
@@ -353,7 +335,7 @@ def test_a_blob_that_has_come_into_the_store_is_offered_at_once_also_if_nothing_
     assert [message.topic for message in board.receive()] == [TOPICS.blob_topic("a", "dn", ref.sha256, "place")]
 
 
-def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store(pair: Pair) -> None:
+def test_what_a_board_has_put_into_the_own_server_is_not_looked_for_in_the_store(pair):
     pair.places._backend = Store()
     payload = noise(2 * CHUNK)
     ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
@@ -379,11 +361,11 @@ class Store:
     uploaded_locations = upload_locations
 
 
-def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_that_find_no_thread_free_wait_their_turn(monkeypatch):
     ways, begun = TransferBackend(most=2), list[Callable[[], None]]()
 
     class Thread:
-        def __init__(self, target: Callable[[], None], **named: object) -> None:
+        def __init__(self, target, **named):
             self.start = lambda: begun.append(target)
 
     monkeypatch.setattr(backend.threading, "Thread", Thread)

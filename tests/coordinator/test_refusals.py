@@ -1,9 +1,7 @@
 """Boards that refuse a task for what does not change by itself are not asked again, and the others make the rounds."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import msgspec
 import plain
@@ -62,7 +60,7 @@ def play(stage: Stage, without: str, seconds: float, code: str = "data") -> None
                 hand.answer(ones(2.0))
 
 
-def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_jobs_describes_it() -> None:
+def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_jobs_describes_it():
     codes = set(get_args(wire.RefusalCode))
     assert codes == set(get_args(get_type_hints(wire.Claim)["code"])) - device_status.NO_REFUSAL
     assert codes == REFUSALS.keys() - {NOTHING, UPDATE, "flooding", "removed"}
@@ -81,9 +79,7 @@ def test_the_table_has_every_code_by_which_a_device_declines_and_the_page_of_job
 
 @pytest.mark.parametrize("size", [2, 0])
 @pytest.mark.parametrize("code", START)
-def test_boards_without_data_are_asked_once_and_the_others_make_every_round(
-    tmp_path: Path, code: str, size: int
-) -> None:
+def test_boards_without_data_are_asked_once_and_the_others_make_every_round(tmp_path, code, size):
     stage = Stage(tmp_path, rounds=8, cohort={"deadline_s": 30.0, "attempts": 1, "size": size})
     for name in "abcde":
         stage.hand(name)
@@ -93,7 +89,7 @@ def test_boards_without_data_are_asked_once_and_the_others_make_every_round(
     assert sorted(fact.device for fact in stage.told(TaskDeclined)) == ["c", "d", "e"]
 
 
-def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path: Path) -> None:
+def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path):
     stage = Stage(tmp_path, rounds=99, cohort={"deadline_s": 30.0, "attempts": 1})
     for name in "abc":
         stage.hand(name)
@@ -109,7 +105,7 @@ def test_it_is_asked_again_once_its_agent_has_started_anew(tmp_path: Path) -> No
     assert len(stage.told(TaskDeclined)) == 1
 
 
-def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> None:
+def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path):
     stage = Stage(tmp_path, rounds=4, cohort={"deadline_s": 30.0, "attempts": 2})
     for name in "ab":
         stage.hand(name)
@@ -120,7 +116,7 @@ def test_where_all_refuse_the_job_ends_with_their_reasons(tmp_path: Path) -> Non
     assert not stage.told(RoundRetried)
 
 
-def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for() -> None:
+def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_asked_for():
     state = after(begun(rounds=9, check_every=2, size=2), CohortSelected(0, 0, tuple("abc")))
     state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
     assert alone(state, "abc") == {"a": "data"}
@@ -132,7 +128,7 @@ def test_a_board_that_refused_is_left_alone_until_it_starts_anew_or_less_is_aske
     assert alone(work, "abc") == {}
 
 
-def test_where_the_others_are_too_few_all_are_asked_once_in_each_round() -> None:
+def test_where_the_others_are_too_few_all_are_asked_once_in_each_round():
     """Two of three would do for no round of three: the third is asked again in the next round, not in this one."""
     state = after(begun(min_devices=2, rounds=9), CohortSelected(0, 0, tuple("abc")))
     state = after(state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"))
@@ -142,7 +138,7 @@ def test_where_the_others_are_too_few_all_are_asked_once_in_each_round() -> None
     assert alone(state, "abc") == {"a": "data"}
 
 
-def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked() -> None:
+def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked():
     state = after(
         begun(size=2, deadline_s=600.0),
         CohortSelected(0, 0, ("a", "b")),
@@ -153,19 +149,19 @@ def test_late_refusals_cost_no_attempt_while_other_boards_can_be_asked() -> None
     assert decide_event(state, 600.0, set("abcd")) == RoundRetried(0, 1)
 
 
-def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused() -> None:
+def test_a_job_that_fails_names_those_that_an_earlier_attempt_refused():
     state = after(begun(size=3, attempts=2), CohortSelected(0, 0, tuple("abc")))
     state = after(
         state, state.decline_event("a", "data", "none", DeviceWorkload(), "1"), UpdateAccepted(0, update("b"))
     )
     state = after(state, RoundRetried(0, 1), CohortSelected(0, 1, ("c",)))
-    fact: Any = decide_event(state, 10.0, set("bc"))
+    fact = decide_event(state, 10.0, set("bc"))
     assert (
         "1 answered, 1 declined, 1 stayed silent, and 3 updates are needed; refused: a: none; silent: c" in fact.reason
     )
 
 
-def test_a_start_is_another_with_another_boot_or_profile() -> None:
+def test_a_start_is_another_with_another_boot_or_profile():
     registry, profile = DeviceRegistry(), plain.profile()
     assert registry.agent_start_key("a") == ""
     registry.update_presence("a", wire.Presence(online=True, boot="1"), 0.0)
@@ -190,7 +186,7 @@ def asked(stage: Stage) -> list[tuple[int, int, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize("code", RECURS)
-def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(tmp_path: Path, code: str) -> None:
+def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(tmp_path, code):
     stage = Stage(tmp_path, rounds=4, cohort={"deadline_s": 30.0, "attempts": 3})
     for name in "abc":
         stage.hand(name)
@@ -205,9 +201,7 @@ def test_a_failure_that_would_recur_on_every_device_ends_the_job_in_one_attempt(
 
 
 @pytest.mark.parametrize("code", RECURS)
-def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others_go_on(
-    tmp_path: Path, code: str
-) -> None:
+def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others_go_on(tmp_path, code):
     stage = Stage(tmp_path, rounds=3, cohort={"deadline_s": 30.0, "attempts": 1})
     for name in "abc":
         stage.hand(name)
@@ -220,7 +214,7 @@ def test_a_device_whose_failure_would_recur_is_asked_once_a_round_and_the_others
 
 
 @pytest.mark.parametrize("code", PASSING)
-def test_a_passing_failure_is_tried_again(tmp_path: Path, code: str) -> None:
+def test_a_passing_failure_is_tried_again(tmp_path, code):
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3})
     for name in "abc":
         stage.hand(name)
@@ -231,7 +225,7 @@ def test_a_passing_failure_is_tried_again(tmp_path: Path, code: str) -> None:
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
-def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path: Path) -> None:
+def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path):
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 2, "min_devices": 2})
     for name in "abc":
         stage.hand(name)
@@ -246,7 +240,7 @@ def test_one_device_that_reports_a_failure_ends_no_job_of_others(tmp_path: Path)
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
-def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tmp_path: Path) -> None:
+def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tmp_path):
     """Two of three are needed, and two report a failure: the third has answered, and no other attempt could help."""
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3, "min_devices": 2})
     for name in "abc":
@@ -257,7 +251,7 @@ def test_a_job_ends_at_once_where_only_failed_devices_keep_it_from_its_quorum(tm
     assert len(asked(stage)) == 1
 
 
-def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path: Path) -> None:
+def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path):
     stage = Stage(tmp_path, rounds=1, cohort={"deadline_s": 30.0, "attempts": 3})
     for name in "ab":
         stage.hand(name)
@@ -272,7 +266,7 @@ def test_updates_that_are_rejected_are_not_asked_for_again(tmp_path: Path) -> No
     assert len(asked(stage)) == 1
 
 
-def test_a_device_with_a_full_disk_is_not_selected_until_it_reports_free_space(tmp_path: Path) -> None:
+def test_a_device_with_a_full_disk_is_not_selected_until_it_reports_free_space(tmp_path):
     stage = Stage(tmp_path, rounds=99, cohort={"deadline_s": 30.0, "attempts": 1})
     for name in "abc":
         stage.hand(name)

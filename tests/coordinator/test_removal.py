@@ -1,7 +1,5 @@
 """Devices that are removed from a fleet by `fedquilt devices --remove`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -42,9 +40,7 @@ def fleet(tmp_path: Path) -> tuple[Home, Hand, Hand]:
     return stage, a, b
 
 
-def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(
-    fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(fleet, capsys):
     stage, a, b = fleet
     b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
     a.answer(ones())
@@ -62,9 +58,7 @@ def test_a_removed_device_leaves_nothing_at_the_broker_and_in_the_home(
     assert (stage.known(), stage.server.registry.devices.keys()) == (["a"], {"a"})
 
 
-def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
-    fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(fleet, capsys):
     stage, a, b = fleet
     assert f"b has a task of {stage.job}, round 1" in stage.said(capsys, "b", "--remove", code=2)
     stage.play()
@@ -80,9 +74,7 @@ def test_a_device_with_a_task_is_removed_only_by_force_and_its_round_goes_on(
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
-def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
-    fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_removed_device_that_still_runs_is_back_with_its_next_message(fleet, capsys):
     stage, _, b = fleet
     stage.said(capsys, "b", "--remove", "--force")
     stage.play()
@@ -103,9 +95,7 @@ def test_a_removed_device_that_still_runs_is_back_with_its_next_message(
         (["a", "--force"], "--force has a meaning only with --remove"),
     ],
 )
-def test_a_removal_of_nobody_is_refused(
-    fleet: tuple[Home, Hand, Hand], capsys: pytest.CaptureFixture[str], words: list[str], told: str
-) -> None:
+def test_a_removal_of_nobody_is_refused(fleet, capsys, words, told):
     stage, _, _ = fleet
     assert told in stage.said(capsys, *words, code=2)
     stage.play()

@@ -1,22 +1,17 @@
 """Rollouts ended and taken back by request, and boards that say odd things."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-from rolled import MODEL, OTHER, Ground
+from rolled import MODEL, OTHER
 
 from fedquilt import wire
 from fedquilt.coordinator import control_requests
 from fedquilt.coordinator.rounds.rollout import StatusReported
-from fedquilt.coordinator.storage.rollout_log import StoredRollout
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 
 # -- people ---------------------------------------------------------------------------------------
-def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
+def test_a_rollout_is_ended_by_request(ground):
     boards = ground.fleet(10, lambda device, release: "soaking")
     id = ground.deploy(canary=0.3, phases=(1.0,))
     ground.play()
@@ -37,7 +32,7 @@ def test_a_rollout_is_ended_by_request(ground: Ground) -> None:
         control_requests.revert_rollout(ground.store, id)
 
 
-def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
+def test_a_rollout_that_is_done_is_taken_back(ground):
     ground.fleet(6)
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -57,7 +52,7 @@ def test_a_rollout_that_is_done_is_taken_back(ground: Ground) -> None:
 
 
 @pytest.mark.parametrize("ended", ["aborted", "rolled back"])
-def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, ended: str) -> None:
+def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground, ended):
     ground.fleet(4, lambda device, release: "returned" if release.name == "bad" else "committed")
     first = ground.deploy(MODEL, name="first")
     ground.play(30.0)
@@ -74,14 +69,14 @@ def test_what_boards_have_had_a_later_one_of_is_not_taken_back(ground: Ground, e
     assert len(ground.having(MODEL)) == 4
 
 
-def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground: Ground) -> None:
+def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground):
     ground.fleet(2)
     id = ground.deploy()
     ground.play(30.0)
     with Store(ground.home) as store:
         find = store.rollouts.find_rollout
 
-        def find_slowly(rollout: str = "") -> StoredRollout:
+        def find_slowly(rollout=""):
             found = find(rollout)
             ground.store.rollouts.append_events([(id, StatusReported("b-000", found.state.serial, "returned"))])
             return found
@@ -91,7 +86,7 @@ def test_a_rollout_is_taken_back_though_a_board_reports_at_that_moment(ground: G
     assert ground.store.rollouts.find_rollout(id).revert_requested
 
 
-def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
+def test_one_rollout_of_a_kind_at_a_time(ground):
     id = ground.deploy()
     with pytest.raises(JobError, match=rf"{id} of digits is queued: .*`fedquilt rollout back {id} --home"):
         ground.deploy(OTHER)
@@ -110,14 +105,14 @@ def test_one_rollout_of_a_kind_at_a_time(ground: Ground) -> None:
         ({"name": "\udcff"}, "Plan of model-.* cannot be kept: .*surrogates"),
     ],
 )
-def test_a_plan_that_cannot_be_carried_out_is_refused(ground: Ground, changes: dict[str, Any], said: str) -> None:
+def test_a_plan_that_cannot_be_carried_out_is_refused(ground, changes, said):
     with pytest.raises(JobError, match=said):
         ground.deploy(**changes)
     assert ground.store.rollouts.readable_rollouts() == []
 
 
 # -- odd boards -----------------------------------------------------------------------------------
-def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> None:
+def test_a_board_with_a_later_release_of_elsewhere_is_named(ground):
     (board,) = ground.fleet(1)
     board.serial = 1 << 40
     board.take = lambda release: (
@@ -130,7 +125,7 @@ def test_a_board_with_a_later_release_of_elsewhere_is_named(ground: Ground) -> N
     assert f"it has release {1 << 40} of other" in ground.state(id).reason
 
 
-def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
+def test_a_board_that_says_ever_more_fills_no_log(ground):
     (board,) = ground.fleet(1, lambda device, release: "soaking")
     id = ground.deploy()
     ground.play()
@@ -143,7 +138,7 @@ def test_a_board_that_says_ever_more_fills_no_log(ground: Ground) -> None:
     )
 
 
-def test_who_was_not_offered_it_says_nothing_of_it(ground: Ground) -> None:
+def test_who_was_not_offered_it_says_nothing_of_it(ground):
     boards = ground.fleet(10)
     id = ground.deploy(canary=0.1, phases=(1.0,), patience_s=1000.0)
     for board in boards:

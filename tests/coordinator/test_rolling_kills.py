@@ -1,11 +1,8 @@
 """Rollouts whose coordinator is killed at a call to its disk or its broker, and is started again."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rolled import TOPICS, Ground, Judge, good
@@ -68,7 +65,7 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
 
 
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path: Path, power: bool) -> None:
+def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path, power):
     calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls
     assert calls > 60
     for at in range(1, calls, 5):
@@ -85,9 +82,7 @@ def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_
 
 
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(
-    tmp_path: Path, power: bool
-) -> None:
+def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(tmp_path, power):
     calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls
     for at in range(1, calls, 3):
         ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
@@ -98,9 +93,7 @@ def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_can
         assert sum(isinstance(fact, RolloutReverted) for _, _, fact in facts) == 1
 
 
-def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_boards_that_are_away(
-    tmp_path: Path,
-) -> None:
+def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_boards_that_are_away(tmp_path):
     ground = Ground(tmp_path)
     (board,) = ground.fleet(1)
     id = ground.deploy()
@@ -116,11 +109,11 @@ def test_a_coordinator_that_starts_replaces_releases_that_its_broker_kept_for_bo
     assert wire.decode(message.payload, wire.DesiredRelease).back
 
 
-def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path: Path) -> None:
+def test_every_release_that_is_sent_follows_from_facts_that_are_written(tmp_path):
     ground = Ground(tmp_path)
     publish, sent = ground.link.publish, list[bool]()
 
-    def seen(topic: str, payload: bytes, **named: Any) -> None:
+    def seen(topic, payload, **named):
         route = wire.parse_topic(topic)
         if route.leaf == "model":
             with Store(ground.home) as written:

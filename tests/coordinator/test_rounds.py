@@ -1,7 +1,5 @@
 """Rounds are decided by facts, time and who is online; every rule is one sentence."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -16,7 +14,6 @@ from fedquilt.coordinator.rounds.events import (
     CohortSelected,
     JobEnded,
     JobResumed,
-    JobState,
     RoundClosed,
     RoundRetried,
     TaskDeclined,
@@ -28,12 +25,12 @@ from fedquilt.coordinator.rounds.next_event import can_skip_decision, decide_eve
 from fedquilt.core import JobError, WorkEstimate
 
 
-def test_a_round_asks_everybody_online_when_no_size_is_given() -> None:
+def test_a_round_asks_everybody_online_when_no_size_is_given():
     """cohort.size = 0 means all."""
     assert decide_event(begun(), 0.0, {"b", "a"}) == CohortSelected(0, 0, ("a", "b"))
 
 
-def test_a_round_waits_for_the_least_number_of_devices() -> None:
+def test_a_round_waits_for_the_least_number_of_devices():
     for key, waits in (("start_devices", [True, False]), ("min_devices", [True, True])):
         first = begun(size=1, **{key: 2})
         later = after(first, *whole_round("a"))
@@ -41,7 +38,7 @@ def test_a_round_waits_for_the_least_number_of_devices() -> None:
         assert isinstance(decide_event(later, 0.0, {"a", "b"}), CohortSelected)
 
 
-def test_no_round_commits_with_fewer_than_the_least_number_whatever_the_quorum() -> None:
+def test_no_round_commits_with_fewer_than_the_least_number_whatever_the_quorum():
     """Half of four would do, three have to be there; a fleet that has gone costs no attempt, one that is there does."""
     state = after(begun(size=4, quorum=0.5, min_devices=3, attempts=1), CohortSelected(0, 0, tuple("abcd")))
     state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
@@ -51,7 +48,7 @@ def test_no_round_commits_with_fewer_than_the_least_number_whatever_the_quorum()
 
 
 @pytest.mark.parametrize("answers", [0, 1, 2])
-def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(answers: int) -> None:
+def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(answers):
     state = after(
         begun(), CohortSelected(0, 0, tuple("abcde")), *(UpdateAccepted(0, update(d)) for d in "ab"[:answers])
     )
@@ -74,7 +71,7 @@ def too_large(peak_bytes: int, budget_bytes: int = 100, flops: float = 0.0) -> D
     return DeviceWorkload(WorkEstimate(peak_bytes=peak_bytes, flops=flops), plain.profile(budget_bytes=budget_bytes))
 
 
-def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_changed() -> None:
+def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_changed():
     """Not in the same round, whose other attempts may find memory free; then for less work or with another budget."""
     state = after(begun(rounds=99), CohortSelected(0, 0, ("a", "b")))
     state = after(state, state.decline_event("a", "memory", "too big", too_large(50)), UpdateAccepted(0, update("b")))
@@ -92,7 +89,7 @@ def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_chan
     assert devices_to_skip(answered, {"a"}, lambda device: too_large(50)) == {}
 
 
-def test_a_board_that_declined_for_another_reason_is_asked_again() -> None:
+def test_a_board_that_declined_for_another_reason_is_asked_again():
     state = after(begun(rounds=99), CohortSelected(0, 0, ("a", "b")))
     state = after(state, state.decline_event("a", "disk", "full", too_large(0, flops=5.0)))
     state = after(state, state.decline_event("b", "memory", "too big", too_large(0, flops=5.0)))
@@ -101,7 +98,7 @@ def test_a_board_that_declined_for_another_reason_is_asked_again() -> None:
     assert devices_to_skip(state, {"a", "b"}, lambda device: too_large(0, flops=4.0)) == {}
 
 
-def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last() -> None:
+def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last():
     last = after(begun(rounds=9), *whole_round(*"abcde"))
     assert decide_event(last, 0.0, {"a", "b"}) is None
     assert decide_event(last, 0.0, {"a", "b", "c"}) == CohortSelected(1, 0, ("a", "b", "c"))
@@ -112,7 +109,7 @@ def test_the_next_round_of_all_begins_with_half_of_those_who_were_asked_last() -
     assert decide_event(after(begun(rounds=9), asked, *declined, *rest), 0.0, {"a"}) == CohortSelected(1, 0, ("a",))
 
 
-def test_updates_that_are_refused_do_not_make_one_board_a_fleet() -> None:
+def test_updates_that_are_refused_do_not_make_one_board_a_fleet():
     bad = [UpdateRejected(0, device, "NaN") for device in "bcde"]
     state = after(begun(attempts=1), CohortSelected(0, 0, tuple("abcde")), *bad, UpdateAccepted(0, update("a")))
     assert decide_event(state, 1.0, set("abcde")) is None
@@ -121,31 +118,31 @@ def test_updates_that_are_refused_do_not_make_one_board_a_fleet() -> None:
     assert fact.reason.startswith("the update was rejected in round 1 on 4 of 5 devices (NaN).\nFix: ")
 
 
-def test_a_sized_round_asks_that_many_and_over_selects_by_the_share() -> None:
+def test_a_sized_round_asks_that_many_and_over_selects_by_the_share():
     fact = decide_event(begun(size=2, over_select=0.5), 0.0, set("abcdef"))
     assert isinstance(fact, CohortSelected)
     assert len(fact.devices) == 3
 
 
-def test_a_round_closes_as_soon_as_enough_have_answered() -> None:
+def test_a_round_closes_as_soon_as_enough_have_answered():
     state = after(begun(size=2, over_select=0.5), CohortSelected(0, 0, ("a", "b", "c")))
     state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("c")))
     assert decide_event(state, 1.0, set("abc")) == RoundClosed(0)
 
 
-def test_a_device_that_declines_is_replaced_at_once() -> None:
+def test_a_device_that_declines_is_replaced_at_once():
     state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big"))
     assert decide_event(state, 1.0, set("abc")) == CohortSelected(0, 0, ("c",))
 
 
-def test_a_device_that_vanished_is_replaced_but_may_still_answer() -> None:
+def test_a_device_that_vanished_is_replaced_but_may_still_answer():
     state = after(begun(size=1), CohortSelected(0, 0, ("a",)))
     assert decide_event(state, 1.0, {"b"}) == CohortSelected(0, 0, ("b",))
     state = after(state, CohortSelected(0, 0, ("b",)), UpdateAccepted(0, update("a")))
     assert decide_event(state, 1.0, {"b"}) == RoundClosed(0)
 
 
-def test_the_deadline_closes_a_round_that_has_its_quorum() -> None:
+def test_the_deadline_closes_a_round_that_has_its_quorum():
     state = after(begun(size=4, quorum=0.5), CohortSelected(0, 0, tuple("abcd")))
     state = after(state, UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b")))
     assert decide_event(state, 9.9, set("abcd")) is None
@@ -153,14 +150,14 @@ def test_the_deadline_closes_a_round_that_has_its_quorum() -> None:
     assert decide_event(state, 10.0, set("abcd")) == RoundClosed(0)
 
 
-def test_a_round_without_quorum_is_tried_again_with_what_it_has() -> None:
+def test_a_round_without_quorum_is_tried_again_with_what_it_has():
     state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")))
     assert decide_event(state, 10.0, set("ab")) == RoundRetried(0, 1)
     state = after(state, RoundRetried(0, 1), now_s=10.0)
     assert decide_event(state, 10.0, set("ab")) == CohortSelected(0, 1, ("b",))
 
 
-def test_a_job_fails_with_reasons_when_its_attempts_are_used_up() -> None:
+def test_a_job_fails_with_reasons_when_its_attempts_are_used_up():
     state = after(
         begun(size=2, attempts=1), CohortSelected(0, 0, ("a", "b")), TaskDeclined(0, "a", "memory", "too big")
     )
@@ -171,8 +168,8 @@ def test_a_job_fails_with_reasons_when_its_attempts_are_used_up() -> None:
         assert part in fact.reason
 
 
-def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
-    def said(state: JobState, online: set[str], now_s: float = 10.0) -> str:
+def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked():
+    def said(state, online, now_s=10.0):
         fact = decide_event(state, now_s, online)
         assert isinstance(fact, JobEnded)
         return fact.reason
@@ -195,7 +192,7 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
     )
 
 
-def test_a_reason_that_many_devices_give_is_told_once() -> None:
+def test_a_reason_that_many_devices_give_is_told_once():
     names = tuple("abcdefghij")
     state = after(begun(size=10, attempts=1), CohortSelected(0, 0, names))
     state = after(state, *(TaskDeclined(0, device, "failed", "too big") for device in names[1:]))
@@ -204,14 +201,14 @@ def test_a_reason_that_many_devices_give_is_told_once() -> None:
     assert "; refused: a: broken; b, c, d, e, f and 4 more: too big.\nFix: see to" in fact.reason
 
 
-def test_a_round_in_which_the_method_has_nothing_for_anybody_closes_with_nobody() -> None:
+def test_a_round_in_which_the_method_has_nothing_for_anybody_closes_with_nobody():
     for cohort in ({}, {"size": 2}):
         state = after(begun(**cohort), CohortSelected(0, 0, ("a", "b")))
         state = after(state, *(TaskDeclined(0, device, "none", "nothing for it now") for device in "ab"))
         assert decide_event(state, 1.0, set("ab")) == RoundClosed(0)
 
 
-def test_whom_the_method_has_nothing_for_is_replaced_and_counts_as_answered_only_then() -> None:
+def test_whom_the_method_has_nothing_for_is_replaced_and_counts_as_answered_only_then():
     state = after(
         begun(size=2),
         CohortSelected(0, 0, ("a", "b")),
@@ -225,7 +222,7 @@ def test_whom_the_method_has_nothing_for_is_replaced_and_counts_as_answered_only
     assert decide_event(after(state, TaskDeclined(0, "c", "memory", "")), 1.0, set("abc")) == RoundClosed(0)
 
 
-def test_a_refusal_is_no_answer_with_nothing_to_do() -> None:
+def test_a_refusal_is_no_answer_with_nothing_to_do():
     state = after(
         begun(size=2),
         CohortSelected(0, 0, ("a", "b")),
@@ -237,7 +234,7 @@ def test_a_refusal_is_no_answer_with_nothing_to_do() -> None:
     assert state.idle == frozenset()
 
 
-def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_deadline() -> None:
+def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_deadline():
     """It may be at its task, whatever it looks like; then the others close the round, and nothing stalls."""
     state = after(
         begun(), CohortSelected(0, 0, ("a", "b", "c")), UpdateAccepted(0, update("a")), UpdateAccepted(0, update("b"))
@@ -248,7 +245,7 @@ def test_without_a_size_a_board_that_is_gone_for_good_is_waited_for_until_the_de
     assert decide_event(after(state, RoundRetried(0, 1), now_s=10.0), 10.0, set("ab")) == RoundClosed(0)
 
 
-def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_stalls() -> None:
+def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_stalls():
     state = after(begun(size=2, attempts=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")))
     state = after(state, RoundRetried(0, 1), now_s=10.0)
     assert decide_event(state, 11.0, {"a"}) is None
@@ -259,7 +256,7 @@ def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_s
     assert decide_event(state, 12.0, {"a", "c"}) == CohortSelected(0, 1, ("c",))
 
 
-def test_a_fleet_that_is_gone_for_a_night_costs_no_attempt() -> None:
+def test_a_fleet_that_is_gone_for_a_night_costs_no_attempt():
     state = after(begun(attempts=1), CohortSelected(0, 0, ("a", "b")))
     for hour in (1, 2, 3):
         now_s = 3600.0 * hour
@@ -268,7 +265,7 @@ def test_a_fleet_that_is_gone_for_a_night_costs_no_attempt() -> None:
     assert decide_event(state, now_s + 1, {"b"}) == CohortSelected(0, 0, ("b",))
 
 
-def test_when_everybody_has_declined_the_deadline_is_not_waited_out() -> None:
+def test_when_everybody_has_declined_the_deadline_is_not_waited_out():
     state = after(
         begun(size=1, deadline_s=600.0), CohortSelected(0, 0, ("a",)), TaskDeclined(0, "a", "data", "no data")
     )
@@ -277,12 +274,12 @@ def test_when_everybody_has_declined_the_deadline_is_not_waited_out() -> None:
     assert decide_event(state, 10.0, {"a"}) == RoundRetried(0, 1)
 
 
-def test_a_refused_update_frees_its_place() -> None:
+def test_a_refused_update_frees_its_place():
     state = after(begun(size=1), CohortSelected(0, 0, ("a",)), UpdateRejected(0, "a", "NaN"))
     assert decide_event(state, 1.0, set("ab")) == CohortSelected(0, 0, ("b",))
 
 
-def test_facts_of_another_round_are_refused() -> None:
+def test_facts_of_another_round_are_refused():
     state = after(begun(), CohortSelected(0, 0, ("a",)))
     for fact in (
         UpdateAccepted(1, update("a", 1)),
@@ -295,7 +292,7 @@ def test_facts_of_another_round_are_refused() -> None:
             apply_event(state, fact, 5.0)
 
 
-def test_the_job_ends_after_its_last_round() -> None:
+def test_the_job_ends_after_its_last_round():
     state = begun(rounds=2)
     for round in (0, 1):
         state = after(
@@ -307,7 +304,7 @@ def test_the_job_ends_after_its_last_round() -> None:
     assert list(state.history["a"]) == [0, 1]
 
 
-def test_a_method_that_is_finished_ends_the_job_early() -> None:
+def test_a_method_that_is_finished_ends_the_job_early():
     state = after(
         begun(rounds=9),
         CohortSelected(0, 0, ("a",)),
@@ -318,7 +315,7 @@ def test_a_method_that_is_finished_ends_the_job_early() -> None:
     assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
 
 
-def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job() -> None:
+def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job():
     state, seen = begun(rounds=3, check_every=2), []
     for round in range(4):
         seen.append(state.task_actions)
@@ -330,7 +327,7 @@ def test_evaluation_accompanies_every_so_many_rounds_and_closes_the_job() -> Non
     assert decide_event(state, 0.0, {"a"}) == JobEnded("done")
 
 
-def test_a_stopped_job_decides_nothing_until_it_is_resumed() -> None:
+def test_a_stopped_job_decides_nothing_until_it_is_resumed():
     state = after(begun(size=2), CohortSelected(0, 0, ("a", "b")), UpdateAccepted(0, update("a")), JobEnded("stopped"))
     assert decide_event(state, 99.0, set("ab")) is None
     state = after(state, JobResumed(), now_s=100.0)
@@ -339,11 +336,11 @@ def test_a_stopped_job_decides_nothing_until_it_is_resumed() -> None:
     assert decide_event(after(state, UpdateAccepted(0, update("b"))), 102.0, set("ab")) == RoundClosed(0)
 
 
-def test_nothing_is_due_while_no_round_is_open() -> None:
+def test_nothing_is_due_while_no_round_is_open():
     assert next_decision_s(begun()) == math.inf
 
 
-def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next() -> None:
+def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next():
     """Else a board that is too slow for the round would be asked again and again, while another one waits."""
     first = decide_event(begun(size=2), 0.0, set("abcd"))
     assert isinstance(first, CohortSelected)
@@ -362,7 +359,7 @@ def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next() -> None:
     assert state.silent == ()
 
 
-def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered() -> None:
+def test_answers_alone_lead_to_nothing_until_all_or_enough_have_answered():
     draw, left_out = random.Random(0), 0
     for _ in range(300):
         devices = [f"d{number}" for number in range(draw.randrange(2, 8))]

@@ -1,9 +1,5 @@
 """Which devices the coordinator chooses and when a job has used up its bytes or joules, driven by hand."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from by_hand import MODEL, Stage, ones
 
 from fedquilt import wire
@@ -12,7 +8,7 @@ from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reas
 from fedquilt.core import Profile, Usage
 
 
-def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
+def test_blobs_of_past_rounds_are_let_go(tmp_path):
     stage = Stage(tmp_path, rounds=2)
     a = stage.hand("a")
     for factor in (1.0, 2.0):
@@ -27,7 +23,7 @@ def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
     }
 
 
-def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Path) -> None:
+def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path):
     """The log says why, and the round begins as soon as somebody can be asked."""
     stage = Stage(tmp_path, cohort={"min_battery": 0.2, "max_temperature_c": 70.0})
     stage.play(0.1)  # nobody keeps what sensors said before the coordinator came
@@ -55,7 +51,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "answered"}
 
 
-def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_count(tmp_path: Path) -> None:
+def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_count(tmp_path):
     stage = Stage(tmp_path, rounds=9, stop={"max_bytes": 10, "max_joules": 5.0})
     a = stage.hand("a")
     stage.play()
@@ -72,7 +68,7 @@ def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_c
     ]
 
 
-def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp_path: Path) -> None:
+def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp_path):
     stage = Stage(tmp_path, rounds=1, stop={"max_joules": 5.0})
     a = stage.hand("a")
     stage.play()
@@ -83,7 +79,7 @@ def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp
     assert "max_joules = 5 ends nothing here" in ended.reason
 
 
-def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path: Path) -> None:
+def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path):
     stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2, "prefer": "energy"})
     for name, watts in (("a", 1000.0), ("b", 1.23456)):
         stage.hand(name).measured(flops_per_s=1.0, busy_w=watts)
@@ -92,7 +88,7 @@ def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_p
     assert stage.told(CohortSelected)[0].devices == ("b",)
 
 
-def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tmp_path: Path) -> None:
+def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tmp_path):
     """Two devices with half a gigabyte for a task; one then has 10 bytes and cannot, and of examples one has told."""
     stage = Stage(tmp_path, rounds=3)
     one, two = stage.hand("one"), stage.hand("two")

@@ -1,7 +1,5 @@
 """Updates under a codec, from devices driven by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ def ended_at(stage: Stage) -> list[float]:
     return tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist()
 
 
-def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(coded: Stage) -> None:
+def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(coded):
     a, b = coded.hand("a"), coded.hand("b")
     coded.play()
     update = by_int8(a, 1.0)
@@ -55,7 +53,7 @@ def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(c
     np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
 
 
-def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(coded: Stage) -> None:
+def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(coded):
     a, b = coded.hand("a"), coded.hand("b")
     coded.play()
     by_int8(a, 1.0)
@@ -76,9 +74,7 @@ def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(co
         ({"value": -1.0}, "tensor '1.bias', part step: -0.00787402, wanted a number of at least 0"),
     ],
 )
-def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(
-    coded: Stage, changes: dict[str, Any], said: str
-) -> None:
+def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(coded, changes, said):
     a, b = coded.hand("a"), coded.hand("b")
     coded.play()
     bad = by_int8(a, **{"value": 1.0, **changes})
@@ -90,7 +86,7 @@ def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(
     assert coded.told(RoundCommitted) == [] or ended_at(coded) == pytest.approx([3, 3])
 
 
-def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: Stage) -> None:
+def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded):
     old, new = coded.hand("old", codecs=("raw",)), coded.hand("new")
     coded.play()
     by_int8(new, 2.0)
@@ -100,9 +96,7 @@ def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: S
     assert "[wire]" in round_outcomes.load_outcomes(coded.store, coded.job).found[0]["old"].text
 
 
-def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(
-    coded: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blobs_that_a_large_round_replaces_are_looked_up_together_and_go_by_its_end(coded, monkeypatch):
     monkeypatch.setattr(garbage_collection, "TOGETHER", 1.5)
     hands = [coded.hand(name) for name in "abc"]
     coded.play()

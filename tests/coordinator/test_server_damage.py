@@ -1,7 +1,5 @@
 """Damaged files, numbers out of range and full disks under a coordinator with devices driven by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -10,13 +8,11 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from by_hand import TABLE, Stage, ones
 from evaluations import of_classes
-from side_by_side import Staged
 
 from fedquilt import wire
 from fedquilt.arrays import tensors
@@ -38,9 +34,7 @@ def flip(path: Path) -> None:
     path.write_bytes(payload)
 
 
-def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(stage, caplog):
     hand = stage.hand("a")
     stage.play()
     (sha256,) = stage.store.latest_state_hashes()
@@ -60,7 +54,7 @@ class ReadOnly(Disk):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(target))
 
 
-def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage: Stage) -> None:
+def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage):
     folder = stage.store.readable_jobs()[0].bundle
     files = job_bundle.load_bundle(folder).files
     depot = BlobStore(stage.folder / "other", disk=ReadOnly())
@@ -72,7 +66,7 @@ def test_a_disk_that_takes_nothing_for_a_while_fails_no_job_for_its_bundle(stage
         blob_recovery.restore_bundle_files("j", BlobStore(stage.folder / "other"), folder, files)
 
 
-def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -> None:
+def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage):
     """The device says that it could not fetch it, by asking again; its task is sent again with a blob that is whole."""
     hand = stage.hand("a")
     stage.play()
@@ -83,7 +77,7 @@ def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -
     assert stage.store.depot.has_blob(blob)
 
 
-def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_the_same(tmp_path: Path) -> None:
+def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_the_same(tmp_path):
     found = []
     for name, damaged in (("calm", False), ("hit", True)):
         stage = Stage(tmp_path / name)
@@ -110,9 +104,7 @@ def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_t
     assert found[0] == found[1]
 
 
-def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
-    stage: Stage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(stage, caplog):
     hand = stage.hand("a")
     stage.play()
     claim = {"job": stage.job, "round": 0, "attempt": 0, "counted": 5, "epoch": 9}
@@ -126,9 +118,7 @@ def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
     assert "this home is an older copy" in caplog.text
 
 
-def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(tmp_path, caplog):
     stage = Stage(tmp_path)
     hand = stage.hand("a")
     stage.play()
@@ -148,7 +138,7 @@ def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
 
 
 @pytest.mark.parametrize("value", [1.7e308, -1.7e308, 3.0])
-def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> None:
+def test_a_metric_that_is_huge_bricks_nothing(stage, value):
     hands = [stage.hand("a"), stage.hand("b")]
     stage.play()
     for hand in hands:
@@ -159,7 +149,7 @@ def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> Non
     assert stage.store.stored_status(stage.job) == "done"
 
 
-def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged: Staged) -> None:
+def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged):
     stage = staged(check={"every": 1})
     a, b, c = (stage.hand(name) for name in "abc")
     stage.play()
@@ -187,7 +177,7 @@ def test_a_number_of_held_out_examples_that_no_device_has_is_refused(staged: Sta
         ),
     ],
 )
-def test_what_no_device_has_an_example_of_is_said_in_words(staged: Staged, answer: dict[str, Any], said: str) -> None:
+def test_what_no_device_has_an_example_of_is_said_in_words(staged, answer, said):
     stage = staged(check={"every": 1})
     hands = [stage.hand("a"), stage.hand("b")]
     stage.play()
@@ -197,7 +187,7 @@ def test_what_no_device_has_an_example_of_is_said_in_words(staged: Staged, answe
     assert stage.told(RoundCommitted)[0].notes[-1] == said
 
 
-def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
+def test_a_profile_of_extremes_bricks_nothing(tmp_path):
     stage = Stage(tmp_path, rounds=2, cohort={"prefer": "energy", "deadline": "predicted"})
     a = stage.hand("a")
     a.measured(flops_per_s=1e-320, busy_w=1e24)
@@ -209,9 +199,7 @@ def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
     assert [fact.expected_s for fact in stage.told(UpdateAccepted)] == [None, None]
 
 
-def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(stage, monkeypatch):
     a = stage.hand("a")
     stage.play()
     monkeypatch.setattr(
@@ -236,7 +224,7 @@ def full_disk() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: Stage) -> None:
+def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones())
@@ -252,9 +240,7 @@ def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: S
     assert stage.told(JobEnded)[0].status == "done"
 
 
-def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a_restart_continues(
-    stage: Stage,
-) -> None:
+def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a_restart_continues(stage):
     a = stage.hand("a")
     stage.play()
     claim = {"job": stage.job, "round": 0, "attempt": 0, "accepted": False, "code": "data", "reason": "none"}
@@ -269,7 +255,7 @@ def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a
     assert stage.told(JobEnded)[0].status == "done"
 
 
-def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage: Stage) -> None:
+def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage):
     a = stage.hand("a")
     stage.play()
     for factor in range(5):

@@ -1,17 +1,12 @@
 """What the coordinator refuses of a device driven by hand: bad updates, floods, claims, garbage."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from by_hand import Stage, ones
 from evaluations import of_classes
-from side_by_side import Staged
 
 from fedquilt import methods, wire
 from fedquilt.arrays import tensors
@@ -42,9 +37,7 @@ from fedquilt.models.local_training import NetworkState
         ({**ones(), "1.bias": np.full(2, 3e38, np.float32)}, "a: tensor '1.bias' holds numbers from 3e+38 to 3e+38"),
     ],
 )
-def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(
-    stage: Stage, model: dict[str, np.ndarray], said: str
-) -> None:
+def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(stage, model, said):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     b.answer(ones(2.0))
@@ -62,9 +55,7 @@ def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(
         (40.0, 30, "a wants to count as 40 examples and says that it has 30"),
     ],
 )
-def test_a_device_counts_as_no_more_examples_than_it_has(
-    stage: Stage, weight: float, examples: int | None, said: str
-) -> None:
+def test_a_device_counts_as_no_more_examples_than_it_has(stage, weight, examples, said):
     """A weight of 1e24 would make the model the device's own; the round is committed without it."""
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -76,7 +67,7 @@ def test_a_device_counts_as_no_more_examples_than_it_has(
     assert tensors.unpack_state(stored.read_bytes(), NetworkState).model["1.bias"].tolist() == [2.0, 2.0]
 
 
-def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -> None:
+def test_devices_of_equal_weight_count_with_all_their_examples(staged):
     stage = staged(cohort={"min_devices": 4}, check={"every": 1})
     hands = [stage.hand(name) for name in "abcd"]
     stage.play()
@@ -87,7 +78,7 @@ def test_devices_of_equal_weight_count_with_all_their_examples(staged: Staged) -
     assert [fact.update.usage.examples for fact in stage.told(UpdateAccepted)] == [2000] * 4
 
 
-def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_is_not_finite_is_not_committed(stage, monkeypatch):
     a = stage.hand("a")
     stage.play()
     assert stage.server.find_job(stage.job) is not None
@@ -104,7 +95,7 @@ def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: 
     assert "model['1.bias'] came out as numbers that are not finite, from updates of a" in ended.reason
 
 
-def test_an_update_that_is_no_tensors_at_all_is_refused(stage: Stage) -> None:
+def test_an_update_that_is_no_tensors_at_all_is_refused(stage):
     a = stage.hand("a")
     stage.play()
     a.answer(ones(), bundles={"model": a.depot.store_bytes(b"\x80\x04pickle!")})
@@ -112,7 +103,7 @@ def test_an_update_that_is_no_tensors_at_all_is_refused(stage: Stage) -> None:
     assert "not a safetensors blob" in stage.told(UpdateRejected)[0].reason
 
 
-def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage: Stage) -> None:
+def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage):
     """A device cannot fill the coordinator's disk."""
     a = stage.hand("a")
     stage.play()
@@ -130,9 +121,7 @@ def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(st
         ({"2.bias": np.zeros(2, np.float32)}, "a: tensor names differ: 2.bias"),
     ],
 )
-def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
-    stage: Stage, changed: dict[str, np.ndarray], said: str
-) -> None:
+def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(stage, changed, said):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     model = {**ones(), **changed}
@@ -150,9 +139,7 @@ def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
 
 
 @pytest.mark.parametrize("ends", ["withheld", "failed", "closed"])
-def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
+def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(stage, monkeypatch, ends):
     unchecked = replace(fedavg.METHOD, aggregation=Aggregation(fedavg.fold))  # else none of them would be fetched
     monkeypatch.setattr(methods, "load", lambda name: unchecked)
     a, b = stage.hand("a"), stage.hand("b")
@@ -180,9 +167,7 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
 
 
 @pytest.mark.parametrize("topic", ["progress", "nonsense"])
-def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, topic: str
-) -> None:
+def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(tmp_path, caplog, topic):
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 5000.0, "quorum": 0.5})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -212,9 +197,7 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
         ({"up_bytes": 1 << 50}, "up_bytes of 1125899906842624"),
     ],
 )
-def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: dict[str, Any], said: str
-) -> None:
+def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(tmp_path, caplog, usage, said):
     stage = Stage(tmp_path, rounds=2, stop={"max_joules": 1e6, "max_bytes": 10_000_000})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -229,7 +212,7 @@ def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
     assert "b claims" not in caplog.text
 
 
-def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp_path: Path) -> None:
+def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 1, "max_examples": 10**9})
     a, b = stage.hand("a"), stage.hand("b")
     a.measured(flops_per_s=1e6)
@@ -240,7 +223,7 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
     assert "a wants to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(UpdateRejected)[0].reason
 
 
-def test_a_device_cannot_speak_for_another(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_cannot_speak_for_another(stage, caplog):
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(), device="b")
@@ -250,7 +233,7 @@ def test_a_device_cannot_speak_for_another(stage: Stage, caplog: pytest.LogCaptu
     assert "dev/a/up/update: it names another device, b" in caplog.text
 
 
-def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
+def test_garbage_from_the_network_is_counted_and_dropped(stage):
     a = stage.hand("a")
     stage.play()
     for leaf in ("presence", "profile", "claim", "update", "blob/get", "nonsense"):
@@ -262,7 +245,7 @@ def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
     assert stage.server.finished
 
 
-def test_garbage_floods_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_floods_no_log(tmp_path, caplog):
     stage = Stage(tmp_path, cohort={"deadline_s": 2000.0})
     a = stage.hand("a")
     stage.play()
@@ -274,7 +257,7 @@ def test_garbage_floods_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert told[-1].startswith("dropped 197 more messages under fq/1/f/dev/a/up; the last: ")
 
 
-def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path: Path) -> None:
+def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path):
     stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2})
     hands = {hand.name: hand for hand in (stage.hand("a"), stage.hand("b"))}
     stage.play()

@@ -1,7 +1,5 @@
 """A coordinator that dies and begins again, with devices driven by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,7 @@ from fedquilt.models.local_training import NetworkState
 from fedquilt.transport.memory_link import MemoryBroker
 
 
-def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> None:
+def test_a_coordinator_that_dies_mid_round_continues_the_round(stage):
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(1.0))
@@ -41,7 +39,7 @@ def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> 
     assert stage.told(JobEnded)[0].status == "done"
 
 
-def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(stage: Stage) -> None:
+def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(stage):
     hands = [stage.hand(name) for name in "abcde"]
     stage.play()
     for hand in hands[1:]:
@@ -59,7 +57,7 @@ def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(sta
     assert stage.told(JobEnded)[0].status == "done"
 
 
-def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_replaced(tmp_path: Path) -> None:
+def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_replaced(tmp_path):
     stage = Stage(tmp_path, cohort={"size": 1, "start_devices": 2, "deadline_s": 600.0})
     hands = {name: stage.hand(name) for name in "ab"}
     stage.play()
@@ -72,7 +70,7 @@ def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_r
     assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [tuple({"a", "b"} - {first})]
 
 
-def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
+def test_a_predicted_deadline_outlives_the_coordinator(tmp_path):
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 600.0, "deadline": "predicted"})
     a = stage.hand("a")
     stage.play(20.0)
@@ -99,7 +97,7 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     assert [fact.status for fact in stage.told(JobEnded)] == ["done"]
 
 
-def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -> None:
+def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path):
     stage = Stage(tmp_path, rounds=2, cohort={"size": 1, "min_devices": 3})
     hands = {name: stage.hand(name) for name in "abc"}
     stage.play()
@@ -120,7 +118,7 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
     ]
 
 
-def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) -> None:
+def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path):
     stage = Stage(tmp_path)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -150,14 +148,12 @@ def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("served", [True, False])
-def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, served: bool
-) -> None:
+def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(stage, monkeypatch, served):
     a = stage.hand("a")
     stage.play()
     a.answer(ones())
 
-    def killed(id: str, status: str, **given: str) -> None:
+    def killed(id, status, **given):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -175,7 +171,7 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
     assert RunningJob(row, stage.store, 0.0, methods.load("fedavg")).rounds.phase == "done"
 
 
-def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage: Stage) -> None:
+def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage):
     """A task sent before would name the method's first engine, which the device may not have: it would decline."""
     a = stage.hand("a")
     stage.play()
@@ -185,7 +181,7 @@ def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage: Stag
     assert sum(task is not None for task in a.tasks) > 1
 
 
-def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path: Path) -> None:
+def test_boards_that_are_gone_are_waited_for_without_a_turn_of_the_loop(tmp_path):
     stage = Stage(tmp_path, cohort={**TABLE["cohort"], "deadline_s": 15.0, "attempts": 3})
     hands = [stage.hand(name) for name in "ab"]
     stage.play()
@@ -220,7 +216,7 @@ def by_wall(folder: Path, **cohort: float) -> tuple[Stage, Wall]:
 
 
 @pytest.mark.parametrize("set_s", [0.0, 2.0, -3600.0, 7200.0])
-def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadline(tmp_path: Path, set_s: float) -> None:
+def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadline(tmp_path, set_s):
     stage, wall = by_wall(tmp_path, deadline_s=50.0, quorum=0.5, attempts=1)
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play(1.0)
@@ -239,7 +235,7 @@ def test_a_round_ends_though_its_coordinators_live_for_a_fiftieth_of_its_deadlin
     assert lives > 10
 
 
-def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_path: Path) -> None:
+def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_path):
     """By two hours, which is longer than the round may take."""
     for name, set_s in (("back", -7200.0), ("on", 7200.0)):
         stage, wall = by_wall(tmp_path / name, deadline_s=50.0, quorum=0.5, attempts=1)
@@ -256,7 +252,7 @@ def test_devices_that_answer_are_waited_for_though_a_restart_sets_the_clock(tmp_
         assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b"]
 
 
-def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator_is_killed(tmp_path: Path) -> None:
+def test_a_job_that_cannot_begin_fails_in_its_time_however_often_its_coordinator_is_killed(tmp_path):
     stage, _ = by_wall(tmp_path, start_timeout_s=20.0)
     lives = 0
     while not stage.told(JobEnded):

@@ -1,22 +1,17 @@
 """Several jobs at once on one fleet: what boards and jobs do side by side, with devices driven by hand."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from by_hand import ones
-from side_by_side import LONG, Staged, TwoJobs, begin_two_jobs, facts
+from side_by_side import LONG, begin_two_jobs, facts
 
 from fedquilt import wire
 from fedquilt.coordinator.fleet.registry import GRACE_S
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, RoundCommitted, RoundRetried, UpdateAccepted
-from fedquilt.core import Task
 
 
-def test_two_jobs_have_each_board_by_turns(two_jobs: TwoJobs) -> None:
+def test_two_jobs_have_each_board_by_turns(two_jobs):
     stage, first, second, a, b = two_jobs
     stage.play()
     assert [job.id for job in stage.server.active_jobs()] == [first, second]
@@ -36,7 +31,7 @@ def test_two_jobs_have_each_board_by_turns(two_jobs: TwoJobs) -> None:
     assert {fact.update.device for fact in facts(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
-def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt(staged: Staged) -> None:
+def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt(staged):
     stage = staged(cohort=LONG)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -53,7 +48,7 @@ def test_a_deadline_that_passes_while_boards_are_at_another_job_costs_no_attempt
     assert stage.store.stored_status(second) == "done"
 
 
-def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(staged: Staged) -> None:
+def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(staged):
     stage = staged(CoordinatorLimits(running=1), cohort={"deadline_s": 300.0, "attempts": 1})
     first, a = stage.job, stage.hand("a")
     stage.play()
@@ -76,12 +71,10 @@ def test_a_deadline_of_a_board_that_another_job_got_meanwhile_costs_no_attempt(s
 
 
 @pytest.mark.parametrize("bad", ["a", "abcd"])
-def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch, bad: str
-) -> None:
+def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind(staged, monkeypatch, bad):
     plain = RunningJob.build_task
 
-    def task(self: RunningJob, device: str, *rest: Any) -> Task | None:
+    def task(self, device, *rest):
         if device in bad and self.job.name == "j":
             raise ValueError("no task")
         return plain(self, device, *rest)
@@ -97,7 +90,7 @@ def test_a_job_whose_method_fails_at_a_task_fails_once_and_leaves_no_task_behind
     assert {task.job for hand in hands for task in hand.tasks if task} == {second}
 
 
-def test_a_job_that_can_never_start_delays_no_other(staged: Staged) -> None:
+def test_a_job_that_can_never_start_delays_no_other(staged):
     for places in (1, 8):
         stage = staged(CoordinatorLimits(running=places), cohort={**LONG, "min_devices": 100})
         stage.hand("a")
@@ -109,7 +102,7 @@ def test_a_job_that_can_never_start_delays_no_other(staged: Staged) -> None:
         assert stage.broker.now_s - before_s <= 0.65  # a poll of the store, and two steps of time
 
 
-def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -> None:
+def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged):
     stage = staged(CoordinatorLimits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 20.0})
     stage.hand("a")
     other = stage.add("k", cohort={**LONG, "min_devices": 4})
@@ -122,7 +115,7 @@ def test_a_job_that_cannot_start_in_time_fails_with_the_reason(staged: Staged) -
     assert stage.store.stored_status(other) in ("queued", "running")
 
 
-def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged: Staged) -> None:
+def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged):
     """Also where the clock's rounding makes it less than its time-out since the job was taken up."""
     stage = staged(CoordinatorLimits(running=1), cohort={**LONG, "min_devices": 3, "start_timeout_s": 0.6})
     assert 0.3 + 0.6 - 0.3 < 0.6
@@ -131,9 +124,7 @@ def test_a_job_that_cannot_start_in_time_fails_when_it_is_due(staged: Staged) ->
     assert [fact.status for fact in stage.told(JobEnded)] == ["failed"]
 
 
-def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
-    staged: Staged, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(staged, monkeypatch):
     plain = RunningJob.build_task
     nothing = ("j", "a")
     monkeypatch.setattr(
@@ -146,7 +137,7 @@ def test_a_board_that_a_method_has_nothing_for_is_another_jobs_at_once(
     assert [hand.tasks[-1].job for hand in (a, b)] == [second, first]
 
 
-def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged: Staged) -> None:
+def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged):
     """The task stays with the board though no attempt asks it any more, and is withdrawn when the job is stopped."""
     stage = staged(cohort={"deadline_s": 10.0, "attempts": 3})
     a = stage.hand("a")
@@ -161,7 +152,7 @@ def test_the_task_of_a_board_that_stayed_silent_is_withdrawn_with_its_job(staged
     assert a.tasks[-1] is None
 
 
-def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
+def test_one_job_is_stopped_while_the_other_runs(two_jobs):
     stage, first, second, a, b = two_jobs
     stage.play()
     stage.store.set_status(first, "stopping")
@@ -182,7 +173,7 @@ def test_one_job_is_stopped_while_the_other_runs(two_jobs: TwoJobs) -> None:
     assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
 
-def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJobs) -> None:
+def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs):
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
@@ -198,9 +189,7 @@ def test_a_coordinator_that_dies_with_two_jobs_goes_on_with_both(two_jobs: TwoJo
     assert [stage.store.stored_status(id) for id in (first, second)] == ["done", "done"]
 
 
-def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(
-    two_jobs: TwoJobs,
-) -> None:
+def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have_from_other_jobs(two_jobs):
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
@@ -222,7 +211,7 @@ def test_a_restarted_coordinator_waits_for_the_boards_that_its_round_was_to_have
     assert {fact.update.device for fact in facts(stage, second, UpdateAccepted)} == {"a", "b"}
 
 
-def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged: Staged) -> None:
+def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged):
     stage = staged(cohort=LONG)
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
@@ -239,7 +228,7 @@ def test_a_board_of_another_job_that_goes_offline_is_not_waited_for(staged: Stag
     assert [fact.update.device for fact in facts(stage, second, UpdateAccepted)] == ["a"]
 
 
-def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs: TwoJobs) -> None:
+def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs):
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()
@@ -255,7 +244,7 @@ def test_an_old_message_about_one_job_takes_nothing_from_another(two_jobs: TwoJo
     assert stage.store.stored_status(first) == "done"
 
 
-def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs: TwoJobs) -> None:
+def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs):
     stage, _, second, a, b = two_jobs
     a.answer(ones())
     b.answer(ones())
@@ -266,8 +255,8 @@ def test_blobs_that_two_jobs_have_in_common_outlive_the_first(two_jobs: TwoJobs)
         assert all(stage.store.depot.has_blob(ref) for ref in task.bundles.values())
 
 
-def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(staged: Staged) -> None:
-    settings: dict[str, Any] = {"rounds": 3, "cohort": {**LONG, "size": 1}}
+def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(staged):
+    settings = {"rounds": 3, "cohort": {**LONG, "size": 1}}
     stage = staged(**settings)
     hands = [stage.hand(name) for name in "ab"]
     stage.add("k", **settings)
@@ -284,7 +273,7 @@ def test_the_blobs_of_a_task_outlive_another_jobs_round_that_sent_the_same(stage
     assert all(stage.store.depot.has_blob(ref) for ref in tasks[1].bundles.values())
 
 
-def test_a_later_epoch_is_that_of_all_jobs(two_jobs: TwoJobs) -> None:
+def test_a_later_epoch_is_that_of_all_jobs(two_jobs):
     stage, first, second, a, b = two_jobs
     a.answer(ones())
     stage.play()

@@ -1,7 +1,5 @@
 """Devices that no longer answer although their broker reports them online, on virtual time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ def silence() -> SilenceDetector:
     return found
 
 
-def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence: SilenceDetector) -> None:
+def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence):
     silence.record_contact("a")
     assert played(silence, 34, 100.0) == ([], [])
     assert played(silence, 1, 134.0) == (["a"], [])
@@ -51,34 +49,34 @@ def test_a_device_is_asked_three_times_after_35_s_and_is_silent_after_50(silence
     assert played(silence, 1000, 150.0) == ([], [])
 
 
-def test_any_message_brings_a_silent_device_back(silence: SilenceDetector) -> None:
+def test_any_message_brings_a_silent_device_back(silence):
     silence.record_contact("a")
     played(silence, SILENT_S, 100.0)
     assert [silence.record_contact("a"), silence.record_contact("a")] == [True, False]
     assert played(silence, SILENT_S, 150.0)[1] == ["a"]
 
 
-def test_a_device_that_answers_is_asked_again_after_as_long(silence: SilenceDetector) -> None:
+def test_a_device_that_answers_is_asked_again_after_as_long(silence):
     silence.record_contact("a")
     for turn in range(10):
         assert played(silence, QUIET_S, 100.0 + turn * QUIET_S) == (["a"], [])
         silence.record_contact("a")
 
 
-def test_a_retained_presence_is_no_sign_of_life(silence: SilenceDetector) -> None:
+def test_a_retained_presence_is_no_sign_of_life(silence):
     silence.expect_contact("a")
     assert played(silence, 14, 100.0) == (["a", "a"], [])
     silence.expect_contact("a")
     assert played(silence, 1, 114.0) == ([], ["a"])
 
 
-def test_a_device_that_is_offline_is_not_asked(silence: SilenceDetector) -> None:
+def test_a_device_that_is_offline_is_not_asked(silence):
     silence.record_contact("a")
     silence.forget("a")
     assert played(silence, 1000, 100.0) == ([], [])
 
 
-def test_an_outage_of_the_broker_makes_nobody_silent(silence: SilenceDetector) -> None:
+def test_an_outage_of_the_broker_makes_nobody_silent(silence):
     silence.record_contact("a")
     assert played(silence, 1000, 100.0, hears=False) == ([], [])
     assert silence.step(1100.0 + 3600.0, True) == ([], [])
@@ -86,7 +84,7 @@ def test_an_outage_of_the_broker_makes_nobody_silent(silence: SilenceDetector) -
     assert played(silence, 1, 4733.0) == (["a"], [])
 
 
-def test_idle_devices_are_not_asked_in_a_storm(silence: SilenceDetector) -> None:
+def test_idle_devices_are_not_asked_in_a_storm(silence):
     """10,000 that were heard at one moment take 20 s, 500 in each; none is asked twice before it could answer."""
     names = [f"d{number}" for number in range(10_000)]
     for name in names:
@@ -125,7 +123,7 @@ def goes_offline(hand: Hand) -> None:
     hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
 
 
-def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_not_answered(tmp_path: Path) -> None:
+def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_not_answered(tmp_path):
     """Not before its grace is over, as it may come back; two of three are the quorum of those that can be reached."""
     stage, (a, b, c) = begun(tmp_path)
     a.answer(ones())
@@ -138,7 +136,7 @@ def test_a_round_closes_within_5_s_after_a_device_went_offline_that_alone_has_no
     assert [fact.devices for fact in stage.told(CohortSelected)[1:]] == [("a", "b")]
 
 
-def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path: Path) -> None:
+def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
     goes_offline(c)
     stage.play(60.0)
@@ -149,7 +147,7 @@ def test_a_round_closes_at_once_when_the_last_reachable_device_answers(tmp_path:
     assert closed_after_s(stage, 10.0) <= TURN_S
 
 
-def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path: Path) -> None:
+def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
     a.answer(ones())
     b.answer(ones())
@@ -163,7 +161,7 @@ def test_a_device_that_is_back_within_5_s_is_waited_for(tmp_path: Path) -> None:
     assert [fact.update.device for fact in stage.told(UpdateAccepted)] == ["a", "b", "c"]
 
 
-def test_an_update_of_a_device_that_returns_after_its_round_is_late(tmp_path: Path) -> None:
+def test_an_update_of_a_device_that_returns_after_its_round_is_late(tmp_path):
     """It is answered, so that the device drops it, and the device is asked for the running round."""
     stage, (a, b, c) = begun(tmp_path, rounds=3)
     goes_offline(c)
@@ -178,7 +176,7 @@ def test_an_update_of_a_device_that_returns_after_its_round_is_late(tmp_path: Pa
     assert [(fact.round, fact.devices) for fact in stage.told(CohortSelected)[2:]] == [(1, ("c",))]
 
 
-def test_a_round_does_not_close_without_a_quorum_of_those_that_take_part(tmp_path: Path) -> None:
+def test_a_round_does_not_close_without_a_quorum_of_those_that_take_part(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
     goes_offline(b)
     goes_offline(c)
@@ -188,9 +186,7 @@ def test_a_round_does_not_close_without_a_quorum_of_those_that_take_part(tmp_pat
 
 
 @pytest.mark.parametrize(("quorum", "closes"), [(0.6, True), (1.0, False)])
-def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(
-    tmp_path: Path, quorum: float, closes: bool
-) -> None:
+def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(tmp_path, quorum, closes):
     stage, (a, b, c) = begun(tmp_path, cohort={"deadline_s": 600.0, "size": 3, "quorum": quorum})
     goes_offline(c)
     a.answer(ones())
@@ -199,7 +195,7 @@ def test_a_round_of_a_fixed_size_closes_early_if_its_quorum_is_reached(
     assert bool(stage.told(RoundClosed)) == closes
 
 
-def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_message(tmp_path: Path) -> None:
+def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_message(tmp_path):
     stage, (a, b, c) = begun(tmp_path, rounds=4)
     c.answers = False
     a.answer(ones())
@@ -216,7 +212,7 @@ def test_a_silent_device_is_not_waited_for_and_not_selected_until_its_next_messa
     assert stage.told(CohortSelected)[-1].devices == ("c",)
 
 
-def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path: Path) -> None:
+def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
     a.answer(ones())
     b.answer(ones())
@@ -227,7 +223,7 @@ def test_a_device_at_work_that_answers_requests_is_waited_for(tmp_path: Path) ->
     assert len(stage.told(UpdateAccepted)) == 3
 
 
-def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path: Path) -> None:
+def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
     c.answers = False
     stage.restart()
@@ -238,7 +234,7 @@ def test_after_a_restart_retained_presence_counts_for_seconds_only(tmp_path: Pat
     assert closed_after_s(stage, 10.0) <= TURN_S
 
 
-def test_an_outage_of_the_coordinators_connection_makes_nobody_silent_and_closes_no_round(tmp_path: Path) -> None:
+def test_an_outage_of_the_coordinators_connection_makes_nobody_silent_and_closes_no_round(tmp_path):
     stage, (a, b, c) = begun(tmp_path)
     a.answer(ones())
     b.answer(ones())
@@ -258,7 +254,7 @@ def test_an_outage_of_the_coordinators_connection_makes_nobody_silent_and_closes
     assert len(stage.told(UpdateAccepted)) == 3
 
 
-def test_many_rounds_without_a_device_cost_no_more_than_its_first(tmp_path: Path) -> None:
+def test_many_rounds_without_a_device_cost_no_more_than_its_first(tmp_path):
     stage = Stage(tmp_path, cohort={"deadline_s": 600.0}, rounds=5)
     hands = [stage.hand(name) for name in "abc"]
     stage.play(RETURN_S + TURN_S)

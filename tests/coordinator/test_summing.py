@@ -1,10 +1,7 @@
 """The sum of a running round, asked by hand: what is in it is what counts, whatever went wrong before."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,9 +40,7 @@ def closed(running: RunningJob, *updates: Update) -> dict[str, np.ndarray]:
     return dict(running.method.step(running.state, running._summing.take_aggregate(rounds)).model)
 
 
-def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
-    running: RunningJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(running, monkeypatch):
     first, last = update(running, "c", 1.0), update(running, "c", 3.0)
     assert running.build_update_reader(first, None, ClaimBounds())(first) == first
     monkeypatch.setattr(aggregator, "READ_BYTES", 0)
@@ -56,13 +51,11 @@ def test_an_update_that_was_lost_and_came_anew_counts_as_it_came_last(
     }
 
 
-def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_sum(
-    running: RunningJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_middle_of_a_fold_leaves_nothing_of_the_update_in_the_sum(running, monkeypatch):
     """Folds add in place: a method's error may come when half of the tensors are added."""
     one, other, fold = update(running, "a", 1.0), update(running, "b", 7.0), running._summing._aggregation.fold
 
-    def fails(state: Any, so_far: Any, given: Any) -> Any:
+    def fails(state, so_far, given):
         found = fold(state, so_far, given)
         if given.device == "b":
             raise RuntimeError("halfway")

@@ -1,7 +1,5 @@
 """docs/boards.md: its settings and targets are ones that fedquilt takes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from fedquilt.tools.boards.flash import coordinator
 PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 
 
-def test_its_settings_are_valid() -> None:
+def test_its_settings_are_valid():
     agent, service = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
     assert settings.parse_settings(toml.parse_toml(agent, "docs/boards.md")).device == "orin-07"
     known = toml.convert_table(
@@ -22,6 +20,6 @@ def test_its_settings_are_valid() -> None:
     assert known.enrol.hosts == ("hub.site",)
 
 
-def test_its_table_of_targets_is_complete() -> None:
+def test_its_table_of_targets_is_complete():
     rows = re.findall(r"^\| (`.*?`) \|", PAGE, re.M)
     assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} >= set(targets.KNOWN)

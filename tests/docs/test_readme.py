@@ -1,7 +1,5 @@
 """The README is short, and every command and line of Python in it is run, by this test or by the tutorial's."""
 
-from __future__ import annotations
-
 import documents
 from fedquilt.tools.lab import demo
 
@@ -23,16 +21,16 @@ SIMULATED = [
 ]
 
 
-def test_it_is_a_front_door() -> None:
+def test_it_is_a_front_door():
     assert len((documents.ROOT / PAGE).read_text().splitlines()) <= MOST_LINES
 
 
-def test_no_command_is_left_out() -> None:
+def test_no_command_is_left_out():
     assert documents.commands(PAGE) == [*MADE, *SIMULATED, *BOARDS]
     assert set(BOARDS) <= set(documents.commands("docs/tutorials/fleet.md"))
 
 
-def test_a_simulated_fleet(shell: documents.Shell) -> None:
+def test_a_simulated_fleet(shell):
     rows = [f"{row % 3 + row / 900},{row % 7},{('iris', 'rose', 'lily')[row % 3]}" for row in range(300)]
     (shell.folder / "flowers.csv").write_text("\n".join(["length,width,kind", *rows]) + "\n")
     _, shown = documents.blocks(PAGE, "text")
@@ -40,11 +38,11 @@ def test_a_simulated_fleet(shell: documents.Shell) -> None:
     assert "</html>" in (shell.folder / "report.html").read_text()
 
 
-def test_the_output_of_the_demo_names_its_networks() -> None:
+def test_the_output_of_the_demo_names_its_networks():
     shown, _ = documents.blocks(PAGE, "text")
     assert demo.STITCHED in shown
     assert demo.ALONE in shown
 
 
-def test_python(shell: documents.Shell) -> None:
+def test_python(shell):
     documents.run_python(PAGE, shell.folder)

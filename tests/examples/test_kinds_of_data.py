@@ -1,7 +1,5 @@
 """The examples of each kind of data: made, prepared and trained on three simulated boards, better than a constant."""
 
-from __future__ import annotations
-
 import runpy
 import shutil
 from pathlib import Path
@@ -48,12 +46,12 @@ def made(kind: str, folder: Path) -> tuple[JobSettings, Path]:
     return job, folder / "bundle"
 
 
-def test_every_example_is_here() -> None:
+def test_every_example_is_here():
     assert {path.parent.name for path in EXAMPLES.glob("*/job.toml")} >= set(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_example_learns_more_than_a_constant(kind: str, tmp_path: Path) -> None:
+def test_an_example_learns_more_than_a_constant(kind, tmp_path):
     pytest.importorskip("torch", reason="first weights are torch's")
     job, bundle = made(kind, tmp_path)
     run = single_run.run_seed(job, bundle, lambda done: None)

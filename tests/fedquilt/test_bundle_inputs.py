@@ -1,7 +1,5 @@
 """A bundle is out of date when its job file, or a file that this names, has changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ def bundle(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle: Path) -> None:
+def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle):
     job, data = bundle.with_name("job.toml"), bundle.with_name("own.csv")
     assert job_bundle.is_current(job, bundle)
     job.write_text(JOB.replace("rounds = 3", "rounds = 4"))
@@ -35,7 +33,7 @@ def test_a_bundle_is_current_until_something_that_it_depends_on_changes(bundle: 
     assert not job_bundle.is_current(job, bundle)
 
 
-def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle: Path) -> None:
+def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle):
     job = bundle.with_name("job.toml")
     bundle.with_name("own.csv").unlink()
     assert job_bundle.is_current(job, bundle)
@@ -46,7 +44,7 @@ def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle: Path) -> None:
     assert not job_bundle.is_current(job, bundle)
 
 
-def test_a_file_in_a_folder_of_examples_counts(bundle: Path) -> None:
+def test_a_file_in_a_folder_of_examples_counts(bundle):
     job, folder = bundle.with_name("job.toml"), bundle.with_name("pictures")
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "1.txt").write_text("1")

@@ -1,7 +1,5 @@
 """The cost model: four times that add up, and what holds for every work and point."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from toy_profiles import HEAD
@@ -80,7 +78,7 @@ def test_a_task_that_uses_some_of_a_devices_examples_counts_those_that_are_there
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
-def test_parts_of_work_take_as_long_as_the_whole(share: float):
+def test_parts_of_work_take_as_long_as_the_whole(share):
     parts = [cost_model.work_seconds(WORK.scale(each), POINT) or 0.0 for each in (share, 1 - share)]
     assert sum(parts) == pytest.approx(cost_model.work_seconds(WORK, POINT))
 

@@ -1,7 +1,5 @@
 """Graphs in packages of the Python index: each runs on a device, or is refused with its property and a fix."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -178,7 +176,7 @@ def outcome(path: Path, folder: Path) -> tuple[bool, str]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("package", GRAPHS)
-def test_a_graph_from_the_wild_runs_or_is_refused_with_its_property(tmp_path: Path, package: str) -> None:
+def test_a_graph_from_the_wild_runs_or_is_refused_with_its_property(tmp_path, package):
     folder, odd = unpacked(package), []
     for name, expected in GRAPHS[package].items():
         (path,) = folder.rglob(name)
@@ -189,5 +187,5 @@ def test_a_graph_from_the_wild_runs_or_is_refused_with_its_property(tmp_path: Pa
     assert odd == []
 
 
-def test_forty_graphs_are_known() -> None:
+def test_forty_graphs_are_known():
     assert sum(len(graphs) for graphs in GRAPHS.values()) >= 40

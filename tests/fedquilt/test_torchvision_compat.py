@@ -1,7 +1,5 @@
 """torchvision imports beside any torch, and no other failure is hidden."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

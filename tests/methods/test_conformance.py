@@ -1,8 +1,5 @@
 """What every method has to keep to (`fedquilt.testing.conformance`): a new file in methods/ is tested as it is."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,7 +38,7 @@ GROWS = conformance.accumulator_does_not_grow
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
-def test_a_method_keeps_to(check: Callable[..., None], name: str) -> None:
+def test_a_method_keeps_to(check, name):
     """Each check on each method; what a round adds up may grow by what FOR_EACH_BYTES says."""
     try:
         check(name, **({"each_bytes": FOR_EACH_BYTES.get(name, 0)} if check is GROWS else {}))
@@ -49,7 +46,7 @@ def test_a_method_keeps_to(check: Callable[..., None], name: str) -> None:
         pytest.skip(str(reason))
 
 
-def test_what_a_method_keeps_of_each_device_it_says_itself() -> None:
+def test_what_a_method_keeps_of_each_device_it_says_itself():
     """So that `lab conformance` does not hold it against the method; one that says nothing has to keep nothing."""
     assert {
         name for name in methods.builtin_names() if methods.load(name).traits.per_device_data
@@ -68,14 +65,14 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("name", "network"), RUNS)
-def test_a_run_on_any_network_goes_on_from_the_store(name: str, network: str) -> None:
+def test_a_run_on_any_network_goes_on_from_the_store(name, network):
     try:
         conformance.run_works_on_network(name, network, unfit=(name, network) in UNFIT)
     except CheckSkipped as reason:
         pytest.skip(str(reason))
 
 
-def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
+def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size():
     pytest.importorskip("torch")
     for name in ("heterofl", "fjord", "fedlps", "depthfl"):
         here = make_scene(f"{name}{MIXED}")
@@ -127,13 +124,13 @@ def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
         ("robust", {"rule": "median", "bucket": 3}, "median wants more than 2 f buckets, and f is 6"),
     ],
 )
-def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
+def test_parameters_that_make_no_sense_are_refused_in_the_job(name, params, message):
     with pytest.raises(JobError, match=message):
         settings.parse_job({"name": "j", "method": name, "params": params, "cohort": {"min_devices": 32}})
 
 
 @pytest.mark.parametrize("name", sorted({*methods.builtin_names()} - BEGIN_OTHERWISE))
-def test_a_round_nobody_answered_changes_nothing(name: str) -> None:
+def test_a_round_nobody_answered_changes_nothing(name):
     method = methods.load(name)
     state = method.init(toy_bundle(), method.params(), 0)
     assert method.step(state, None) is state

@@ -1,7 +1,5 @@
 """What a search does beyond the paper: residuals of its junctions, paths that are given up, which path is next."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from searches import FULL, play, played
 
-from fedquilt.core import Aggregation, DeviceUpdate
+from fedquilt.core import Aggregation
 from fedquilt.methods.fedstitch import METHOD, SearchParams, SearchState
 from fedquilt.models.stitching import stitched_network, vote
 from fedquilt.models.stitching.algebra import class_moments, least_squares
@@ -20,10 +18,10 @@ from fedquilt.testing.toy_networks import SMALL, build_donors, image_members
 
 
 @pytest.mark.parametrize("mode", ["default", "paper"])
-def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) -> None:
-    fits: dict[int, dict[str, DeviceUpdate]] = {}
+def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode):
+    fits = {}
 
-    def fold(state: SearchState, total: Any, update: DeviceUpdate) -> Any:
+    def fold(state, total, update):
         if state.phase == "fit":
             fits.setdefault(state.turn, {})[update.device] = update
         return METHOD.aggregation.fold(state, total, update)
@@ -54,7 +52,7 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) 
     assert seen > 3
 
 
-def test_the_result_names_the_worst_junction_of_each_network() -> None:
+def test_the_result_names_the_worst_junction_of_each_network():
     last = FULL[-1]
     told = {tuple(map(tuple, each["taps"])): each["residual"] for each in METHOD.result(last).meta["search"]}
     blocks = last.stock.blocks
@@ -80,7 +78,7 @@ def test_the_result_names_the_worst_junction_of_each_network() -> None:
     assert (headed.kind, headed.residual) == ("stitched", 0.1)
 
 
-def test_of_a_single_device_nothing_can_be_left_out() -> None:
+def test_of_a_single_device_nothing_can_be_left_out():
     run = play(image_members(1), residual="weigh")
     assert all(each is None for finalist in run[-1].finalists for each in finalist.residuals)
     assert any("is not known" in line for state in run for line in METHOD.explain(state))
@@ -94,12 +92,12 @@ def voted(*winners: vote.Winner, **changes: Any) -> SearchState:
     return replace(state, current=net, frontier=(), winners=winners)
 
 
-def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
+def test_a_weighed_residual_is_taken_off_the_paths_score():
     """0.9 * 0.5 * (1 - 0.2) = 0.36; a residual above 1 leaves 0; only told, it changes nothing."""
     winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.5, 1)
     left = {"elm.1": 0.2, "fir.1": 1.4}
 
-    def scores(**changes: Any) -> dict[str, float]:
+    def scores(**changes):
         grown = steps.grow_paths(voted(*winners, **changes), {}, left)
         return {net.path[-1]: net.score for net in (*grown.frontier, grown.current) if net}
 
@@ -107,7 +105,7 @@ def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
     assert scores() == pytest.approx({"elm.1": 0.45, "fir.1": 0.45})
 
 
-def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
+def test_a_path_whose_product_of_scores_is_too_low_is_given_up():
     """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the notes say so."""
     winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.8, 1)
     grown = steps.grow_paths(voted(*winners, stop_below=0.6), {})
@@ -116,7 +114,7 @@ def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
     assert METHOD.explain(grown) == ("given up ash.0 > elm.1: score 0.450 is below 0.6",)
 
 
-def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
+def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing():
     partial, end, poor = (
         vote.Winner("elm.1", 1.0, 0.5, 1),
         vote.Winner("fir.2", 1.0, 0.2, 1),
@@ -132,7 +130,7 @@ def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
     assert [net.path for net in going.given_up] == [("ash.0", "fir.1")]
 
 
-def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
+def test_once_a_network_is_finished_what_was_given_up_is_forgotten():
     low, end, low_end = (
         vote.Winner("elm.1", 1.0, 0.5, 1),
         vote.Winner("fir.2", 1.0, 0.9, 1),
@@ -149,7 +147,7 @@ def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
         assert set(grown.junctions) == {stitched_network.junction_name(("ash.0", "fir.2"))}
 
 
-def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search() -> None:
+def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search():
     """However many partial networks are left: they would be given up one by one."""
     before = voted(vote.Winner("fir.2", 1.0, 0.2, 1), stop_below=0.6)
     before = replace(before, frontier=steps.starting_networks(before.stock)[1:])
@@ -159,7 +157,7 @@ def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_sea
     assert [finalist.path for finalist in spent.finalists] == [("ash.0", "fir.2")]
 
 
-def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network() -> None:
+def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network():
     hasty = play(stop_below=1.0, native_continuation="exclude", spread=False)
     patient = play(native_continuation="exclude", spread=False)
     assert len(hasty) < len(patient)
@@ -176,19 +174,19 @@ def picked(*nets: tuple[tuple[str, ...], float], **changes: Any) -> tuple[str, .
     return steps.pick_network(replace(FULL[0], params=params, frontier=frontier)).path
 
 
-def test_the_next_path_is_the_one_that_promises_most() -> None:
+def test_the_next_path_is_the_one_that_promises_most():
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.6)) == ("elm.0", "elm.1")
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.5)) == ("ash.0",)
     assert picked((("ash.0",), 0.51), (("elm.0",), 0.5)) == ("ash.0",)  # of four blocks and of three
     assert picked((("ash.0",), 0.5), (("elm.0",), 0.51)) == ("elm.0",)
 
 
-def test_a_path_promises_no_more_for_blocks_that_it_left_out() -> None:
+def test_a_path_promises_no_more_for_blocks_that_it_left_out():
     assert picked((("ash.0", "ash.2"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "ash.1")
     assert picked((("ash.0", "elm.1"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "elm.1")  # half a donor, a third
 
 
-def test_donors_are_left_at_their_middle_first_and_in_turns() -> None:
+def test_donors_are_left_at_their_middle_first_and_in_turns():
     whole = [("ash.0", "ash.1", "ash.2"), ("ash.0", "ash.1"), ("ash.0",), ("elm.0", "elm.1"), ("elm.0",)]
     left, found = [(path, 1.0) for path in whole], []
     while left:
@@ -198,7 +196,7 @@ def test_donors_are_left_at_their_middle_first_and_in_turns() -> None:
     assert picked(*((path, 1.0) for path in whole[1:]), (whole[0], 1.1), completion=True) == whole[0]
 
 
-def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None:
+def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not():
     last = FULL[-1]
     paths = {finalist.path[:-1] for finalist in last.finalists}
     assert len(paths) >= 10
@@ -212,7 +210,7 @@ def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None
     assert any(line.startswith("only ") and " are validated" in line for line in narrow)
 
 
-def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() -> None:
+def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction():
     grown = steps.grow_paths(voted(vote.Winner("fir.1", 1.0, 0.5, 1), completion=True), {})
     assert ("ash.0", "fir.1", "fir.2") in [net.path for net in grown.finished]
     ended = next(net for net in grown.finished if net.path == ("ash.0", "fir.1", "fir.2"))
@@ -227,7 +225,7 @@ def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() ->
             assert not any(blocks[name].kind == "end" for name in state.pool)
 
 
-def test_the_depth_follows_the_donors() -> None:
+def test_the_depth_follows_the_donors():
     """As many blocks as the longest donor has, so that each of them fits; a number in the job stands."""
     bundle, _ = build_donors()
     free = {name: value for name, value in SMALL.items() if name != "depth"}

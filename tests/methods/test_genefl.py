@@ -1,7 +1,5 @@
 """GENE-FL: its steps by hand, its identities, and a device that turns up in the middle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +52,7 @@ def trained(worked: list[Any], device: str) -> list[Any]:
 # -- what is sent ---------------------------------------------------------------------------------
 
 
-def test_the_first_round_asks_for_fingerprints_and_nothing_else() -> None:
+def test_the_first_round_asks_for_fingerprints_and_nothing_else():
     run, worked = play(rounds=1)
     assert all(answer.bundles.keys() == {"fingerprint"} for _, _, answer in worked)
     assert all(answer.bundles["fingerprint"]["u"].shape == (6, 5) for _, _, answer in worked)
@@ -63,7 +61,7 @@ def test_the_first_round_asks_for_fingerprints_and_nothing_else() -> None:
     assert sum(run[1].members) == 4
 
 
-def test_the_head_stays_and_layers_become_fewer() -> None:
+def test_the_head_stays_and_layers_become_fewer():
     run, worked = play(rounds=4, shrink_every=1, tolerance=1.0)
     assert run[0].shared == ("1", "3")
     assert [state.size for state in run] == [2, 2, 1, 1, 1]
@@ -73,7 +71,7 @@ def test_the_head_stays_and_layers_become_fewer() -> None:
     assert play(rounds=1, share_head=True)[0][0].shared == ("1", "3", "5")
 
 
-def test_accuracy_that_falls_holds_the_schedule() -> None:
+def test_accuracy_that_falls_holds_the_schedule():
     state = replace(play(rounds=1)[0][1], best=0.8, waited=4, recent=(0.7, 0.7, 0.7, 0.7))
     fell = genefl._shrink_gene_if_accurate(
         state,
@@ -87,13 +85,13 @@ def test_accuracy_that_falls_holds_the_schedule() -> None:
     assert silent.size == 1, "nobody has held-out examples: time alone counts"
 
 
-def test_the_least_turned_layers_are_chosen_weighed_by_their_size() -> None:
+def test_the_least_turned_layers_are_chosen_weighed_by_their_size():
     """Three layers by hand: 1 - cos of 0, 1 and 1, of 2, 2 and 8 values."""
     parts = {"a": ("a.w",), "b": ("b.w",), "c": ("c.w",)}
     before = {"a.w": np.array([1.0, 0]), "b.w": np.array([1.0, 0]), "c.w": np.array([1.0, 0] * 4)}
     after = {"a.w": np.array([2.0, 0]), "b.w": np.array([0, 3.0]), "c.w": np.array([0, 1.0] * 4)}
 
-    def chosen(count: int, order: str, norm: str) -> list[str]:
+    def chosen(count, order, norm):
         return learngene.choose_learngene_layers(parts, after, before, count, order, norm)
 
     assert chosen(2, "lowest", "mul") == ["a", "b"]
@@ -106,7 +104,7 @@ def test_the_least_turned_layers_are_chosen_weighed_by_their_size() -> None:
 # -- what is trained ------------------------------------------------------------------------------
 
 
-def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> None:
+def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s():
     _, worked = play(rounds=3, smooth=0.0, elastic=0.0)
     first, second = trained(worked, "dev-0")
     task, site, answer = second
@@ -116,13 +114,13 @@ def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> Non
         np.testing.assert_array_equal(answer.local[name], array)
 
 
-def test_strong_penalties_draw_the_model_to_the_cluster_s() -> None:
+def test_strong_penalties_draw_the_model_to_the_cluster_s():
     far, near = (
         trained(play(rounds=3, smooth=value, elastic=0.0, strength="one", epochs=5)[1], "dev-0")[1]
         for value in (0.0, 4.0)
     )
 
-    def away(case: Any) -> float:
+    def away(case):
         return sum(float(np.abs(case[2].local[n] - case[1].load("layer.1")[n]).sum()) for n in ("1.weight", "1.bias"))
 
     assert near[0].params["bound"] == ["1", "3"]
@@ -131,7 +129,7 @@ def test_strong_penalties_draw_the_model_to_the_cluster_s() -> None:
     assert np.abs(near[2].local["5.weight"] - near[1].local["5.weight"]).sum() > 0
 
 
-def test_both_penalties_are_one_pull_to_one_aim() -> None:
+def test_both_penalties_are_one_pull_to_one_aim():
     """grad = 2 lambda1 a (v - Theta) + 2 lambda2 (v - el), against the two terms apart."""
     task = play(rounds=2, smooth=0.3, elastic=0.2)[1][-1][0]
     before, theta, elastic = ({"w": np.array([value], np.float32)} for value in (1.0, 5.0, 3.0))
@@ -144,12 +142,12 @@ def test_both_penalties_are_one_pull_to_one_aim() -> None:
     assert free.correct is None
 
 
-def test_fisher_values_are_scaled_for_each_tensor() -> None:
+def test_fisher_values_are_scaled_for_each_tensor():
     np.testing.assert_allclose(learngene.scale_fisher(np.array([2.0, 4.0, 3.0])), [0, 1, 0.5])
     np.testing.assert_array_equal(learngene.scale_fisher(np.full(3, 7.0)), np.zeros(3))
 
 
-def test_strengths_follow_the_size_of_a_layer() -> None:
+def test_strengths_follow_the_size_of_a_layer():
     """N_l / max N with weight and bias together."""
     model = {"a.w": np.zeros(6), "a.b": np.zeros(2), "b.w": np.zeros(4)}
     parts = {"a": ("a.b", "a.w"), "b": ("b.w",)}
@@ -180,7 +178,7 @@ def gave(state: Any, device: str, layer: str, value: float) -> DeviceUpdate:
     return DeviceUpdate(device, 3, 10.0, {"held_correct": 5.0, "held_examples": 10.0}, {"gene": part})
 
 
-def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it() -> None:
+def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it():
     state, total = one_cluster(), None
     for device, layer, value in (("a", "1", 1.0), ("b", "1", 3.0), ("c", "3", 7.0)):
         total = genefl.fold(state, total, gave(state, device, layer, value))
@@ -204,7 +202,7 @@ def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it() -> None:
         (lambda state: {"fingerprint": {"u": np.zeros((6, 5), np.float32)}}, "sent 0 layers"),
     ],
 )
-def test_what_is_no_learngene_of_the_size_wanted_is_refused(change: Any, said: str) -> None:
+def test_what_is_no_learngene_of_the_size_wanted_is_refused(change, said):
     state = one_cluster()
     with pytest.raises(UpdateError, match=said):
         genefl.fold(state, None, DeviceUpdate("a", 3, 1.0, {}, change(state)))
@@ -219,13 +217,13 @@ def test_what_is_no_learngene_of_the_size_wanted_is_refused(change: Any, said: s
         (np.full((6, 5), np.nan, np.float32), "not finite"),
     ],
 )
-def test_what_is_no_fingerprint_is_refused(u: np.ndarray, said: str) -> None:
+def test_what_is_no_fingerprint_is_refused(u, said):
     """Long vectors would move a cluster's centre as far as a device likes."""
     with pytest.raises(UpdateError, match=said):
         genefl.fold(one_cluster(), None, DeviceUpdate("new", 3, 1.0, {}, {"fingerprint": {"u": u}}))
 
 
-def test_accuracy_is_that_of_all_held_out_examples() -> None:
+def test_accuracy_is_that_of_all_held_out_examples():
     state, total = one_cluster(), None
     for device, correct, held in (("a", 9.0, 10.0), ("b", 10.0, 90.0)):
         told = {"held_correct": correct, "held_examples": held}
@@ -235,7 +233,7 @@ def test_accuracy_is_that_of_all_held_out_examples() -> None:
 
 
 @pytest.mark.parametrize(("correct", "held"), [(7.0, 1.0), (-1.0, 5.0), (1.0, float("inf")), (float("nan"), 5.0)])
-def test_an_accuracy_that_is_none_is_refused(correct: float, held: float) -> None:
+def test_an_accuracy_that_is_none_is_refused(correct, held):
     state, told = one_cluster(), {"held_correct": correct, "held_examples": held}
     with pytest.raises(UpdateError, match=f"{correct:g} of {held:g} held-out examples"):
         genefl.fold(state, None, replace(gave(state, "a", "1", 1.0), metrics=told))
@@ -259,7 +257,7 @@ def take(state: Any, member: DeviceData, number: int, answer: ClientResult) -> A
     return genefl.METHOD.step(state, genefl.METHOD.aggregation.fold(state, None, update))
 
 
-def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene() -> None:
+def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene():
     run, _ = play(rounds=4, clusters=2, first_layers=1)
     newcomer = DeviceData("late", *(vars(point_members(4, 24)[2])[key] for key in ("train", "held")))
     state = run[-1]
@@ -281,7 +279,7 @@ def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_lea
     assert gene in task.params["bound"], "from now on it is one of them"
 
 
-def test_fingerprints_can_be_gathered_for_several_rounds() -> None:
+def test_fingerprints_can_be_gathered_for_several_rounds():
     cohort, params = {"size": 2}, {"gather": 3}
     run = run_of("genefl", bundle(), point_members(4), params, engine=ENGINE, seed=1, rounds=3, cohort=cohort)
     assert [state.phase for state in run[:3]] == ["fingerprint"] * 3
@@ -289,7 +287,7 @@ def test_fingerprints_can_be_gathered_for_several_rounds() -> None:
     assert genefl.METHOD.send(run[2], DeviceView(next(iter(known)), None, (0,))) is None
 
 
-def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> None:
+def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one():
     run, worked = play(rounds=3)
     site = worked[0][1]
     assert genefl.check(worked[0][0], site).examples == 0
@@ -300,20 +298,20 @@ def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> Non
     assert genefl.explain(run[-1])[0].endswith("2 of 2 layers are sent")
 
 
-def test_private_state_of_another_network_is_refused() -> None:
+def test_private_state_of_another_network_is_refused():
     run, _ = play(rounds=1)
     with pytest.raises(UpdateError, match="names differ"):
         ask(run[-1], point_members(4, 24)[0], (0,), {"x": np.zeros(2)})
 
 
-def test_without_held_out_examples_nobody_tells_an_accuracy() -> None:
+def test_without_held_out_examples_nobody_tells_an_accuracy():
     alone = [DeviceData(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in point_members(3)]
     run, worked = play(alone, rounds=3, shrink_every=1)
     assert all("held_examples" not in answer.metrics for _, _, answer in worked)
     assert run[-1].size == 1
 
 
-def test_the_result_holds_every_cluster_s_layers() -> None:
+def test_the_result_holds_every_cluster_s_layers():
     state = play(rounds=4, clusters=2)[0][-1]
     found = genefl.result(state)
     assert found.kind == "genes"

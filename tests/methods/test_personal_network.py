@@ -1,7 +1,5 @@
 """The network that a board of a personal method runs: what its evaluation takes, as the network's own tensors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -74,7 +72,7 @@ NUMBERS = [pytest.param(number, id=f"{case[0]}-{case[1]['name']}-{number}") for 
 
 
 @pytest.mark.parametrize("case", NUMBERS)
-def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
+def test_a_boards_own_network_is_the_one_that_it_evaluates(case):
     network, played, made = CASES[case][1], played_once(case), []
     for device, member in enumerate(played.members):
         local = played.kept[member.device]
@@ -90,7 +88,7 @@ def test_a_boards_own_network_is_the_one_that_it_evaluates(case: int) -> None:
 
 
 @pytest.mark.parametrize("case", [each for each in NUMBERS if CASES[each.values[0]][0] != "genefl"])
-def test_a_newcomer_runs_what_it_would_evaluate(case: int) -> None:
+def test_a_newcomer_runs_what_it_would_evaluate(case):
     network, played = CASES[case][1], played_once(case)
     task, site = played.given(0, DeviceView("", None))
     own = played.method.personal(task, site)
@@ -100,7 +98,7 @@ def test_a_newcomer_runs_what_it_would_evaluate(case: int) -> None:
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
-def test_genefl_has_no_network_for_a_newcomer() -> None:
+def test_genefl_has_no_network_for_a_newcomer():
     played = played_once([name for name, _, _ in CASES].index("genefl"))
     task, site = played.given(0, DeviceView("", None))
     assert played.method.check(task, site).examples == 0
@@ -108,14 +106,14 @@ def test_genefl_has_no_network_for_a_newcomer() -> None:
         played.method.personal(task, site)
 
 
-def test_every_method_that_evaluates_what_a_board_keeps_says_what_it_is() -> None:
+def test_every_method_that_evaluates_what_a_board_keeps_says_what_it_is():
     """A method whose evaluation changes with the private state, and that has no `personal`, would deploy another."""
     tried = {name for name, _, _ in CASES}
     assert {name for name in methods.builtin_names() if methods.load(name).personal is not None} == tried
 
 
 @pytest.mark.parametrize("case", [number for number, case in enumerate(CASES) if case[0] == "fedsdg"])
-def test_fedsdg_names_what_each_board_has_for_itself(case: int) -> None:
+def test_fedsdg_names_what_each_board_has_for_itself(case):
     found = played_once(case)
     meta = found.method.result(found.states[-1]).meta
     layers = {name for name in meta["private"] if not name.startswith("head")}
@@ -124,7 +122,7 @@ def test_fedsdg_names_what_each_board_has_for_itself(case: int) -> None:
     assert ("head.weight" in meta["private"]) == ("head" in CASES[case][2])
 
 
-def test_partial_fine_tuning_leaves_nothing_on_boards() -> None:
+def test_partial_fine_tuning_leaves_nothing_on_boards():
     """Its frozen layers are the same on all of them, so that its result is whole."""
     played = Played("ft_part", NORMED, {})
     found = played.method.result(played.states[-1])

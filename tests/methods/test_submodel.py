@@ -1,7 +1,5 @@
 """Methods whose devices train as much of the network as their memory allows: identities, and who gets what."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -42,7 +40,7 @@ def averaged() -> Any:
         ("ft_full", {}),
     ],
 )
-def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name: str, params: dict[str, Any]) -> None:
+def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name, params):
     made, plain, method = bundle(), averaged(), methods.load(name)
     mine = method.result(run(name, made, **params)[-1]).tensors
     assert mine.keys() == plain.keys()
@@ -52,10 +50,10 @@ def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name: str, params: dict[
 
 
 @pytest.mark.parametrize("exits", [2, 3])
-def test_depthfl_with_all_depths_equal_is_the_mean_of_everything(exits: int) -> None:
+def test_depthfl_with_all_depths_equal_is_the_mean_of_everything(exits):
     method, totals = methods.load("depthfl"), []
 
-    def step(state: Any, total: Any) -> Any:
+    def step(state, total):
         totals.append(total)
         return method.step(state, total)
 
@@ -68,7 +66,7 @@ def test_depthfl_with_all_depths_equal_is_the_mean_of_everything(exits: int) -> 
 
 # -- who gets what --------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", SUBMODELS)
-def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -> None:
+def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name):
     method = methods.load(name)
     state = method.init(bundle(), method.params(**SMALL), 0)
     orders = [method.send(state, view(budget)) for budget in BUDGETS]
@@ -87,7 +85,7 @@ def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -
 
 
 @pytest.mark.parametrize("name", SUBMODELS)
-def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
+def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name):
     method, made = methods.load(name), bundle()
     found = run(name, made, rounds=3, budgets=MIXED)
     result = method.result(found[-1]).tensors
@@ -98,7 +96,7 @@ def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "depthfl"])
-def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
+def test_entries_that_nobody_sent_stay_as_they_were(name):
     first, last = run(name, bundle(), rounds=2)[::2]
     at = (
         depthfl.leading_stage_places(first, 1)
@@ -120,7 +118,7 @@ def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SUBMODELS)
-def test_a_device_evaluates_its_own_part(name: str) -> None:
+def test_a_device_evaluates_its_own_part(name):
     method = methods.load(name)
     state = method.init(bundle(), method.params(**SMALL), 0)
     for budget in BUDGETS:
@@ -133,7 +131,7 @@ def test_a_device_evaluates_its_own_part(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord", "fedlps"])
-def test_without_a_plan_of_units_the_job_says_what_to_do(name: str) -> None:
+def test_without_a_plan_of_units_the_job_says_what_to_do(name):
     whole = bundle()
     made = replace(whole, files={"model": whole.files["model"]})
     with pytest.raises(ModelError, match="fedquilt prepare"):

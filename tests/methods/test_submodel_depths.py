@@ -1,10 +1,6 @@
 """DepthFL, FeDepth, FT-Full and FT-Part: parts of a network that have fewer of its layers."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +16,12 @@ torch = pytest.importorskip("torch")
 
 
 # -- DepthFL and FeDepth --------------------------------------------------------------------------
-def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() -> None:
+def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart():
     F = torch.nn.functional
     drawn = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     y = torch.tensor([0, 2, 1, 1])
 
-    def losses(scores: list[Any]) -> tuple[Any, Any]:
+    def losses(scores):
         exits = depthfl.Exits((), 3, True, strength=0.5)
         exits.scores = scores
         said = torch.stack([F.log_softmax(each, 1) for each in scores]).sum(0)
@@ -47,7 +43,7 @@ def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() ->
     assert torch.allclose(*gradients, atol=1e-6)
 
 
-def test_depthfls_result_says_the_mean_of_all_exits() -> None:
+def test_depthfls_result_says_the_mean_of_all_exits():
     from fedquilt.models.networks import registry
 
     method, member = methods.load("depthfl"), pictures(1)[0]
@@ -70,7 +66,7 @@ def test_depthfls_result_says_the_mean_of_all_exits() -> None:
     assert len(said) == 4
 
 
-def test_depthfls_mutual_term_grows_to_one() -> None:
+def test_depthfls_mutual_term_grows_to_one():
     """c(0) = exp(-5), c(ramp) = 1 and stays."""
     method = methods.load("depthfl")
     order = method.send(method.init(bundle(), method.params(ramp=10), 0), DeviceView("a", None))
@@ -82,7 +78,7 @@ def test_depthfls_mutual_term_grows_to_one() -> None:
     assert found == pytest.approx([np.exp(-5), 1, 1])
 
 
-def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
+def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves():
     method, trained = methods.load("fedepth"), []
     state = method.init(bundle(), method.params(**SMALL), 0)
     body = depth.split_stages(fedepth.plain_network(state), 6, state.register)
@@ -92,7 +88,7 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
     )
 
     class Watch:
-        def train(self, network: Any, start: Any, *rest: Any, **options: Any) -> Any:
+        def train(self, network, start, *rest, **options):
             after, told = engine().train(network, start, *rest, **options)
             trained.append({name for name in start if not np.array_equal(start[name], after[name])})
             return after, told
@@ -111,7 +107,7 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
 
 
 # -- FT-Full and FT-Part --------------------------------------------------------------------------
-def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less() -> None:
+def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less():
     """Of boards with 0.1, 0.4 and 1 GB the middle one has room to train the head, but not the whole network.
 
     A board that has not said its budget is asked by both. One example at a time (`at_once = 1`) helps FT-Part alone:
@@ -130,7 +126,7 @@ def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less() -> None:
     assert asked == {"ft_full": [False, False, True], "ft_part": [False, True, True]}
 
 
-def test_ft_part_moves_the_last_layers_alone() -> None:
+def test_ft_part_moves_the_last_layers_alone():
     for count in (1, 2):
         found = run("ft_part", bundle(), layers=count)
         first, last = found[0], found[-1]
@@ -148,10 +144,10 @@ def test_ft_part_moves_the_last_layers_alone() -> None:
         )  # the head's; with a convolution's and its normalisation's five
 
 
-def test_a_params_table_of_the_wrong_length_is_refused_at_the_job() -> None:
+def test_a_params_table_of_the_wrong_length_is_refused_at_the_job():
     import msgspec
 
-    bad: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    bad = [
         (heterofl.Params, {"rates": [1.0]}),
         (fedepth.Params, {"groups": [1, 2, 3, 4, 0]}),
         (ft_full.Params, {"at_once": 0}),

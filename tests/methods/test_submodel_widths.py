@@ -1,7 +1,5 @@
 """HeteroFL, FjORD and FedLPS: parts of a network that are narrower than it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 from submodels import MIXED, NETWORK, bundle, engine, pictures, run, view
 
 from fedquilt import methods
-from fedquilt.core import Bundle, ClientResult, DeviceUpdate, Examples, JobError, Method, ModelError, UpdateError
+from fedquilt.core import Bundle, DeviceUpdate, Examples, JobError, Method, ModelError, UpdateError
 from fedquilt.formats.tensor_register import register_from_kinds
 from fedquilt.methods import fedlps, fjord, heterofl
 from fedquilt.models.partial import masks
@@ -35,7 +33,7 @@ def folded(method: Method, state: Any, *sent: tuple[int, float, float, list[int]
 
 
 @pytest.mark.parametrize("name", ["heterofl", "fjord"])
-def test_each_width_has_statistics_of_its_own(name: str) -> None:
+def test_each_width_has_statistics_of_its_own(name):
     method = methods.load(name)
     state = method.init(bundle(), method.params(rates=(0.25, 0.25, 0.5, 0.5, 1.0)), 0)
     everything = [0, 1, 2]
@@ -49,7 +47,7 @@ def test_each_width_has_statistics_of_its_own(name: str) -> None:
     assert method.result(after).tensors["0.1.running_mean"].tolist() == [5, 5, 5, 5]
 
 
-def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics() -> None:
+def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics():
     """Two widths by turns: a step at the larger moves the mean by 1 - 0.9^2 of the way, where all would by 0.1 each."""
     from fedquilt.models.networks import registry
 
@@ -63,12 +61,12 @@ def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics()
     assert momenta == [{1 - 0.9**2}, {0.0}]
 
 
-def test_rates_that_cut_as_much_share_their_statistics() -> None:
+def test_rates_that_cut_as_much_share_their_statistics():
     rates = [0.05, 0.0625, 0.5, 0.99]
     assert [heterofl.canonical_rate([4, 8, 16], rates, rate) for rate in rates] == [0.0625, 0.0625, 0.5, 1.0]
 
 
-def test_rows_of_a_class_are_averaged_over_devices_that_have_it() -> None:
+def test_rows_of_a_class_are_averaged_over_devices_that_have_it():
     """Class 0 at both devices, class 1 at the second, class 2 at none, by weights 3 and 1; all else is of both."""
     method = methods.load("heterofl")
     state = method.init(toy_bundle(), method.params(), 0)
@@ -81,7 +79,7 @@ def test_rows_of_a_class_are_averaged_over_devices_that_have_it() -> None:
     assert folded(method, plain, first, second).model["3.bias"].tolist() == [2, 2, 2]
 
 
-def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
+def test_a_class_that_a_device_has_not_is_out_of_its_loss():
     method, x = methods.load("heterofl"), np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     member = DeviceData("a", Examples(x, np.array([0, 2] * 4)), Examples(x, np.array([0, 2] * 4)))
     moved = []
@@ -97,7 +95,7 @@ def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
     assert moved == [False, True]
 
 
-def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_without_any() -> None:
+def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_without_any():
     method = methods.load("heterofl")
     state = method.init(toy_bundle(), method.params(), 0)
     for bundles in ({}, {"classes": {"held": np.ones(2, np.uint8)}}):
@@ -112,7 +110,7 @@ def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_w
         method.init(made, method.params(), 0)
 
 
-def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
+def test_a_step_at_a_smaller_width_leaves_the_statistics_alone():
     from fedquilt.core import Fit, Hooks, Step
 
     made, examples = bundle(), pictures(1)[0].train
@@ -126,14 +124,14 @@ def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
     assert moved == [0, 1]
 
 
-def test_heterofl_counts_an_entry_by_who_has_it() -> None:
+def test_heterofl_counts_an_entry_by_who_has_it():
     method = methods.load("heterofl")
     state = method.init(toy_bundle(), method.params(rates=(0.2, 0.2, 1.0, 1.0, 1.0)), 0)
     after = folded(method, state, (10**9, 3.0, 1.0, [0, 1, 2]), (8 * 10**9, 1.0, 5.0, [0, 1, 2]))
     assert after.model["1.bias"].tolist() == [2, 5, 5, 5, 5]
 
 
-def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -> None:
+def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it():
     from fedquilt.core import Fit, Hooks, Step
 
     model = toy_bundle().load("model")
@@ -152,7 +150,7 @@ def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -
     assert not np.array_equal(after["3.weight"][:, :2], model["3.weight"][:, :2])
 
 
-def test_fjord_draws_every_width_up_to_the_devices_own() -> None:
+def test_fjord_draws_every_width_up_to_the_devices_own():
     ordered = fjord.OrderedDropoutHooks(MLP_MASKS, 0.6, (0.2, 0.4, 0.6), np.random.default_rng(0))
     drawn = []
     for _ in range(300):
@@ -162,10 +160,10 @@ def test_fjord_draws_every_width_up_to_the_devices_own() -> None:
     assert min(drawn.count(width) for width in set(drawn)) > 70
 
 
-def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
+def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor():
     method, answers = methods.load("fedlps"), []
 
-    def work(task: Any, site: Any) -> ClientResult:
+    def work(task, site):
         answers.append(method.work(task, site))
         return answers[-1]
 
@@ -179,7 +177,7 @@ def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
     assert all(model.keys() == found[0].model.keys() - held for model in trained)
 
 
-def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round() -> None:
+def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round():
     method = methods.load("fedlps")
     found = run("fedlps", bundle(), rounds=2, budgets=MIXED)
     first, last = found[0], found[-1]
@@ -192,7 +190,7 @@ def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round(
         assert all(np.array_equal(units, last.kept[left][group]) for group, units in groups.items())
 
 
-def test_fedlps_refuses_an_encoder_of_random_weights() -> None:
+def test_fedlps_refuses_an_encoder_of_random_weights():
     """The bundle says that they are; with encoder = 0 nothing is held still."""
     method, made = methods.load("fedlps"), bundle()
     random = replace(made, meta={**made.meta, "pretrained": False})

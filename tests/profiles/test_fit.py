@@ -1,7 +1,5 @@
 """Fitting the model: what is known comes back, and what the fit is worth is said."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

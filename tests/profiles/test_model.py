@@ -1,7 +1,5 @@
 """The law from clocks to speed and power, by hand; and the grid, whose thinning is part of what a profile says."""
 
-from __future__ import annotations
-
 import pytest
 
 from fedquilt.profiles import clock_model

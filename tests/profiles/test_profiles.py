@@ -1,7 +1,5 @@
 """Board profiles: every number in every file says where it comes from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -288,7 +286,7 @@ def test_an_unknown_board_lists_those_there_are():
         profiles.load_board_profile("jetson-tx9")
 
 
-def test_a_profile_is_found_by_its_file_or_its_name(tmp_path: Path) -> None:
+def test_a_profile_is_found_by_its_file_or_its_name(tmp_path):
     own = tmp_path / "own.toml"
     own.write_text((Path(profiles.__file__).parent / "jetson-tx2.toml").read_text())
     assert (

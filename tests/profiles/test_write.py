@@ -1,9 +1,5 @@
 """A profile that is written is the one that is read."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -43,7 +39,7 @@ def test_no_digit_is_lost():
     assert profiles.parse_board_profile(toml_writer.format_board(board), "written") == board
 
 
-def test_a_recorded_profile_that_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_recorded_profile_that_is_damaged_is_refused(tmp_path):
     text = toml_writer.format_board(profiles.load_board_profile("jetson-nano"))
     at = text.index("value = ") + len("value = ")
     damaged = text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :]

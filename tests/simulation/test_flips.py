@@ -1,7 +1,5 @@
 """Bits that a disk flips: thirty of them; `make nightly` has a thousand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +14,6 @@ def homes() -> Iterator[Ground]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_flipped_bit_is_mended_or_named_and_never_another_result(homes: Ground, seed: int) -> None:
+def test_a_flipped_bit_is_mended_or_named_and_never_another_result(homes, seed):
     found = homes.play(seed)
     assert found.verdict != "SILENT", f"{found.file}: {found.said}"

@@ -1,7 +1,5 @@
 """What a run waits for: the disk, or boards that other runs have."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from by_hand import Noted, Stage, ones
-from side_by_side import TwoJobs
 
 from fedquilt import wire
 from fedquilt.cli import main
@@ -61,9 +58,7 @@ def held(tmp_path: Path) -> Stage:
     return stage
 
 
-def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried_again(
-    held: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried_again(held, capsys):
     """In `ls`, in `why` and on the dashboard; and no more once it has gone on."""
     home = str(held.store.home)
     for words in (["ls"], ["why", held.job]):
@@ -91,7 +86,7 @@ def test_a_job_that_is_held_for_the_disk_says_so_since_when_and_when_it_is_tried
     assert held.store.stored_status(held.job) == "done"
 
 
-def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> None:
+def test_a_second_try_does_not_change_since_when_a_job_is_held(held):
     first = held.store.holds.current_suspension(held.job)
     held.play(suspended_jobs.AGAIN_S + 1.0)
     second = held.store.holds.current_suspension(held.job)
@@ -104,14 +99,14 @@ def test_a_second_try_does_not_change_since_when_a_job_is_held(held: Stage) -> N
     assert event_messages.summarise_run(held.store.find_job(held.job), held.store)["status"] == "failed"
 
 
-def test_why_tells_of_a_run_that_could_not_be_taken_up(held: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_tells_of_a_run_that_could_not_be_taken_up(held, capsys):
     held.play(suspended_jobs.TRIES * (suspended_jobs.AGAIN_S + 1.0))
     assert main(["why", held.job, "--home", str(held.store.home)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert f"job failed: the bundle of {held.job} cannot be read" in told
 
 
-def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held: Stage) -> None:
+def test_what_a_coordinator_held_is_not_held_by_the_next_one_before_it_has_tried(held):
     held.restart()
     assert held.store.holds.current_suspension(held.job) is None
     assert held.store.acquire_lock()
@@ -128,7 +123,7 @@ def begun(cohort: CohortSettings) -> JobState:
     return apply_event(JobState(JobConstants(0, 2, cohort, 0)), JobStarted(REF), 0.0)
 
 
-def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_busy_with() -> None:
+def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_busy_with():
     """Where there would still be too few, or one that would do cannot be asked, more boards are what it lacks."""
     state, busy = begun(CohortSettings(min_devices=2)), {"a": "digits-2", "b": "digits-3", "c": "digits-2"}
     told = "it goes on when they are free: a, c at a task of digits-2; b at a task of digits-3"
@@ -140,7 +135,7 @@ def test_a_round_that_could_begin_without_other_runs_says_what_its_boards_are_bu
     assert wait_reasons.describe_busy_devices(hot, "abc", busy) is None
 
 
-def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> None:
+def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which():
     state = apply_event(begun(CohortSettings()), CohortSelected(0, 0, ("a", "b")), 1.0)
     assert (
         wait_reasons.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1"))
@@ -152,9 +147,7 @@ def test_a_round_whose_boards_have_all_gone_to_other_runs_says_to_which() -> Non
     assert wait_reasons.describe_busy_devices(state, "ab", dict.fromkeys("ab", "k-1")) is None
 
 
-def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(tmp_path, capsys):
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
     hands = [stage.hand(name) for name in "abc"]
     console = terminal.Console(clock=lambda: stage.broker.now_s)
@@ -171,9 +164,7 @@ def test_a_round_whose_devices_have_all_declined_waits_for_others_for_seconds(
     assert re.search(r"waiting for other devices: a, b, c declined, until .*\d\d:\d\d \([1-5] s\)$", told), told
 
 
-def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
-    two_jobs: TwoJobs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(two_jobs, capsys):
     stage, first, second, a, b = two_jobs
     stage.play()
     now_s = iter([0.0, *[stage.broker.now_s + after_s for after_s in (0.0, 6.0, 6.0)]])
@@ -186,7 +177,7 @@ def test_a_coordinator_whose_boards_are_all_busy_does_not_ask_for_more(
     assert "start more" not in told
 
 
-def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path, capsys):
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
     hands = [stage.hand(name) for name in "abc"]
     console = terminal.Console(clock=lambda: stage.broker.now_s)
@@ -202,9 +193,7 @@ def test_a_device_that_goes_offline_is_named_within_10_s(tmp_path: Path, capsys:
     assert re.search(r"waiting for c, offline since .*\d\d:\d\d, until .*\d\d:\d\d \(58\d s\)$", told), told
 
 
-def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_for_it(tmp_path, capsys):
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0})
     hands = [stage.hand(name) for name in "abc"]
     console, told = terminal.Console(clock=lambda: stage.broker.now_s), ""
@@ -221,7 +210,7 @@ def test_a_round_that_goes_on_without_a_lost_device_does_not_say_that_it_waits_f
     assert stage.told(RoundCommitted)
 
 
-def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path: Path) -> None:
+def test_the_dashboard_names_the_device_that_a_round_waits_for(tmp_path):
     stage = Noted(tmp_path, cohort={"deadline_s": 600.0, "min_devices": 3})
     assert stage.store.acquire_lock()
     hands = [stage.hand(name) for name in "abc"]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import math
 
@@ -47,7 +45,7 @@ def indices(requests: list[wire.ChunkRequest]) -> list[int]:
     return [index for request in requests for index in request.indices]
 
 
-def test_an_empty_blob_is_complete_with_its_manifest() -> None:
+def test_an_empty_blob_is_complete_with_its_manifest():
     manifest = cut(b"", KIB)
     pull = Download(ref_of(b""), KIB, 0.0)
     assert (chunks.chunk_count(manifest), manifest.digests) == (0, "")
@@ -56,14 +54,14 @@ def test_an_empty_blob_is_complete_with_its_manifest() -> None:
     assert pull.is_complete
 
 
-def test_the_manifest_is_asked_for_first_and_once() -> None:
+def test_the_manifest_is_asked_for_first_and_once():
     pull = Download(ref_of(BLOB), CHUNK, 0.0)
     assert pull.next_requests(0.0) == [wire.ChunkRequest(sha256=ref_of(BLOB).sha256, chunk=CHUNK)]
     assert pull.next_requests(0.5) == []
     assert pull.due_s == 2.0
 
 
-def test_the_window_opens_by_one_for_each_chunk_up_to_eight() -> None:
+def test_the_window_opens_by_one_for_each_chunk_up_to_eight():
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]
     most, got = 0, [0, 1]
@@ -77,7 +75,7 @@ def test_the_window_opens_by_one_for_each_chunk_up_to_eight() -> None:
     assert pull.is_complete
 
 
-def test_requests_are_batched_once_the_window_is_open() -> None:
+def test_requests_are_batched_once_the_window_is_open():
     pull = begun()
     on_the_way = indices(pull.next_requests(0.0))
     for _ in range(6):
@@ -94,14 +92,14 @@ def test_requests_are_batched_once_the_window_is_open() -> None:
     assert set(sizes) == {4}
 
 
-def test_no_more_is_asked_for_than_there_is_room() -> None:
+def test_no_more_is_asked_for_than_there_is_room():
     pull = begun()
     assert pull.next_requests(0.0, room_bytes=2047) == []
     assert indices(pull.next_requests(0.0, room_bytes=3000)) == [0]
     assert pull.outstanding_bytes == CHUNK
 
 
-def test_a_chunk_that_came_twice_is_written_once() -> None:
+def test_a_chunk_that_came_twice_is_written_once():
     pull = begun()
     pull.next_requests(0.0)
     assert pull.handle_chunk(0, chunk_of(0), 0.1)
@@ -109,7 +107,7 @@ def test_a_chunk_that_came_twice_is_written_once() -> None:
     assert pull.duplicates == 1
 
 
-def test_a_damaged_chunk_is_counted_and_asked_for_again() -> None:
+def test_a_damaged_chunk_is_counted_and_asked_for_again():
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]
     assert not pull.handle_chunk(0, chunk_of(1), 0.1)
@@ -119,7 +117,7 @@ def test_a_damaged_chunk_is_counted_and_asked_for_again() -> None:
     assert pull.handle_chunk(0, chunk_of(0), 0.2)
 
 
-def test_nothing_but_damage_ends_the_pull_with_its_reason() -> None:
+def test_nothing_but_damage_ends_the_pull_with_its_reason():
     pull = begun()
     for _ in range(19):
         pull.handle_chunk(0, b"bad", 0.0)
@@ -132,7 +130,7 @@ def test_nothing_but_damage_ends_the_pull_with_its_reason() -> None:
     assert pull.next_requests(0.0) == []
 
 
-def test_silence_doubles_the_time_out_up_to_half_a_minute() -> None:
+def test_silence_doubles_the_time_out_up_to_half_a_minute():
     pull = begun()
     pull.next_requests(0.0)
     now_s, waits = 0.0, []
@@ -145,7 +143,7 @@ def test_silence_doubles_the_time_out_up_to_half_a_minute() -> None:
     assert pull.backoff == 0
 
 
-def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off() -> None:
+def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off():
     pull = begun()
     assert indices(pull.next_requests(0.0)) == [0, 1]
     for tick in range(1, 25):
@@ -160,7 +158,7 @@ def test_one_lost_chunk_among_others_is_asked_for_again_without_backing_off() ->
     assert pull.backoff == 0
 
 
-def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line() -> None:
+def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line():
     """Nothing overtakes it, so that only time can show its loss; the same holds for a request that nobody received."""
     pull = begun()
     now_s = 0.0
@@ -177,7 +175,7 @@ def test_a_lost_last_chunk_is_asked_for_again_after_half_a_second_on_a_fast_line
     assert pull.due_s == 5.5
 
 
-def test_the_time_out_follows_the_line() -> None:
+def test_the_time_out_follows_the_line():
     """A first answer after 3 s: 4 * 3 = 12 s; the next after 1 s: srtt = 3 + (1 - 3) / 8 = 2.75, so 11 s."""
     pull = begun(patience_s=1e6)
     pull.next_requests(0.0)
@@ -189,7 +187,7 @@ def test_the_time_out_follows_the_line() -> None:
     assert pull.timeout_s == 11.0
 
 
-def test_patience_ends_after_no_progress_and_not_before() -> None:
+def test_patience_ends_after_no_progress_and_not_before():
     pull = begun(patience_s=300.0)
     now_s = 0.0
     while pull.failed is None:
@@ -199,7 +197,7 @@ def test_patience_ends_after_no_progress_and_not_before() -> None:
     assert pull.failed == "no answer for 300 s"
 
 
-def test_time_does_not_pass_for_a_parked_pull() -> None:
+def test_time_does_not_pass_for_a_parked_pull():
     """It is silent because it may not ask."""
     pull = begun(patience_s=300.0)
     pull.suspend(10.0)
@@ -208,7 +206,7 @@ def test_time_does_not_pass_for_a_parked_pull() -> None:
     assert pull.failed is None
 
 
-def test_a_new_session_asks_again_at_once_for_what_was_on_its_way() -> None:
+def test_a_new_session_asks_again_at_once_for_what_was_on_its_way():
     pull = begun()
     pull.next_requests(0.0)
     pull.handle_chunk(0, chunk_of(0), 0.1)
@@ -217,7 +215,7 @@ def test_a_new_session_asks_again_at_once_for_what_was_on_its_way() -> None:
     assert indices(pull.next_requests(60.0)) == [1, 2]
 
 
-def test_a_broker_with_smaller_packets_has_the_blob_cut_anew() -> None:
+def test_a_broker_with_smaller_packets_has_the_blob_cut_anew():
     payload = BLOB[: 6 * CHUNK]
     coarse, fine = cut(payload, 2 * CHUNK), cut(payload, CHUNK)
     pull = Download(ref_of(payload), 2 * CHUNK, 0.0)
@@ -231,7 +229,7 @@ def test_a_broker_with_smaller_packets_has_the_blob_cut_anew() -> None:
     assert other.next_requests(1.0) == [wire.ChunkRequest(sha256=ref_of(payload).sha256, chunk=CHUNK)]
 
 
-def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken() -> None:
+def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken():
     pull = Download(ref_of(BLOB), CHUNK, 0.0)
     good = {"sha256": MANIFEST.sha256, "size": MANIFEST.size, "chunk": CHUNK, "digests": MANIFEST.digests}
     for change in ({"sha256": "0" * 64}, {"size": 7}, {"chunk": 4 * KIB}, {"digests": ""}):
@@ -240,13 +238,13 @@ def test_a_manifest_of_another_blob_or_cut_too_coarsely_is_not_taken() -> None:
     assert pull.handle_manifest(MANIFEST, 0.0)
 
 
-def test_a_pull_goes_on_from_what_is_on_disk() -> None:
+def test_a_pull_goes_on_from_what_is_on_disk():
     pull = begun()
     pull.set_stored_chunks(bytes([1] * 18 + [0] * 2))
     assert indices(pull.next_requests(0.0)) == [18, 19]
 
 
-def test_missing_is_believed_when_it_is_said_again() -> None:
+def test_missing_is_believed_when_it_is_said_again():
     """The first may be a late answer to a request of an earlier round."""
     pull = Download(ref_of(BLOB), CHUNK, 0.0)
     pull.next_requests(0.0)
@@ -271,7 +269,7 @@ def test_missing_is_believed_when_it_is_said_again() -> None:
         max_size=40,
     )
 )
-def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events: list[tuple]) -> None:
+def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events):
     pull, now_s = Download(ref_of(BLOB), CHUNK, 0.0, patience_s=50.0), 0.0
     for event in events:
         now_s += 0.7
@@ -296,14 +294,14 @@ def test_no_order_of_messages_makes_a_pull_raise_or_write_what_is_wrong(events: 
 
 @FUZZ
 @given(st.data())
-def test_any_damaged_copy_of_a_chunk_is_refused(data: st.DataObject) -> None:
+def test_any_damaged_copy_of_a_chunk_is_refused(data):
     index, place = data.draw(st.integers(0, 19)), data.draw(st.integers(0, CHUNK - 1))
     chunk = bytearray(chunk_of(index))
     chunk[place] ^= data.draw(st.integers(1, 255))
     assert not begun().handle_chunk(index, bytes(chunk), 0.0)
 
 
-def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
+def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up():
     size = 1_000_000
     ref = BlobRef(sha256="a" * 64, size=size)
     pull = Download(ref, 200_000, 0.0)
@@ -319,7 +317,7 @@ def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
     assert "cut it anew more than 8 times" in pull.failed
 
 
-def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
+def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest():
     payload = BLOB[:CHUNK]
     pull = Download(ref_of(payload), CHUNK, 0.0)
     assert pull.next_requests(0.0) == [wire.ChunkRequest(sha256=ref_of(payload).sha256, chunk=CHUNK, indices=(0,))]
@@ -328,7 +326,7 @@ def test_a_blob_of_one_chunk_is_asked_for_without_its_manifest() -> None:
     assert pull.is_complete
 
 
-def test_a_blob_of_one_chunk_for_this_side_may_be_several_for_the_other() -> None:
+def test_a_blob_of_one_chunk_for_this_side_may_be_several_for_the_other():
     payload = BLOB[:CHUNK]
     pull = Download(ref_of(payload), CHUNK, 0.0)
     pull.next_requests(0.0)

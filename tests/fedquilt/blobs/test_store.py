@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -23,7 +21,7 @@ def write_chunk(depot: BlobStore, manifest: wire.BlobManifest, index: int) -> No
 # -- whole blobs --
 
 
-def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path: Path) -> None:
+def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path):
     """One flat file of that name, and nothing else."""
     depot = BlobStore(tmp_path / "blobs")
     assert depot.store_bytes(BLOB) == REF
@@ -34,7 +32,7 @@ def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path: Path) -> None:
     assert names(tmp_path / "blobs") == {REF.sha256}
 
 
-def test_storing_the_same_bytes_again_writes_nothing(tmp_path: Path) -> None:
+def test_storing_the_same_bytes_again_writes_nothing(tmp_path):
     depot = BlobStore(tmp_path)
     depot.store_bytes(BLOB)
     before = (tmp_path / REF.sha256).stat().st_ino
@@ -42,7 +40,7 @@ def test_storing_the_same_bytes_again_writes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / REF.sha256).stat().st_ino == before
 
 
-def test_a_file_cut_short_is_not_taken_for_the_blob(tmp_path: Path) -> None:
+def test_a_file_cut_short_is_not_taken_for_the_blob(tmp_path):
     depot = BlobStore(tmp_path)
     (tmp_path / REF.sha256).write_bytes(BLOB[:-1])
     assert not depot.has_blob(REF)
@@ -50,14 +48,14 @@ def test_a_file_cut_short_is_not_taken_for_the_blob(tmp_path: Path) -> None:
     assert (tmp_path / REF.sha256).read_bytes() == BLOB
 
 
-def test_a_blob_is_read_piece_by_piece(tmp_path: Path) -> None:
+def test_a_blob_is_read_piece_by_piece(tmp_path):
     depot = BlobStore(tmp_path)
     depot.store_bytes(b"hello")
     assert depot.read_range(ref_of(b"hello").sha256, 1, 3) == b"ell"
     assert depot.read_range(ref_of(b"hello").sha256, 3, 10) == b"lo"
 
 
-def test_what_is_not_here_is_said_so(tmp_path: Path) -> None:
+def test_what_is_not_here_is_said_so(tmp_path):
     depot = BlobStore(tmp_path)
     assert depot.blob_path(REF.sha256) is None
     assert depot.find_ref(REF.sha256) is None
@@ -67,12 +65,12 @@ def test_what_is_not_here_is_said_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "", "a" * 63, "A" * 64, "a" * 64 + "\n", "/etc/passwd"])
-def test_only_a_sha256_names_a_blob(tmp_path: Path, name: str) -> None:
+def test_only_a_sha256_names_a_blob(tmp_path, name):
     with pytest.raises(StoreError, match="names no blob"):
         BlobStore(tmp_path).blob_path(name)
 
 
-def test_a_file_is_linked_where_the_file_system_can(tmp_path: Path) -> None:
+def test_a_file_is_linked_where_the_file_system_can(tmp_path):
     source = tmp_path / "donor"
     source.write_bytes(BLOB)
     depot = BlobStore(tmp_path / "blobs")
@@ -82,7 +80,7 @@ def test_a_file_is_linked_where_the_file_system_can(tmp_path: Path) -> None:
     assert names(tmp_path / "blobs") == {REF.sha256}
 
 
-def test_a_link_is_followed_to_its_file(tmp_path: Path) -> None:
+def test_a_link_is_followed_to_its_file(tmp_path):
     """The depot holds bytes, not a path that may go away."""
     (tmp_path / "donor").write_bytes(BLOB)
     (tmp_path / "alias").symlink_to(tmp_path / "donor")
@@ -92,7 +90,7 @@ def test_a_link_is_followed_to_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
-def test_a_file_on_another_file_system_is_copied(tmp_path: Path) -> None:
+def test_a_file_on_another_file_system_is_copied(tmp_path):
     source = Path("/dev/shm") / f"fedquilt-test-{os.getpid()}"
     try:
         source.write_bytes(BLOB)
@@ -102,7 +100,7 @@ def test_a_file_on_another_file_system_is_copied(tmp_path: Path) -> None:
     assert (tmp_path / "blobs" / REF.sha256).read_bytes() == BLOB
 
 
-def test_a_file_that_is_not_what_was_expected_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_what_was_expected_is_refused(tmp_path):
     source = tmp_path / "donor"
     source.write_bytes(BLOB[:-1])
     depot = BlobStore(tmp_path / "blobs")
@@ -113,7 +111,7 @@ def test_a_file_that_is_not_what_was_expected_is_refused(tmp_path: Path) -> None
         depot.store_file(tmp_path / "absent")
 
 
-def test_dropping_forgets_a_blob_whole_or_in_part(tmp_path: Path) -> None:
+def test_dropping_forgets_a_blob_whole_or_in_part(tmp_path):
     depot = BlobStore(tmp_path)
     depot.store_bytes(b"whole")
     depot.open_part(cut())
@@ -123,7 +121,7 @@ def test_dropping_forgets_a_blob_whole_or_in_part(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_garbage_is_what_nobody_names(tmp_path: Path) -> None:
+def test_garbage_is_what_nobody_names(tmp_path):
     depot = BlobStore(tmp_path)
     kept, lost = depot.store_bytes(b"kept"), depot.store_bytes(b"lost")
     (tmp_path / "README").write_text("mine")
@@ -133,7 +131,7 @@ def test_garbage_is_what_nobody_names(tmp_path: Path) -> None:
     assert (tmp_path / "README").exists()
 
 
-def test_parts_are_kept_for_a_day_and_no_longer(tmp_path: Path) -> None:
+def test_parts_are_kept_for_a_day_and_no_longer(tmp_path):
     depot = BlobStore(tmp_path)
     depot.open_part(cut())
     (tmp_path / "0123.tmp").write_bytes(b"left by a crash")
@@ -144,9 +142,7 @@ def test_parts_are_kept_for_a_day_and_no_longer(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_a_file_that_a_killed_owner_was_writing_goes_at_the_next_start_and_another_processs_stays(
-    tmp_path: Path,
-) -> None:
+def test_a_file_that_a_killed_owner_was_writing_goes_at_the_next_start_and_another_processs_stays(tmp_path):
     """A large state that was half written would fill the disk for a day, life after life."""
     owner, other = BlobStore(tmp_path), BlobStore(tmp_path)
     owner.open_as_owner()
@@ -166,7 +162,7 @@ def test_a_file_that_a_killed_owner_was_writing_goes_at_the_next_start_and_anoth
         assert Path(path).exists()
 
 
-def test_what_a_work_item_has_stored_or_found_is_not_removed_before_its_result_is_used(tmp_path: Path) -> None:
+def test_what_a_work_item_has_stored_or_found_is_not_removed_before_its_result_is_used(tmp_path):
     depot, seen = BlobStore(tmp_path), list[set[str]]()
     found, other = depot.store_bytes(b"found"), depot.store_bytes(b"other")
     item, then = depot.pin_during(
@@ -185,7 +181,7 @@ def test_what_a_work_item_has_stored_or_found_is_not_removed_before_its_result_i
     assert names(tmp_path) == set()
 
 
-def test_a_part_of_what_is_here_whole_is_garbage(tmp_path: Path) -> None:
+def test_a_part_of_what_is_here_whole_is_garbage(tmp_path):
     depot = BlobStore(tmp_path)
     depot.open_part(cut())
     depot.store_bytes(BLOB)
@@ -196,7 +192,7 @@ def test_a_part_of_what_is_here_whole_is_garbage(tmp_path: Path) -> None:
 # -- parts --
 
 
-def test_a_complete_part_becomes_the_blob(tmp_path: Path) -> None:
+def test_a_complete_part_becomes_the_blob(tmp_path):
     depot = BlobStore(tmp_path)
     manifest = cut()
     assert bytes(depot.open_part(manifest)) == bytes(5)
@@ -207,7 +203,7 @@ def test_a_complete_part_becomes_the_blob(tmp_path: Path) -> None:
     assert names(tmp_path) == {REF.sha256}
 
 
-def test_a_part_is_not_the_blob_before_it_is_finished(tmp_path: Path) -> None:
+def test_a_part_is_not_the_blob_before_it_is_finished(tmp_path):
     depot = BlobStore(tmp_path)
     depot.open_part(cut())
     for index in range(5):
@@ -216,7 +212,7 @@ def test_a_part_is_not_the_blob_before_it_is_finished(tmp_path: Path) -> None:
     assert not depot.has_blob(REF)
 
 
-def test_a_part_goes_on_from_the_chunks_that_are_right(tmp_path: Path) -> None:
+def test_a_part_goes_on_from_the_chunks_that_are_right(tmp_path):
     BlobStore(tmp_path).open_part(cut())
     for index in (0, 3, 4):
         write_chunk(BlobStore(tmp_path), cut(), index)
@@ -226,19 +222,19 @@ def test_a_part_goes_on_from_the_chunks_that_are_right(tmp_path: Path) -> None:
     assert list(BlobStore(tmp_path).open_part(cut())) == [1, 0, 0, 0, 1]
 
 
-def test_a_part_goes_on_though_it_is_cut_otherwise_now(tmp_path: Path) -> None:
+def test_a_part_goes_on_though_it_is_cut_otherwise_now(tmp_path):
     BlobStore(tmp_path).open_part(cut())
     for index in (0, 3):
         write_chunk(BlobStore(tmp_path), cut(), index)
     assert list(BlobStore(tmp_path).open_part(cut(4 * KIB))) == [1, 1, 0, 0, 0, 0, 1, 1, 0, 0]
 
 
-def test_a_part_whose_size_was_lost_starts_again(tmp_path: Path) -> None:
+def test_a_part_whose_size_was_lost_starts_again(tmp_path):
     (tmp_path / f"{REF.sha256}.part").write_bytes(b"")
     assert list(BlobStore(tmp_path).open_part(cut())) == [0] * 5
 
 
-def test_a_part_with_other_content_than_its_name_is_thrown_away(tmp_path: Path) -> None:
+def test_a_part_with_other_content_than_its_name_is_thrown_away(tmp_path):
     """A manifest may lie about the chunks; the whole's sha256 decides."""
     depot = BlobStore(tmp_path)
     depot.open_part(cut())
@@ -247,7 +243,7 @@ def test_a_part_with_other_content_than_its_name_is_thrown_away(tmp_path: Path) 
     assert names(tmp_path) == set()
 
 
-def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
+def test_an_empty_blob_is_a_blob(tmp_path):
     depot = BlobStore(tmp_path)
     ref = ref_of(b"")
     assert list(depot.open_part(wire.BlobManifest(sha256=ref.sha256, size=0, chunk=KIB, digests=""))) == []

@@ -1,7 +1,5 @@
 """A board's examples: exact partitions, every reader on small files, and on real data where it is at hand."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess
@@ -148,7 +146,7 @@ def small(path: Path, save=np.savez_compressed, **arrays) -> Path:
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_an_npz_gives_each_device_its_own(tmp_path: Path, save):
+def test_an_npz_gives_each_device_its_own(tmp_path, save):
     spec = DataSpec(str(small(tmp_path / "a.npz", save)), partition="iid", shares=4)
     seen = []
     for share in range(4):
@@ -160,7 +158,7 @@ def test_an_npz_gives_each_device_its_own(tmp_path: Path, save):
     assert sorted(seen) == list(range(20))
 
 
-def test_all_shares_at_once_are_those_of_each_device(tmp_path: Path):
+def test_all_shares_at_once_are_those_of_each_device(tmp_path):
     x, y = np.arange(200, dtype=np.uint8).reshape(100, 2), LABELS
     np.savez(tmp_path / "data.npz", x=x, y=y)
     spec = DataSpec(str(tmp_path / "data.npz"), partition="dirichlet", shares=4, limit=60, seed=5)
@@ -172,9 +170,7 @@ def test_all_shares_at_once_are_those_of_each_device(tmp_path: Path):
             assert np.array_equal(part.y, own.y)
 
 
-def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(tmp_path, monkeypatch):
     spec = DataSpec(str(small(tmp_path / "a.npz", np.savez)), partition="iid", shares=25)
     opened, open_ = [], data.open_split
     monkeypatch.setattr(data, "open_split", lambda spec: opened.append(spec) or open_(spec))
@@ -190,7 +186,7 @@ def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(
     assert len(opened) == 1
 
 
-def test_large_arrays_are_read_in_blocks(tmp_path: Path):
+def test_large_arrays_are_read_in_blocks(tmp_path):
     wide = np.arange(40, dtype=np.float32)[:, None] * np.ones((1, 30_000), np.float32)  # 120 kB a row, 8 a block
     path = small(tmp_path / "wide.npz", np.savez, x_train=wide, y_train=np.arange(40))
     rows = np.array([23, 24, 39, 7, 8, 0, 9, 8])
@@ -199,7 +195,7 @@ def test_large_arrays_are_read_in_blocks(tmp_path: Path):
     assert np.array_equal(taken, wide[rows])
 
 
-def test_a_share_is_read_without_the_rest(tmp_path: Path):
+def test_a_share_is_read_without_the_rest(tmp_path):
     path = tmp_path / "large.npz"
     np.savez_compressed(path, x=np.zeros((2000, 100_000), np.uint8), y=np.arange(2000) % 10)
     check = """
@@ -222,14 +218,14 @@ assert peak() - before < 20_000_000, peak() - before
     assert done.returncode == 0, done.stderr
 
 
-def test_the_test_split_is_read_whole(tmp_path: Path):
+def test_the_test_split_is_read_whole(tmp_path):
     spec = DataSpec(str(small(tmp_path / "a.npz")), split="test", partition="iid", shares=4)
     examples = data.load_split(spec)
     assert rows_of(examples) == [100, 101, 102, 103, 104]
     assert examples.y.dtype == np.int64
 
 
-def test_a_limit_is_drawn_over_the_whole_set(tmp_path: Path):
+def test_a_limit_is_drawn_over_the_whole_set(tmp_path):
     spec = DataSpec(str(small(tmp_path / "a.npz")), limit=8, partition="iid", shares=2)
     halves = [data.load_share(with_options(spec, share=share, held=0)) for share in (0, 1)]
     drawn = sorted(rows_of(halves[0][0]) + rows_of(halves[1][0]))
@@ -238,7 +234,7 @@ def test_a_limit_is_drawn_over_the_whole_set(tmp_path: Path):
     assert len(data.load_split(with_options(spec, limit=50))) == 20
 
 
-def test_arrays_may_be_called_otherwise(tmp_path: Path):
+def test_arrays_may_be_called_otherwise(tmp_path):
     path = tmp_path / "a.npz"
     np.savez(path, x=np.ones((2, 3)), y=[0, 1], pixels=np.zeros((2, 3)))
     assert data.load_split(DataSpec(str(path))).x.sum() == 6
@@ -261,13 +257,13 @@ def test_arrays_may_be_called_otherwise(tmp_path: Path):
         ({"x_train": np.asfortranarray(np.ones((20, 3)))}, r"save np\.ascontiguousarray\(x_train\)"),
     ],
 )
-def test_arrays_that_are_no_examples_are_refused(tmp_path: Path, arrays, message):
+def test_arrays_that_are_no_examples_are_refused(tmp_path, arrays, message):
     path = small(tmp_path / "odd.npz", **arrays)
     with pytest.raises(DataError, match=rf"odd\.npz.*({message})"):
         data.load_share(DataSpec(str(path)))
 
 
-def test_a_damaged_npz_is_refused(tmp_path: Path):
+def test_a_damaged_npz_is_refused(tmp_path):
     whole = small(tmp_path / "a.npz", np.savez).read_bytes()
     flipped = bytearray(whole)
     flipped[whole.index(b"\x05" * 9) + 3] ^= 1
@@ -281,7 +277,7 @@ def test_a_damaged_npz_is_refused(tmp_path: Path):
 # -- the table, and what is not there -------------------------------------------------------------
 
 
-def test_a_device_without_data_is_told_what_to_set(tmp_path: Path):
+def test_a_device_without_data_is_told_what_to_set(tmp_path):
     with pytest.raises(DataError, match=r"no data at .*nowhere: set \[data\] path"):
         data.load_share(DataSpec(str(tmp_path / "nowhere")))
     with pytest.raises(DataError, match="/dev/zero is a device or a pipe, which has no end: set"):
@@ -291,7 +287,7 @@ def test_a_device_without_data_is_told_what_to_set(tmp_path: Path):
         data.load_share(DataSpec(path, partition="iid", share=20, shares=21))
 
 
-def test_a_share_that_does_not_exist_is_refused_when_the_table_is_read() -> None:
+def test_a_share_that_does_not_exist_is_refused_when_the_table_is_read():
     """A board whose last share is counted from 1 would decline every task."""
     with pytest.raises(JobError, match=r"\[data\]: share 4 of 4: shares are counted from 0 to 3"):
         DataSpec.parse({"path": "-", "partition": "iid", "share": 4, "shares": 4})
@@ -340,13 +336,13 @@ def test_cifar_is_shared_out_exactly():
     assert (train.x.dtype, train.x.shape[1:]) == (np.uint8, (32, 32, 3))
 
 
-def test_nothing_held_out_of_floats_is_no_error(tmp_path: Path):
+def test_nothing_held_out_of_floats_is_no_error(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros((10, 2, 2), np.float32), y=np.arange(10) % 2)
     train, held = data.load_share(DataSpec(str(tmp_path / "x.npz"), held=0))
     assert (len(train), held.x.shape) == (10, (0, 2, 2))
 
 
-def test_examples_that_are_not_finite_are_named(tmp_path: Path):
+def test_examples_that_are_not_finite_are_named(tmp_path):
     x = np.zeros((10, 2, 2), np.float32)
     x[3, 1, 1], x[7, 0, 0] = np.nan, np.inf
     np.savez(tmp_path / "x.npz", x=x, y=np.arange(10) % 2)

@@ -1,7 +1,5 @@
 """Shards, groups of classes and of sources, and balanced draws: who has what, and what is refused."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ def kinds(y: np.ndarray, owned: np.ndarray) -> set[int]:
     return set(y[owned].tolist())
 
 
-def test_a_tiny_alpha_leaves_each_class_to_one_device() -> None:
+def test_a_tiny_alpha_leaves_each_class_to_one_device():
     spec = DataSpec("-", partition="dirichlet", alpha=1e-300, shares=4)
     owned = partition.rows_of_shares(TEN, spec)
     assert [sum(int(k in kinds(TEN, own)) for own in owned) for k in range(10)] == [1] * 10

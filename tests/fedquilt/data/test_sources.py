@@ -1,7 +1,5 @@
 """Several sources as one set: labels, shapes and types brought together, each source read only if needed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -27,7 +25,7 @@ def mixed(*sources: tuple[str, int], **options) -> DataSpec:
     return DataSpec(sources=tuple(ExampleSource(path, first) for path, first in sources), **options)
 
 
-def test_two_sources_are_one_set_of_classes_side_by_side(tmp_path: Path):
+def test_two_sources_are_one_set_of_classes_side_by_side(tmp_path):
     spec = mixed(
         (saved(tmp_path / "colour.npz", 200, (4, 4, 3)), 0),
         (saved(tmp_path / "grey.npz", 7, (2, 2), kinds=3), 2),
@@ -41,7 +39,7 @@ def test_two_sources_are_one_set_of_classes_side_by_side(tmp_path: Path):
     assert test.y.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_by_source_each_device_has_one_kind_of_image(tmp_path: Path):
+def test_by_source_each_device_has_one_kind_of_image(tmp_path):
     spec = mixed(
         (saved(tmp_path / "a.npz", 1, (2, 2)), 0),
         (saved(tmp_path / "b.npz", 2, (2, 2), count=10), 2),
@@ -56,7 +54,7 @@ def test_by_source_each_device_has_one_kind_of_image(tmp_path: Path):
     assert [len(train) + len(held) for train, held in four] == [3, 3, 5, 5]
 
 
-def test_inputs_stay_with_their_labels(tmp_path: Path):
+def test_inputs_stay_with_their_labels(tmp_path):
     for name, first in (("a", 0), ("b", 10)):
         y = np.arange(50) % 10
         np.savez(tmp_path / f"{name}.npz", x=(first + y)[:, None].astype(np.uint8), y=y)
@@ -70,7 +68,7 @@ def test_inputs_stay_with_their_labels(tmp_path: Path):
     assert all(np.array_equal(one.x, other.x) for one, other in zip(alone, parts[2:4], strict=True))
 
 
-def test_by_source_counts_rows_that_a_limit_leaves(tmp_path: Path):
+def test_by_source_counts_rows_that_a_limit_leaves(tmp_path):
     spec = mixed(
         (saved(tmp_path / "a.npz", 1, (2,), count=40), 0),
         (saved(tmp_path / "b.npz", 2, (2,), count=40), 2),
@@ -83,7 +81,7 @@ def test_by_source_counts_rows_that_a_limit_leaves(tmp_path: Path):
         assert len(train) + len(held) == 10
 
 
-def test_a_device_of_one_source_reads_no_inputs_of_the_other(tmp_path: Path):
+def test_a_device_of_one_source_reads_no_inputs_of_the_other(tmp_path):
     a, b = saved(tmp_path / "a.npz", 1, (99, 99)), saved(tmp_path / "b.npz", 2, (99, 99))
     payload = bytearray(Path(b).read_bytes())
     payload[payload.index(b"\x02" * 64) + 50_000] ^= 1
@@ -95,25 +93,25 @@ def test_a_device_of_one_source_reads_no_inputs_of_the_other(tmp_path: Path):
         examples.load_share(msgspec.structs.replace(spec, share=1))
 
 
-def test_sources_may_share_their_classes(tmp_path: Path):
+def test_sources_may_share_their_classes(tmp_path):
     spec = mixed((saved(tmp_path / "a.npz", 1, (2,)), 3), (saved(tmp_path / "b.npz", 2, (2,)), 3))
     assert examples.load_split(spec).y.tolist() == [3, 4] * 6
 
 
-def test_a_board_with_one_source_of_a_mixture_numbers_its_classes_alike(tmp_path: Path):
+def test_a_board_with_one_source_of_a_mixture_numbers_its_classes_alike(tmp_path):
     path = saved(tmp_path / "b.npz", 2, (2, 2))
     alone = examples.load_split(mixed((path, 10)))
     assert alone.y.tolist() == [10, 11] * 3
 
 
-def test_floats_and_bytes_become_floats_from_0_to_1(tmp_path: Path):
+def test_floats_and_bytes_become_floats_from_0_to_1(tmp_path):
     bytes_, floats = saved(tmp_path / "a.npz", 255, (2, 2)), saved(tmp_path / "b.npz", 0.5, (2, 2), dtype=np.float64)
     x = examples.load_split(mixed((bytes_, 0), (floats, 2))).x
     assert x.dtype == np.float32
     assert set(np.unique(x)) == {0.5, 1.0}
 
 
-def test_images_are_scaled_by_the_table(tmp_path: Path):
+def test_images_are_scaled_by_the_table(tmp_path):
     x = np.array([[[1, 2], [3, 4]]] * 300, np.uint8)
     np.savez(tmp_path / "a.npz", x=x, y=np.zeros(300, int))
     halved = examples.load_split(DataSpec(str(tmp_path / "a.npz"), size=1))
@@ -124,7 +122,7 @@ def test_images_are_scaled_by_the_table(tmp_path: Path):
     assert doubled.x.tolist() == [[[0, 25, 75, 100]] * 4]
 
 
-def test_sources_that_do_not_go_together_are_refused(tmp_path: Path):
+def test_sources_that_do_not_go_together_are_refused(tmp_path):
     small, large = saved(tmp_path / "small.npz", 1, (2, 2)), saved(tmp_path / "large.npz", 1, (4, 4, 3))
     with pytest.raises(DataError, match=r"small\.npz \(2, 2\), .*large\.npz \(4, 4, 3\): set \[data\] size"):
         examples.load_split(mixed((small, 0), (large, 2)))

@@ -1,7 +1,5 @@
 """FedPeWS' synthetic sets: the clusters, classes and features the specification says, the same everywhere."""
 
-from __future__ import annotations
-
 import hashlib
 
 import msgspec

@@ -1,7 +1,5 @@
 """What a broker can do to a signed fleet: on a broker in memory that the test reads, changes and repeats at will."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 
@@ -13,7 +11,7 @@ from fedquilt.security import authenticated_link, message_signature
 from fedquilt.transport.link import Message
 
 
-def test_what_is_said_arrives_as_it_was_said(fleet: Fleet) -> None:
+def test_what_is_said_arrives_as_it_was_said(fleet):
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.link.publish(down("a"), CLAIM, retain=True)
     fleet.run()
@@ -26,7 +24,7 @@ def test_what_is_said_arrives_as_it_was_said(fleet: Fleet) -> None:
     assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + message_signature.ENVELOPE_BYTES
 
 
-def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet: Fleet) -> None:
+def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet):
     chunk, round = TOPICS.chunk_topic("a", "dn", "0" * 64, 0), TOPICS.round_topic("j")
     fleet.link.publish(chunk, b"bytes")
     fleet.link.publish(round, b"state")
@@ -93,9 +91,7 @@ def sent_back(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("attack", [forged, altered, renumbered, to_another, as_another_kind, sent_back])
-def test_what_the_other_side_has_not_said_here_is_refused_by_name(
-    fleet: Fleet, attack: Attack, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_other_side_has_not_said_here_is_refused_by_name(fleet, attack, caplog):
     attack(fleet)
     fleet.run()
     assert fleet.heard == {"coordinator": [], "a": [], "b": []}
@@ -111,9 +107,7 @@ def test_what_the_other_side_has_not_said_here_is_refused_by_name(
     assert fleet.payloads("a") == [b"2"]
 
 
-def test_an_older_message_of_a_kind_is_refused_and_the_latest_may_come_again(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_older_message_of_a_kind_is_refused_and_the_latest_may_come_again(fleet, caplog):
     for text in (b"1", b"2"):
         fleet.boards["a"].publish(up("a"), text)
         fleet.link.publish(down("a"), text)
@@ -127,7 +121,7 @@ def test_an_older_message_of_a_kind_is_refused_and_the_latest_may_come_again(
     assert caplog.text.count("replayed: ") == 2
 
 
-def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet, caplog):
     fleet.boards["a"].publish(up("a", "update"), CLAIM)
     fleet.link.publish(down("a"), CLAIM)
     fleet.run()
@@ -143,7 +137,7 @@ def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet: Fleet, cap
     assert caplog.text.count("stale: it is sealed under another session") == 2
 
 
-def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet: Fleet) -> None:
+def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet):
     fleet.boards["a"].publish(up("a", "profile"), b"old", retain=True)
     fleet.link.publish(down("a"), CLAIM)
     fleet.run()
@@ -157,7 +151,7 @@ def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet: Fleet
     assert fleet.heard == {"coordinator": [], "a": [], "b": []}
 
 
-def test_handshakes_that_are_replayed_or_changed_delay_and_change_nothing(fleet: Fleet) -> None:
+def test_handshakes_that_are_replayed_or_changed_delay_and_change_nothing(fleet):
     hellos = [(topic, payload) for topic, payload in fleet.broker.carried if topic.endswith("/hello")]
     assert len(hellos) == 8  # four flights with each board
     for topic, payload in hellos:
@@ -170,7 +164,7 @@ def test_handshakes_that_are_replayed_or_changed_delay_and_change_nothing(fleet:
     assert fleet.payloads("coordinator") == fleet.payloads("a") == [CLAIM]
 
 
-def test_a_board_that_is_alone_tells_observers_that_it_is_there(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_board_that_is_alone_tells_observers_that_it_is_there(fleet, caplog):
     fleet.broker.change = lambda topic, payload: None if topic.endswith("/hello") else payload
     board = fleet.join("c")
     fleet.run(1.0)
@@ -195,10 +189,10 @@ def test_a_board_that_is_alone_tells_observers_that_it_is_there(fleet: Fleet, ca
 
 
 @pytest.mark.parametrize("flight", range(4))
-def test_a_lost_flight_of_a_handshake_is_made_up_for(fleet: Fleet, flight: int) -> None:
-    lost: list[str] = []
+def test_a_lost_flight_of_a_handshake_is_made_up_for(fleet, flight):
+    lost = []
 
-    def drop_once(topic: str, payload: bytes) -> bytes | None:
+    def drop_once(topic, payload):
         if topic.endswith("/hello") and b'"flight":%d' % flight in payload and not lost:
             lost.append(topic)
             return None
@@ -213,7 +207,7 @@ def test_a_lost_flight_of_a_handshake_is_made_up_for(fleet: Fleet, flight: int) 
     assert board.connected
 
 
-def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet: Fleet) -> None:
+def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet):
     fleet.run(6.0)
     before = len(fleet.broker.of(up("a", "hello")))
     for epoch in range(200):
@@ -223,7 +217,7 @@ def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet
     assert len(fleet.broker.of(up("a", "hello"))) - before <= 2 * (10.0 / authenticated_link.HINT_S + 1)
 
 
-def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet: Fleet) -> None:
+def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet):
     fleet.run(6.0)
     before = len(fleet.broker.of(up("a", "hello")))
     fleet.mallory.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=99)), retain=True)
@@ -238,7 +232,7 @@ def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet: 
     assert fleet.boards["a"].session == session + 1
 
 
-def test_what_comes_late_from_the_session_before_begins_no_other_one(fleet: Fleet) -> None:
+def test_what_comes_late_from_the_session_before_begins_no_other_one(fleet):
     """On a slow network there is always something on its way; each new session would make more of it late."""
     board = fleet.boards["a"]
     fleet.run(6.0)

@@ -1,7 +1,5 @@
 """Stacks hand out what was put in, wherever they lie; what is kept is whole or absent."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -33,7 +31,7 @@ def stack(where: str, folder: Path) -> ActivationStack:
 
 @pytest.mark.parametrize("where", ["memory", "file"])
 @pytest.mark.parametrize(("first", "last"), [(0, 7), (0, 3), (1, 2), (2, 6), (3, 4), (6, 7)])
-def test_rows_and_columns_are_those_that_were_put(where: str, first: int, last: int, tmp_path: Path) -> None:
+def test_rows_and_columns_are_those_that_were_put(where, first, last, tmp_path):
     made = stack(where, tmp_path)
     assert np.array_equal(made.read_examples(first, last), X[first:last])
     assert np.array_equal(made.read_features(first, last, 5), X.reshape(7, -1)[:5, first:last])
@@ -41,12 +39,10 @@ def test_rows_and_columns_are_those_that_were_put(where: str, first: int, last: 
 
 
 @pytest.mark.parametrize(("last", "reads"), [(18, 1), (17, 5)])
-def test_whole_examples_are_one_read_of_the_file(
-    last: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_examples_are_one_read_of_the_file(last, reads, tmp_path, monkeypatch):
     made, read, sizes = stack("file", tmp_path), os.preadv, []
 
-    def preadv(file: int, into: list[memoryview], offset: int) -> int:
+    def preadv(file, into, offset):
         sizes.append(len(into[0]))
         return read(file, into, offset)
 
@@ -56,7 +52,7 @@ def test_whole_examples_are_one_read_of_the_file(
 
 
 @pytest.mark.parametrize("where", ["memory", "file"])
-def test_a_saved_stack_is_found_again_and_only_in_its_shape(where: str, tmp_path: Path) -> None:
+def test_a_saved_stack_is_found_again_and_only_in_its_shape(where, tmp_path):
     made = stack(where, tmp_path)
     made.save(tmp_path / "kept")
     del made
@@ -81,7 +77,7 @@ def open_in(folder: Path) -> list[str]:
     return [path for path in found if path.startswith(f"{folder.resolve()}/")]
 
 
-def test_a_stack_that_is_not_saved_leaves_nothing(tmp_path: Path) -> None:
+def test_a_stack_that_is_not_saved_leaves_nothing(tmp_path):
     """Its file goes with it, and its descriptor. Descriptors of earlier tests may be closed meanwhile."""
     made = stack("file", tmp_path)
     assert len(list(tmp_path.iterdir())) == len(open_in(tmp_path)) == 1
@@ -91,10 +87,10 @@ def test_a_stack_that_is_not_saved_leaves_nothing(tmp_path: Path) -> None:
     assert not open_in(tmp_path)
 
 
-def test_a_full_disk_is_told_with_a_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_with_a_mend(tmp_path, monkeypatch):
     """What cannot be written raises; what can be spared is just not kept."""
 
-    def full(*arguments: object) -> int:
+    def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     shelf = ActivationCache(tmp_path, 10**6, 10**6)
@@ -107,7 +103,7 @@ def test_a_full_disk_is_told_with_a_mend(tmp_path: Path, monkeypatch: pytest.Mon
     assert shelf.find("needed", X.shape) is shelf.find("spared", X.shape) is None
 
 
-def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
+def test_stacks_are_in_memory_while_there_is_room(tmp_path):
     (tmp_path / "part-left").write_bytes(b"x")
     shelf = ActivationCache(tmp_path, 2 * X.nbytes, 0)
     assert not list(tmp_path.iterdir())
@@ -118,7 +114,7 @@ def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
     assert isinstance(shelf.make_stack(X.shape), MemoryStack)
 
 
-def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path, caplog):
     shelf = ActivationCache(tmp_path, 10**6, 10**6)
     for at in (0, -1, -5):  # the first example, the checksum and the last example
         shelf.store("target", MemoryStack.from_array(X), spare=False)
@@ -130,7 +126,7 @@ def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytes
     assert caplog.text.count("target is damaged") == 3
 
 
-def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp_path: Path) -> None:
+def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp_path):
     """Room for two: reading the older one saves it. What cannot be spared stays, whatever comes."""
     shelf = ActivationCache(tmp_path, 10**6, 2 * X.nbytes)
     shelf.store("target", MemoryStack.from_array(X), spare=False)
@@ -147,7 +143,7 @@ def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp
     assert [shelf.find(name, X.shape) is not None for name in ("a", "c", "target")] == [True, True, True]
 
 
-def test_views_change_values_or_places_and_nothing_else(tmp_path: Path) -> None:
+def test_views_change_values_or_places_and_nothing_else(tmp_path):
     doubled = MappedSource(stack("file", tmp_path), lambda x: 2 * x[:, :1], (1, 3, 3), 5)
     assert doubled.shape == (7, 1, 3, 3)
     part = SourceSlice(doubled, 2, 6)

@@ -1,7 +1,5 @@
 """Operations that ONNX Runtime joins into one, and those beside them that it leaves alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,35 +26,33 @@ def kinds(*nodes: tuple[str, str, str], output: str = "y", perm: Sequence[int] =
     return [node.op_type for node in fuse_operations(helper.make_graph(made, "g", [x], [y], kept))]
 
 
-def test_a_scaled_factor_is_part_of_its_product_unless_it_is_used_elsewhere() -> None:
+def test_a_scaled_factor_is_part_of_its_product_unless_it_is_used_elsewhere():
     assert kinds(("Mul", "x half", "a"), ("MatMul", "a wide", "y")) == ["MatMul"]
     used_twice = ("Mul", "x half", "a"), ("MatMul", "a wide", "b"), ("Add", "a b", "y")
     assert kinds(*used_twice) == ["Mul", "MatMul", "Add"]
 
 
-def test_a_scale_between_two_products_belongs_to_the_first() -> None:
+def test_a_scale_between_two_products_belongs_to_the_first():
     assert kinds(("MatMul", "x wide", "a"), ("Mul", "a half", "b"), ("MatMul", "b wide", "y")) == ["MatMul", "MatMul"]
 
 
-def test_one_number_divided_by_values_is_no_scale() -> None:
+def test_one_number_divided_by_values_is_no_scale():
     assert kinds(("Div", "x half", "a"), ("MatMul", "a wide", "y")) == ["MatMul"]
     assert kinds(("Div", "half x", "a"), ("MatMul", "a wide", "y")) == ["Div", "MatMul"]
 
 
 @pytest.mark.parametrize(("perm", "one"), [((0, 2, 1), True), ((1, 0, 2), False), ((2, 1, 0), False)])
-def test_only_a_factor_whose_last_two_dimensions_are_swapped_is_part_of_its_product(
-    perm: tuple[int, ...], one: bool
-) -> None:
+def test_only_a_factor_whose_last_two_dimensions_are_swapped_is_part_of_its_product(perm, one):
     found = kinds(("Transpose", "x", "a"), ("MatMul", "x a", "y"), perm=perm)
     assert found == (["MatMul"] if one else ["Transpose", "MatMul"])
 
 
-def test_what_the_graph_puts_out_is_not_joined_with_what_follows() -> None:
+def test_what_the_graph_puts_out_is_not_joined_with_what_follows():
     assert kinds(("Gemm", "x wide", "a"), ("Relu", "a", "y")) == ["Gemm"]
     assert kinds(("Gemm", "x wide", "a"), ("Relu", "a", "b"), output="a") == ["Gemm", "Relu"]
 
 
-def test_a_gelu_takes_its_bias_in_only_where_nothing_else_uses_the_sum() -> None:
+def test_a_gelu_takes_its_bias_in_only_where_nothing_else_uses_the_sum():
     sums = ("Add", "x bias", "v")
     assert kinds(sums, *GELU, ("Relu", "g", "y")) == ["BiasGelu", "Relu"]
     assert kinds(sums, *GELU, ("Add", "g v", "y")) == ["Add", "Gelu", "Add"]
@@ -67,11 +63,11 @@ def used_beside(value: str) -> list[str]:
     return kinds(("Relu", "x", "v"), *GELU, ("Add", f"g {value}", "y"))
 
 
-def test_a_gelu_whose_half_is_used_elsewhere_stays_in_its_parts() -> None:
+def test_a_gelu_whose_half_is_used_elsewhere_stays_in_its_parts():
     assert used_beside("g") == ["Relu", "Gelu", "Add"]
     assert used_beside("f") == ["Relu", *PARTS, "Add"]
 
 
-def test_an_error_function_whose_input_is_used_elsewhere_stays_five_operations() -> None:
+def test_an_error_function_whose_input_is_used_elsewhere_stays_five_operations():
     """The runtime keeps x / sqrt(2) where another operation than the error function takes it."""
     assert used_beside("c") == ["Relu", *PARTS, "Add"]
