@@ -43,31 +43,21 @@ def move(pair: Pair, way: str, size: int) -> None:
     assert target.depot.load(ref.sha256) == noise(size)
 
 
-def test_a_board_fetches_by_http_and_no_chunk_goes_over_the_broker(pair):
-    move(pair, "dn", 3 * MB)
+@pytest.mark.parametrize("way", ["dn", "up"])
+def test_a_blob_goes_by_http_and_no_chunk_goes_over_the_broker(pair, way):
+    move(pair, way, 3 * MB)
     assert pair.broker.chunks == 0
-    assert pair.boards["a"].transfers.traffic_bytes("a", "dn") == 3 * MB
+    taker = pair.boards["a"] if way == "dn" else pair.coordinator
+    assert taker.transfers.traffic_bytes("a", way) == 3 * MB
 
 
-def test_a_board_puts_by_http_and_no_chunk_goes_over_the_broker(pair):
-    move(pair, "up", 3 * MB)
-    assert pair.broker.chunks == 0
-    assert pair.coordinator.transfers.traffic_bytes("a", "up") == 3 * MB
-
-
-def test_a_board_that_knows_no_carrier_is_named_no_place(pair):
-    ref, board = pair.coordinator.depot.store_bytes(noise(MB)), pair.boards["a"]
-    pair.places.record_profile(profile("a", "pigeon"))
+@pytest.mark.parametrize(("size", "carrier", "chunks"), [(MB, "pigeon", 4), (1000, "http", 1)])
+def test_to_a_board_that_knows_no_carrier_and_for_a_small_blob_no_place_is_named(pair, size, carrier, chunks):
+    ref, board = pair.coordinator.depot.store_bytes(noise(size)), pair.boards["a"]
+    pair.places.record_profile(profile("a", carrier))
     board.transfers.request_blob("a", ref)
     pair.play(lambda: bool(board.errors))
-    assert pair.broker.chunks == 4
-
-
-def test_a_small_blob_comes_over_the_broker_at_once(pair):
-    ref, board = pair.coordinator.depot.store_bytes(noise(1000)), pair.boards["a"]
-    board.transfers.request_blob("a", ref)
-    pair.play(lambda: bool(board.errors))
-    assert pair.broker.chunks == 1
+    assert pair.broker.chunks == chunks
 
 
 # -- connections that break --
@@ -91,22 +81,15 @@ def cut_once(relay: Relay, most: int) -> None:
     relay.most = cut
 
 
-@pytest.mark.parametrize("chunk", range(12))
-def test_a_download_that_is_cut_in_any_chunk_goes_on_over_the_broker(pair, monkeypatch, chunk):
+@pytest.mark.parametrize("way", ["dn", "up"])
+@pytest.mark.parametrize("chunk", [pytest.param(n, marks=() if n % 5 == 0 else pytest.mark.nightly) for n in range(12)])
+def test_a_blob_that_is_cut_in_any_chunk_goes_on_over_the_broker(pair, monkeypatch, chunk, way):
     relay = relayed(pair, monkeypatch)
     cut_once(relay, chunk * CHUNK + CHUNK // 2)
-    move(pair, "dn", 12 * CHUNK)
+    move(pair, way, 12 * CHUNK)
     assert relay.connections == 1
-    assert pair.broker.chunks == 12 - chunk
-
-
-@pytest.mark.parametrize("chunk", range(12))
-def test_an_upload_that_is_cut_in_any_chunk_goes_on_over_the_broker(pair, monkeypatch, chunk):
-    relay = relayed(pair, monkeypatch)
-    cut_once(relay, chunk * CHUNK + CHUNK // 2)
-    move(pair, "up", 12 * CHUNK)
-    assert relay.connections == 1
-    assert 12 - chunk <= pair.broker.chunks <= 12  # what lay unread at the server is lost with the connection
+    most = 12 - chunk if way == "dn" else 12  # what lay unread at the server is lost with the connection
+    assert 12 - chunk <= pair.broker.chunks <= most
 
 
 @pytest.mark.parametrize("way", ["dn", "up"])

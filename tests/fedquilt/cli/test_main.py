@@ -98,20 +98,14 @@ def test_a_wrong_table_of_a_job_names_the_file(tmp_path, capsys, verb, more, sai
     assert "; did you mean" in told
 
 
-def test_what_cannot_be_prepared_names_the_job_file(tmp_path, capsys):
+@pytest.mark.parametrize("verb", ["prepare", "run"])
+def test_what_cannot_be_prepared_names_the_job_file(tmp_path, capsys, monkeypatch, verb):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "job.toml"
     path.write_text(JOB)
-    code, told = failed(capsys, "prepare", str(path))
+    code, told = failed(capsys, verb, str(path))
     assert (code, told.count(str(path))) == (2, 1)
-    assert "neither [model] nor [[donors]]" in told
-
-
-def test_a_job_that_cannot_be_prepared_says_why(tmp_path, capsys):
-    path = tmp_path / "job.toml"
-    path.write_text(JOB)
-    code, said = failed(capsys, "run", str(path), "--home", str(tmp_path / "runs"))
-    assert code == 2
-    assert f"{path}: the job has neither [model] nor [[donors]]: there is nothing to prepare" in said
+    assert f"{path}: the job has neither [model] nor [[donors]]: there is nothing to prepare" in told
 
 
 def test_a_broker_that_is_not_there_ends_with_5(job, capsys):
