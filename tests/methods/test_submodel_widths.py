@@ -124,13 +124,6 @@ def test_a_step_at_a_smaller_width_leaves_the_statistics_alone():
     assert moved == [0, 1]
 
 
-def test_heterofl_counts_an_entry_by_who_has_it():
-    method = methods.load("heterofl")
-    state = method.init(toy_bundle(), method.params(rates=(0.2, 0.2, 1.0, 1.0, 1.0)), 0)
-    after = folded(method, state, (10**9, 3.0, 1.0, [0, 1, 2]), (8 * 10**9, 1.0, 5.0, [0, 1, 2]))
-    assert after.model["1.bias"].tolist() == [2, 5, 5, 5, 5]
-
-
 def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it():
     from fedquilt.core import Fit, Hooks, Step
 
