@@ -64,11 +64,12 @@ def rolled_out(folder: Path, at: int, power: bool, judge: Judge, steps: Callable
             mortal()
 
 
+@pytest.mark.parametrize("step", [15, pytest.param(5, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path, power):
+def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_path, power, step):
     calls = rolled_out(tmp_path / "count", -1, power, good, lambda ground: ground.play(25.0)).calls.calls
     assert calls > 60
-    for at in range(1, calls, 5):
+    for at in range(1, calls, step):
         ground = rolled_out(tmp_path / str(at), at, power, good, lambda ground: ground.play(40.0))
         state = ground.state()
         assert state.status == "done", at
@@ -81,10 +82,11 @@ def test_a_coordinator_that_is_killed_at_any_call_goes_on_with_a_good_model(tmp_
         assert sorted(sum(offered, ())) == sorted(state.offered)
 
 
+@pytest.mark.parametrize("step", [12, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
-def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(tmp_path, power):
+def test_a_coordinator_that_is_killed_at_any_call_lets_a_bad_model_reach_the_canary_alone(tmp_path, power, step):
     calls = rolled_out(tmp_path / "count", -1, power, BAD, lambda ground: ground.play(25.0)).calls.calls
-    for at in range(1, calls, 3):
+    for at in range(1, calls, step):
         ground = rolled_out(tmp_path / str(at), at, power, BAD, lambda ground: ground.play(40.0))
         assert ground.state().status == "aborted", at
         assert len(ground.ever()) == 1
