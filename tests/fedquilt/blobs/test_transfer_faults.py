@@ -13,7 +13,7 @@ from fedquilt.transport.memory_link import LinkFaults, MemoryBroker
 ROUGH = LinkFaults(drop=0.1, duplicate=0.1, corrupt=0.1, delay_s=0.5)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [n if n < 15 else pytest.param(n, marks=pytest.mark.nightly) for n in range(60)])
 def test_every_blob_arrives_through_loss_duplicates_delay_and_damage(tmp_path, seed):
     roll = random.Random(seed)
     faults = LinkFaults(
