@@ -26,6 +26,7 @@ KINDS = {  # and whether it needs torch to train
     "regression": False,
     "multilabel": False,
 }
+BY_DAY = ("timeseries", "tabular", "multilabel")  # with torch and without; classes, and several labels
 
 
 def constant(train: Examples, test: Examples, task: str) -> float:
@@ -50,7 +51,9 @@ def test_every_example_is_here():
     assert {path.parent.name for path in EXAMPLES.glob("*/job.toml")} >= set(KINDS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in BY_DAY else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS]
+)
 def test_an_example_learns_more_than_a_constant(kind, tmp_path):
     pytest.importorskip("torch", reason="first weights are torch's")
     job, bundle = made(kind, tmp_path)

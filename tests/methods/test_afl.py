@@ -71,8 +71,17 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("params", [{"ridge": 1e-3}, {"gcv": True}, {"random_features": 20, "ridge": 1e-3}], ids=str)
+PARAMS = ({"ridge": 1e-3}, {"gcv": True}, {"random_features": 20, "ridge": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [  # by day each split and each head once
+        pytest.param(name, params, marks=() if row % 3 == column else pytest.mark.nightly, id=f"{name}-{params}")
+        for row, name in enumerate(SPLITS)
+        for column, params in enumerate(PARAMS)
+    ],
+)
 def test_the_split_and_the_order_of_devices_do_not_matter(name, params):
     parts = SPLITS[name]
     *_, wanted = played(**params)

@@ -40,20 +40,25 @@ def test_a_search_ends_with_a_validated_network():
     [
         {},
         {"score_at": "input"},
-        {"score_at": "output", "maps": "gap"},
-        {"maps": "position", "estimator": "biased"},
-        {"native_continuation": "exclude"},
         {"native_continuation": "penalise", "weighted": False},
-        {"order": "random", "space_margin": 0.0},
-        {"space_optimizer": False, "max_upsampling": 1.0},
         {"mode": "paper"},
         {"head": "aligned"},
         {"random_features": 3},
-        {"depth": 2},
-        {"residual": "weigh"},
-        {"stop_below": 0.8},
-        {"stop_below": 1.0, "native_continuation": "exclude"},
         {"stop_below": 1.0, "native_continuation": "exclude", "expansions": 2, "depth": 4},
+        *(
+            pytest.param(changes, marks=pytest.mark.nightly)
+            for changes in (
+                {"score_at": "output", "maps": "gap"},
+                {"maps": "position", "estimator": "biased"},
+                {"native_continuation": "exclude"},
+                {"order": "random", "space_margin": 0.0},
+                {"space_optimizer": False, "max_upsampling": 1.0},
+                {"depth": 2},
+                {"residual": "weigh"},
+                {"stop_below": 0.8},
+                {"stop_below": 1.0, "native_continuation": "exclude"},
+            )
+        ),
     ],
     ids=str,
 )
