@@ -44,6 +44,11 @@ def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle):
     assert not job_bundle.is_current(job, bundle)
 
 
+def test_a_bundle_with_a_damaged_record_is_not_current(bundle):
+    (bundle / "inputs.json").write_bytes(b"{\x00")
+    assert not job_bundle.is_current(bundle.with_name("job.toml"), bundle)
+
+
 def test_a_file_in_a_folder_of_examples_counts(bundle):
     job, folder = bundle.with_name("job.toml"), bundle.with_name("pictures")
     (folder / "a").mkdir(parents=True)
