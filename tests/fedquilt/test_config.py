@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -19,21 +18,18 @@ from fedquilt.edge_agent import settings as agent
 from fedquilt.formats import toml
 
 
-def test_a_table_is_written_as_toml() -> None:
-    """Scalars, lists, tables; None is left out."""
+def test_a_table_is_written_as_toml():
     table = {"device": "a", "cache": None, "data": {"share": 1, "alpha": 0.5, "names": ["x"], "y": None}}
     written = 'device = "a"\n\n[data]\nshare = 1\nalpha = 0.5\nnames = [\n    "x",\n]\n'
     assert toml.format_toml(table) == written
 
 
 @given(st.dictionaries(st.sampled_from("abc"), st.integers(-9, 9) | st.booleans() | st.text('aZ é\\"\n#=[]')))
-def test_what_is_written_is_read_again(table: dict[str, object]) -> None:
-    """Whatever the strings hold."""
+def test_what_is_written_is_read_again(table):
     assert toml.parse_toml(toml.format_toml({**table, "t": table}), "here") == {**table, "t": table}
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """A file that is absent, no text, or no TOML."""
+def test_what_cannot_be_read_is_named(tmp_path):
     with pytest.raises(JobError, match=r"none\.toml: No such file"):
         toml.read_toml(tmp_path / "none.toml")
     path = tmp_path / "bad.toml"
@@ -77,8 +73,7 @@ class Plain:
         ({"name": "a", "inner": {"size": -1}}, "[inner] size = -1: a whole number of at least 0 is wanted"),
     ],
 )
-def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table: dict[str, object], said: str) -> None:
-    """However deep it is, and with the nearest of them where one is near."""
+def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table, said):
     with pytest.raises(JobError) as caught:
         toml.convert_table(table, Outer, "a job")
     assert str(caught.value).endswith(said)
@@ -107,15 +102,13 @@ def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table: dict[str,
         ({"name": "job", "compare": {"fedprox": 3}}, "compare: a table is wanted"),
     ],
 )
-def test_what_is_wanted_is_told_in_words(table: dict[str, object], said: str) -> None:
-    """A stranger reads no regular expressions, and TOML has tables, not objects."""
+def test_what_is_wanted_is_told_in_words(table, said):
     with pytest.raises(JobError) as caught:
         toml.convert_table({"method": "fedavg", **table}, settings.JobSettings, "a job")
     assert said in str(caught.value)
 
 
-def test_a_part_of_a_job_says_which_it_is() -> None:
-    """Its own name leads, also in front of what a struct says of itself."""
+def test_a_part_of_a_job_says_which_it_is():
     with pytest.raises(
         JobError, match=r"^\[data\]: there is no key 'sise'; keys of \[data\]: size, prefer; did you mean"
     ):
@@ -140,30 +133,24 @@ def test_a_part_of_a_job_says_which_it_is() -> None:
             {"data": {"path": "x", "audio": {"rate": 0}}},
             "[data]: audio.rate = 0: a whole number of at least 1 is wanted",
         ),
-        (
-            {"data": {"path": "x", "categories": {"a": "red"}}},
-            "[data]: categories: 'red': there are: auto or a list",
-        ),
+        ({"data": {"path": "x", "categories": {"a": "red"}}}, "[data]: categories: 'red': there are: auto or a list"),
     ],
 )
-def test_a_boards_settings_are_refused_in_the_same_words(keys: dict[str, object], said: str) -> None:
-    """None of the library's that checks them: no `int`, no $, no null."""
+def test_a_boards_settings_are_refused_in_the_same_words(keys, said):
     with pytest.raises(JobError) as caught:
         agent.parse_settings({"device": "a", "home": "h", **keys})
     assert said in str(caught.value)
     assert not set("`$") & set(str(caught.value))
 
 
-def test_a_file_that_a_windows_editor_has_saved_is_read(tmp_path: Path) -> None:
-    """Such a file begins with a byte order mark."""
+def test_a_file_that_a_windows_editor_has_saved_is_read(tmp_path):
     file = tmp_path / "job.toml"
     file.write_bytes(b"\xef\xbb\xbfname = 'a'\n")
     assert toml.read_toml(file) == {"name": "a"}
 
 
 @pytest.mark.parametrize("path", ["a\0b", "loop"])
-def test_a_path_that_no_file_can_have_is_refused_by_name(tmp_path: Path, path: str) -> None:
-    """In a job as in a board's settings: the first has a NUL, the second is a link to itself."""
+def test_a_path_that_no_file_can_have_is_refused_by_name(tmp_path, path):
     (tmp_path / "loop").symlink_to("loop")
     for read, text in (
         (settings.load_job, "name = 'a'\nmethod = 'fedavg'\n[data]\n"),
