@@ -102,8 +102,15 @@ ARMED: Final = "armed"  # it starts another run of its job when its [trigger] fi
 UNAPPROVED: Final = "waiting for approval"
 UNDER_WAY: Final = ("queued", "running")
 UNENDED: Final = (ARMED, UNAPPROVED, *UNDER_WAY, "stopping")  # a coordinator may be working on the run
+AWAY_S: Final = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
 Origin = Literal["run", "fleet", "simulation"]
 log = logging.getLogger("fedquilt.coordinator")
+
+
+class InactiveRunError(JobError):
+    """Error about a followed run that no coordinator carries out."""
+
+    exit_code = 130
 
 
 class StoredJob(NamedTuple):
@@ -338,6 +345,15 @@ class Store:
             return "interrupted"
         with database_errors(self.home):
             return row.status if row.epoch == self._read_epoch() else "waiting"
+
+    def describe_resume(self, row: StoredJob) -> str:
+        """Return the command or function that resumes an interrupted job, for errors."""
+        how = {
+            "run": f"`fedquilt serve --home {self.home}`",
+            "fleet": f"`fedquilt simulate JOB --home {self.home}`",
+            "simulation": "`fedquilt.simulate` with this job and home",
+        }
+        return f"{how[row.origin]} goes on with {row.id}"
 
     def stored_status(self, id: str) -> str:
         """Return the stored status of a job, "" for an unknown job, or "damaged" for a damaged row."""

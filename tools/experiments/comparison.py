@@ -268,7 +268,9 @@ def compare_and_print(
 
     found, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
     runs = list(found.values())
-    if not all(run.tested for run in runs):  # a method that leaves each device its own network has no test scores
+    personal = [name for name in dict.fromkeys(run.method for run in runs) if methods.load(name).personal is not None]
+    if personal and any(run.tested for run in runs):
+        progress.LINE.print_lines(f"on held-out shares, because the networks of {', '.join(personal)} differ by device")
         runs = tables.drop_test_scores(runs)
     result = tables.make_result(job.name, runs, target, failed)
     files = tables.write_files(result, runs, out)

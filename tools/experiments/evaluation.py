@@ -24,7 +24,7 @@ import msgspec
 from fedquilt import methods, metrics
 from fedquilt.arrays import tensors
 from fedquilt.console import table
-from fedquilt.coordinator.rounds.events import JobConstants, JobStarted, JobState, RoundCommitted, apply_event
+from fedquilt.coordinator.rounds.events import ENDED, JobConstants, JobStarted, JobState, RoundCommitted, apply_event
 from fedquilt.coordinator.settings import JobSettings
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.coordinator.views import scores
@@ -50,7 +50,6 @@ from fedquilt.tools.simulation.workers.local_backend import make_task_and_contex
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 LOOK_S = 1.0  # between looks at a store that has nothing new
 NOBODY = "evaluator"
-ENDED = ("done", "failed", "stopped")
 
 
 # -- what it is tested on -------------------------------------------------------------------------
