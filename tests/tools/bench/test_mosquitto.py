@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from mosquittos import MOSQUITTO
 
 from fedquilt.core import LinkError
 from fedquilt.tools.lab.bench import mosquitto
-from mosquittos import MOSQUITTO
 
 
 @pytest.mark.skipif(MOSQUITTO is None, reason="Mosquitto is not installed")
