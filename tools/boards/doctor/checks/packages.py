@@ -121,6 +121,10 @@ PACKAGES: Final = tuple(
 )
 
 
+def onnx_installation_command(machine: MachineFacts) -> str:
+    return _installation_command(machine, "gpu" if is_gpu_expected(machine) else "onnx")
+
+
 def _installation_command(machine: MachineFacts, extra: str, drop: str = "") -> str:
     # a flashed board does not have pip
     jp6 = machine.jetpack == 6
