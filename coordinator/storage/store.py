@@ -276,12 +276,12 @@ class Store:
             damaged = self._rows.damage_error(row.id, "its row in the list of jobs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
             id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
-            return UnreadableRow(id, status, created, reason)
+            return UnreadableRow(id, status, created, reason, damaged=True)
         try:
             job = msgspec.json.decode(row.settings, type=JobSettings)
         except UNDECODABLE as error:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
-            return UnreadableRow(row.id, row.status, row.created, reason)
+            return UnreadableRow(row.id, row.status, row.created, reason, damaged=False)
         at = Path(row.bundle), row.status, row.created
         return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter)
 
