@@ -13,6 +13,7 @@ from typing import Any
 
 from certified import Certified
 from processes import Processes, answers, facts, make_job
+from signed_payloads import payload_without_check
 from waiting import LIMIT_S, until
 
 from fedquilt import wire
@@ -20,7 +21,6 @@ from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateA
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Task, Update, WireError
 from fedquilt.formats import toml
-from fedquilt.security.message_signature import payload_without_check
 from fedquilt.tools.operations.identity import broker_config
 from fedquilt.tools.operations.identity.authority import clock_s
 from fedquilt.tools.simulation import agents as fleet
