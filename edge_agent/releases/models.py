@@ -325,7 +325,7 @@ class ModelReleases(ReleaseKind):
         name, now = release.blob.sha256[:16], self._disk.read_link(self.folder / CURRENT)
         if now != name:
             if not self._disk.is_file(self.folder / name / MODEL):
-                raise StoreError(f"the model is gone from {self.folder / name}: deploy it again")
+                raise StoreError(f"the model is gone from {self.folder / name}: roll it out again")
             told = self.runner.read_status()
             self._before = told if told is not None and told.model == self._served_sha256() else None
             with disk_errors(f"exchange the model in {self.folder}", "free some space"):
