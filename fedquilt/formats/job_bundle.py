@@ -133,7 +133,7 @@ def is_current(path: Path, bundle: Path) -> bool:
 
 
 def record_inputs(path: Path, job: Mapping[str, Any], bundle: Path) -> None:
-    """Record what a bundle was prepared from: the job file, and the files that the job names by absolute paths.
+    """Record the sources of a bundle: the job file and the files that the job names by absolute path.
 
     Raises:
         StoreError: If the record cannot be written.
