@@ -39,7 +39,7 @@ def missing_message(module: str) -> str:
 
 
 def installation_command(extra: str) -> str:
-    """Return the command that installs an extra, or with "" the whole package, beside what is installed here."""
+    """Return the command that installs an extra, or for "" all of fedquilt."""
     if not extra:
         return "pip install 'fedquilt'"
     name = "fedquilt-board" if extra in BOARD_EXTRAS and _is_board_distribution() else "fedquilt"

@@ -108,8 +108,6 @@ log = logging.getLogger("fedquilt.coordinator")
 
 
 class InactiveRunError(JobError):
-    """Error about a followed run that no coordinator carries out."""
-
     exit_code = 130
 
 

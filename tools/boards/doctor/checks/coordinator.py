@@ -60,7 +60,7 @@ def check_coordinator(home: Path, free: Free = free_bytes) -> Iterator[Numbered]
 
 
 def _unreadable_logs(store: Store) -> Iterator[tuple[str, bool]]:
-    """Yield the reason of each job and rollout that this version cannot read, and whether the log is damaged."""
+    """Yield errors of unreadable jobs and rollouts, with True for damaged ones."""
     for row in store.all_jobs():
         if isinstance(row, UnreadableRow):
             yield row.reason, row.damaged
