@@ -213,7 +213,7 @@ def test_a_link_from_another_site_opens_a_page_and_posts_nothing(dash: Dashboard
 
 
 def test_ending_a_rollout_needs_the_token_the_page_and_the_proof(tmp_path: Path) -> None:
-    """With all three a rollout is ended. One that has ended, or is done and was replaced on its boards, is a conflict."""
+    """With all three a rollout is ended. One that has ended, or was replaced, is a conflict."""
     home = tmp_path / "runs"
     replaced = dashes.add_rollout(home, DEVICES)
     with Store(home) as store:
