@@ -237,6 +237,11 @@ def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell
         return str(error)
 
 
+def find_personal_methods(runs: Iterable[SeedRun]) -> list[str]:
+    """Return the methods whose devices have networks of their own, which no common test set measures."""
+    return [name for name in dict.fromkeys(run.method for run in runs) if methods.load(name).personal is not None]
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -268,7 +273,7 @@ def compare_and_print(
 
     found, failed = run_cases(todo, out, run_case, progress.LINE.print_lines)
     runs = list(found.values())
-    personal = [name for name in dict.fromkeys(run.method for run in runs) if methods.load(name).personal is not None]
+    personal = find_personal_methods(runs)
     if personal and any(run.tested for run in runs):
         progress.LINE.print_lines(f"on held-out shares, because the networks of {', '.join(personal)} differ by device")
         runs = tables.drop_test_scores(runs)
