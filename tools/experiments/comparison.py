@@ -238,7 +238,7 @@ def _run_case_or_describe_error(player: Player, case: ComparisonCase, tell: Tell
 
 
 def find_personal_methods(runs: Iterable[SeedRun]) -> list[str]:
-    """Return the methods whose devices have networks of their own, which no common test set measures."""
+    """Return the methods whose networks differ by device, so that a common test set cannot measure them."""
     return [name for name in dict.fromkeys(run.method for run in runs) if methods.load(name).personal is not None]
 
 
