@@ -160,7 +160,7 @@ def test_a_model_that_was_not_run_is_refused(laid: Laid, shape: list[str] | None
     found = main.run_check(order(model, data={}))
     assert (found.code, found.metrics) == ("model", {})
     assert judge_check(ReleaseLimits(), found, None).refused.startswith("its check failed: it was not run")
-    assert "deploy it with --input-shape" in found.reason
+    assert "roll it out with --input-shape" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_answers_that_are_no_scores_are_refused_with_a_fix(
     found = main.run_check(order(laid("new", made.SerializeToString()), data={}))
     assert found.code == "model"
     assert said in found.reason
-    assert ": deploy a network" in found.reason or ": export it" in found.reason
+    assert ": roll out a network" in found.reason or ": export it" in found.reason
 
 
 def centred(into: str) -> list[Any]:
