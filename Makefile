@@ -41,8 +41,8 @@ tree:
 
 # fedquilt and fedquilt-board in build/wheels
 wheels: .venv/ready
-	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheels .
-	.venv/bin/python -c 'import pathlib, fedquilt.tools.boards.flash.own_wheels as own; own.build_own_wheel(pathlib.Path("build/wheels"))'
+	mkdir -p build/wheels
+	.venv/bin/python -c 'import pathlib, fedquilt.tools.boards.flash.own_wheels as own; [own.build_own_wheel(pathlib.Path("build/wheels"), name) for name in ("fedquilt", "fedquilt-board")]'
 
 # what takes too long for `make test`: ARGS="--list" says what there is; the board rehearsal wants root
 nightly: .venv/ready

@@ -25,6 +25,7 @@ from fedquilt.coordinator.fleet.broker_outage import BrokerOutage
 from fedquilt.coordinator.fleet.silent_devices import SilenceDetector
 from fedquilt.coordinator.job_view import JobView
 from fedquilt.coordinator.rounds import claim_bounds
+from fedquilt.coordinator.rounds.events import ENDED
 from fedquilt.coordinator.rounds.message_handler import (
     DeviceOnline,
     DeviceRemoved,
@@ -336,7 +337,7 @@ class LinkExecutor:
     def publish_state(self, job: JobView) -> None:
         # the retained message is deleted at the job's end
         state, topic = job.rounds, self._topics.round_topic(job.id)
-        over = state.phase in ("done", "failed", "stopped")
+        over = state.phase in ENDED
         message = wire.RoundState(
             job=job.id,
             method=job.job.method,

@@ -232,7 +232,7 @@ class JobController:
 
     @property
     def has_ended(self) -> bool:
-        return self.job.rounds.phase in ("done", "failed", "stopped")
+        return self.job.rounds.phase in events.ENDED
 
     @property
     def pending_devices(self) -> frozenset[str]:

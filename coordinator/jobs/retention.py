@@ -17,12 +17,12 @@ from typing import Final, NamedTuple
 
 from fedquilt.coordinator.jobs.garbage_collection import GarbageCollector
 from fedquilt.coordinator.limits import RetentionSettings
+from fedquilt.coordinator.rounds.events import ENDED
 from fedquilt.coordinator.storage.log_index import IndexedLog
 from fedquilt.coordinator.storage.rows import UnreadableRow
 from fedquilt.coordinator.storage.store import Store, StoredJob
 from fedquilt.host.disk import REAL, disk_errors
 
-ENDED: Final = ("done", "failed", "stopped")
 # folders with files named after runs, and their endings
 _NAMED: Final = (("agents", ""), ("sites", ""), ("evaluations", ".json"), ("machines", ".json"))
 _RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others

@@ -140,7 +140,7 @@ def _copy_database(store: Store, target: Path) -> set[str]:
             raise rows.damage_error(unsound[0], "its rows are not what was written")
         rollouts = RolloutLog(copy, rows, store.home, rows.open_transaction)
         for reason in rollouts.read_errors().values():
-            raise StoreError(reason)
+            raise StoreError(str(reason))
         return rollouts.referenced_blobs().union(*(log.needed_blobs for log in rows.read_logs().values()))
 
 

@@ -102,8 +102,13 @@ ARMED: Final = "armed"  # it starts another run of its job when its [trigger] fi
 UNAPPROVED: Final = "waiting for approval"
 UNDER_WAY: Final = ("queued", "running")
 UNENDED: Final = (ARMED, UNAPPROVED, *UNDER_WAY, "stopping")  # a coordinator may be working on the run
+AWAY_S: Final = 20.0  # longest time without a coordinator while a run is followed; systemd starts ours again after 10
 Origin = Literal["run", "fleet", "simulation"]
 log = logging.getLogger("fedquilt.coordinator")
+
+
+class InactiveRunError(JobError):
+    exit_code = 130
 
 
 class StoredJob(NamedTuple):
@@ -269,12 +274,12 @@ class Store:
             damaged = self._rows.damage_error(row.id, "its row in the list of jobs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
             id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
-            return UnreadableRow(id, status, created, reason)
+            return UnreadableRow(id, status, created, reason, damaged=True)
         try:
             job = msgspec.json.decode(row.settings, type=JobSettings)
         except UNDECODABLE as error:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
-            return UnreadableRow(row.id, row.status, row.created, reason)
+            return UnreadableRow(row.id, row.status, row.created, reason, damaged=False)
         at = Path(row.bundle), row.status, row.created
         return StoredJob(row.id, job, *at, cast("Origin", row.origin), row.epoch, row.submitter)
 
@@ -338,6 +343,15 @@ class Store:
             return "interrupted"
         with database_errors(self.home):
             return row.status if row.epoch == self._read_epoch() else "waiting"
+
+    def describe_resume(self, row: StoredJob) -> str:
+        """Return the command or function that resumes an interrupted job, for errors."""
+        how = {
+            "run": f"`fedquilt serve --home {self.home}`",
+            "fleet": f"`fedquilt simulate JOB --home {self.home}`",
+            "simulation": "`fedquilt.simulate` with this job and home",
+        }
+        return f"{how[row.origin]} goes on with {row.id}"
 
     def stored_status(self, id: str) -> str:
         """Return the stored status of a job, "" for an unknown job, or "damaged" for a damaged row."""

@@ -54,11 +54,11 @@ class Comparison:
     def table(self, target: float | None = None) -> Table:
         """Return a table with one row per job, with means over the seeds.
 
-        Columns: job, seeds, accuracy (0..1 after the last round, on the test set, or on held-out shares without a test
-        set), sd, best, held_accuracy, worst_decile, difference (in accuracy, to the first job at the same seeds) with
-        low and high (95 % interval by Student's t), rounds, bytes, joules, seconds and real_seconds. With a target,
-        these last five are totals up to the first evaluation that reached the target, and reached is the number of such
-        seeds.
+        Columns: job, seeds, accuracy (0..1 after the last round), sd, best, held_accuracy, worst_decile, difference
+        (in accuracy, to the first job at the same seeds) with low and high (95 % interval by Student's t), rounds,
+        bytes, joules, seconds and real_seconds. With a target, these last five are totals up to the first evaluation
+        that reached the target, and reached is the number of such seeds. Accuracy is on held-out shares without a test
+        set, or if the networks of a method differ by device.
 
         Args:
             target: Accuracy from 0 to 1, or value of the task's main metric. Without a target, totals cover whole runs.
@@ -180,6 +180,8 @@ def compare(
             return run_seed(case.settings, Path(case.folder), tell, workers, engine=engine, mixed=mixed)
 
         found, failed = runs.run_cases(order, Path(out), play_case, shown.show, shown.show)
+    if runs.find_personal_methods(found.values()):
+        found = dict(zip(found, tables.drop_test_scores(list(found.values())), strict=True))
     return Comparison(
         tuple(jobs),
         tuple(tuple(found[case] for case in todo[index] if case in found) for index in todo),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedquilt.security.handshake import LinkIdentity
     from fedquilt.transport.mqtt.link import MqttLink
 
-ENDED: Final = {"done": 0, "failed": 8, "stopped": 9}
+EXIT_CODES: Final = {"done": 0, "failed": 8, "stopped": 9}
 
 
 def open_existing_home(home: Path) -> Store:
@@ -122,7 +122,7 @@ def report_end(home: Path, id: str, status: str, again: str) -> int:
     if status == "done" and id:
         told = f"`{export_command(home, id)}` writes the result"
     print_rows("text", [], [told] if told else [])
-    return ENDED.get(status, 130)
+    return EXIT_CODES.get(status, 130)
 
 
 def export_command(home: Path, id: str) -> str:

@@ -69,6 +69,37 @@ def test_a_damaged_log_is_named_and_hides_no_other(ground, caplog):
         ground.store.rollouts.find_rollout(first)
 
 
+def test_a_rollout_that_there_is_not_is_named(ground):
+    """Nothing is written for it."""
+    log = ground.store.rollouts
+    for act in (
+        lambda: log.read_events("none"),
+        lambda: log.request_revert("none"),
+        lambda: log.append_events([(ground.deploy(), RolloutStarted(1)), ("none", RolloutStarted(2))]),
+    ):
+        with pytest.raises(StoreError, match=r"no rollout 'none' in .*: `fedquilt rollout status` lists them"):
+            act()
+    (kept,) = log.readable_rollouts()
+    assert (kept.state.status, log.read_events(kept.state.id)) == ("queued", [])
+    assert ground.store._db.execute("select count(*) from rollout_facts").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_rollout_that_was_replaced_is_read_anew(ground, name):
+    """By the same id with other events or another plan, as a backup that is put back may have."""
+    log = ground.store.rollouts
+    id = ground.deploy(name="first")
+    log.append_events([(id, RolloutStarted(1)), (id, ReleaseOffered(0, ("a", "b")))])
+    assert log.find_rollout(id).state.offered.keys() == {"a", "b"}
+    for table, key in (("rollout_facts", "job"), ("rollouts", "id")):
+        ground.store._db.execute(f"delete from {table} where {key} = ?", (id,))
+    log.add_rollout(RolloutPlan("model", name, blob=ground.store.depot.store_bytes(OTHER)), id=id)
+    log.append_events([(id, RolloutStarted(2)), (id, ReleaseOffered(0, ("c",))), (id, ReleaseOffered(1, ("d",)))])
+    with Store(ground.home) as fresh:
+        assert log.find_rollout(id) == fresh.rollouts.find_rollout(id)
+    assert log.find_rollout(id).state.offered.keys() == {"c", "d"}
+
+
 def test_a_serial_is_later_than_any_before_and_than_any_of_a_home_that_was_put_back(ground, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 5e9)
     assert ground.store.rollouts.next_serial() == 5_000_000_000

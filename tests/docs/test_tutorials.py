@@ -83,7 +83,8 @@ def test_a_first_job_on_one_machine(shell):
     assert all(method in shown[SIMULATE[9]] for method in ("fedavg", "fedprox"))
     assert "</html>" in (shell.folder / "train.html").read_text()
     assert "fedpews-table2" in shown["fedquilt lab reproduce"]
-    documents.require_lines("".join(documents.blocks(f"{TUTORIALS}/simulate.md", "text")), "".join(shown.values()))
+    table = "".join(documents.blocks(f"{TUTORIALS}/simulate.md", "text"))
+    documents.require_lines(table, "".join(shown.values()), tolerance=0.2)  # for other processors
 
 
 def test_a_fleet_of_real_boards(shell):

@@ -178,7 +178,7 @@ def test_examples_that_do_not_fit_are_refused(engine):
 
 
 def test_the_numpy_engine_says_what_it_cannot_train():
-    with pytest.raises(ModelError, match=r"not 'cnn': torch trains it \(fedquilt\[train\]\)"):
+    with pytest.raises(ModelError, match=r"not 'cnn': torch trains it: pip install 'fedquilt\[train\]'"):
         numpy_engine.init_tensors(CNN, 0)
     with pytest.raises(ModelError, match=r"network 'mlp': key 'inputs' is missing"):
         numpy_engine.init_tensors({"name": "mlp", "classes": 3}, 0)

@@ -13,12 +13,12 @@ from typing import Any
 
 from certified import Certified
 from processes import Processes, answers, calm_states, facts, make_job
+from signed_payloads import payload_without_check
 from waiting import LIMIT_S, until
 
 from fedquilt import wire
 from fedquilt.coordinator.rounds.events import JobEnded, RoundCommitted, UpdateAccepted
 from fedquilt.core import Task, Update, WireError
-from fedquilt.security.message_signature import payload_without_check
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink

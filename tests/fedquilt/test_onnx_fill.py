@@ -109,7 +109,7 @@ def test_a_result_whose_task_cannot_be_read_is_refused_by_name(tmp_path, written
     """A result that an earlier version has deployed is none for a file that boards could run as it is."""
     path = tmp_path / "shared"
     path.write_bytes(tensors.encode_tensors({"graph": np.zeros(2, np.uint8)}, {"personal": written}))
-    with pytest.raises(ModelError, match=r"parts on boards: not a fedquilt message: .*; deploy it anew"):
+    with pytest.raises(ModelError, match=r"parts on boards: not a fedquilt message: .*; roll out the run again"):
         personal_models.read_task(path)
 
 

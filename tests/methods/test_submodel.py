@@ -16,7 +16,6 @@ from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models import partial
 from fedquilt.testing.toy_networks import deliver_task
 
-PLAIN = {"name": "cnn", "channels": 1, "size": 8, "classes": 3, "width": 4, "input": {"channels": 1, "size": 8}}
 ONES = (1.0,) * 5
 BUDGETS = (512 * 10**6, 2 * 10**9, 8 * 10**9)
 SUBMODELS = ("heterofl", "fjord", "fedlps", "depthfl", "fedepth")

@@ -111,7 +111,7 @@ def encode_for_devices(store: Store, run: str) -> tuple[bytes, str]:
     if private := found.meta.get("private"):
         raise JobError(
             f"{row.job.method} leaves {len(private)} tensors ({private[0]}, ...) on each board, and does not say how "
-            "a board puts its network together of them (`Method.personal`): deploy a run of another method, or a "
+            "a board puts its network together of them (`Method.personal`): roll out a run of another method, or a "
             "FILE.onnx"
         )
     payload, what = _encode_result(found, row, onnx=True)

@@ -167,18 +167,9 @@ def make_table_notes(result: dict[str, Any]) -> list[str]:
         else f"costs: to the first evaluation at or {'above' if metric.higher else 'below'} the target, means over the "
         "seeds that reached it"
     )
-    personal = (
-        [
-            "a test set is classified by what all devices share: methods that leave each device its own network are "
-            "for the devices' own examples, column held-out %"
-        ]
-        if result["accuracy_on"] == "test set"
-        else []
-    )
     return [
         f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
         "best: of any round",
-        *personal,
         counted,
         "J: of the simulated boards' tasks, at their governors' points; board s: of whole rounds; real s: this machine",
     ]

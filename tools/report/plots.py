@@ -120,10 +120,6 @@ def plot_bars(
     title: str,
     x: str,
     parts: Sequence[str] = ("",),
-    *,
-    most: float = math.inf,
-    level: float | None = None,
-    colours: Sequence[str] = (),
 ) -> Plot:
     """Return a plot of horizontal bars, divided into parts and labelled with their sums.
 
@@ -132,9 +128,6 @@ def plot_bars(
         title: Title of the plot.
         x: Label of the x axis.
         parts: Names of the parts.
-        most: End of the x axis, unless a value is larger.
-        level: Place of a dotted vertical line, or None.
-        colours: A colour for each bar of a single part, or () for the same colour.
     """
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not found or not any(math.isfinite(total) and total > 0 for total in sums):
@@ -145,16 +138,13 @@ def plot_bars(
         for row, (bar, words) in enumerate(zip(found, told, strict=True)):
             at = 0.0
             for number, part in enumerate(bar.parts):
-                ink = colours[row] if colours else COLOURS[number % len(COLOURS)]
-                (rect,) = axis.barh(row, part or 0.0, left=at, height=0.76, color=ink)
+                (rect,) = axis.barh(row, part or 0.0, left=at, height=0.76, color=COLOURS[number % len(COLOURS)])
                 of = f", {parts[number]}" if parts[number] else ""
                 tip(rect, f"{bar.name}{of}: {'not known' if part is None else format_number(part)}")
                 at += part or 0.0
             axis.annotate(words, (at, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False)
-        if level is not None:
-            axis.axvline(level, color=INK, alpha=0.6, linewidth=1, linestyle=":")
         _label_rows(axis, [bar.name for bar in found])
-        _set_ticks(axis.xaxis, _choose_axis_ticks([0.0, *sums, *([] if level is None else [level])], most))
+        _set_ticks(axis.xaxis, _choose_axis_ticks([0.0, *sums], math.inf))
         axis.set_xlabel(x)
 
     listed = ", ".join(f"{bar.name} {words}" for bar, words in zip(found, told, strict=True))

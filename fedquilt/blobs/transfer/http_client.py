@@ -92,7 +92,9 @@ class HttpClient:
         try:
             parts = split_http_url(source.url)
         except ValueError:
-            raise BlobLocationError(f"{source.origin} is no host and port", later=False) from None
+            raise BlobLocationError(
+                f"{source.origin} is no host and port: write http://HOST:PORT", later=False
+            ) from None
         host, port = parts.hostname or "", parts.port
         connection: http.client.HTTPConnection
         if parts.scheme == "https":

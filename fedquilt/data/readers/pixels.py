@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fedquilt import extras
 from fedquilt.core import DataError
 from fedquilt.data import images
 
@@ -33,7 +34,8 @@ def import_pillow() -> Any:
 
         return Image
     except ImportError:
-        raise DataError("image files need Pillow, which is not installed: pip install 'fedquilt[images]'") from None
+        command = extras.installation_command("images")
+        raise DataError(f"image files need Pillow, which is not installed: {command}") from None
 
 
 def read_image(source: Path | bytes, size: int = 0, depth: int = 0) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedquilt import extras
 from fedquilt.core import DataError
 from fedquilt.core.errors import first_line
 from fedquilt.data.readers import columns
@@ -271,9 +272,8 @@ def _read_parquet(file: Path) -> Iterator[TableChunk]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise DataError(
-            f"{file}: Parquet files need pyarrow, which is not installed: pip install 'fedquilt[parquet]'"
-        ) from None
+        command = extras.installation_command("parquet")
+        raise DataError(f"{file}: Parquet files need pyarrow, which is not installed: {command}") from None
     try:
         with parquet.ParquetFile(file) as opened:
             names, at = opened.schema_arrow.names, 1

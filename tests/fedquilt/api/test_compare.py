@@ -82,6 +82,16 @@ def test_runs_are_the_commands_and_are_made_once(job, tmp_path, monkeypatch, cap
     assert "4 of 4 runs are in" in capsys.readouterr().err
 
 
+def test_networks_that_differ_by_device_are_compared_on_held_out_shares(job, tmp_path):
+    """A test set measures what devices share; FedAvg alone is tested."""
+    jobs = [job.replace(method=method, rounds=1) for method in ("fedavg", "local")]
+    both = fq.compare(jobs, seeds=[0], out=tmp_path, workers=1).table()
+    assert both["accuracy"] == both["held_accuracy"]
+    alone = fq.compare(jobs[:1], seeds=[0], out=tmp_path, workers=1).table()
+    assert alone["held_accuracy"] == both["held_accuracy"][:1]
+    assert alone["accuracy"] != alone["held_accuracy"]
+
+
 @pytest.mark.parametrize(("jobs", "seeds"), [([], range(3)), ([PROX], [])])
 def test_nothing_to_compare_is_an_error(jobs, seeds):
     with pytest.raises(fq.JobError, match=r"as in fq\.compare\(\[job, other\]"):

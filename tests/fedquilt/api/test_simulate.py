@@ -14,7 +14,8 @@ from fedquilt.api import progress_display
 from fedquilt.api import run as runs
 from fedquilt.cli import main
 from fedquilt.coordinator.rounds.events import CohortSelected, RoundCommitted, UpdateAccepted
-from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.store import AWAY_S, Store
+from fedquilt.core import JobError
 
 
 def outcome(run: fq.Run) -> tuple[list[Any], list[Any], list[str]]:
@@ -141,11 +142,36 @@ def test_the_rounds_of_a_run_under_way_are_followed_to_its_end(job, tmp_path, mo
     assert [each["round"] for each in rows] == [1, 2]
 
 
+def test_a_run_without_a_coordinator_is_not_followed_for_ever(job, tmp_path, monkeypatch):
+    """Its rounds so far come first. A coordinator that has ended is waited for, as one that is started again."""
+    with pytest.raises(KeyboardInterrupt):
+        fq.simulate(job, home=tmp_path, on_round=break_off)
+    run, rows, slept = fq.Run.open(tmp_path, "job"), list[Mapping[str, Any]](), list[float]()
+    monkeypatch.setattr(runs.time, "sleep", slept.append)
+    with pytest.raises(JobError, match=r"no coordinator serves .*: `fedquilt\.simulate` with this job and home"):
+        rows.extend(run.follow())
+    assert (rows, slept) == ([*run.rounds()], [])
+    clock = [0.0]
+    serving = Store(tmp_path)
+    assert serving.acquire_lock()
+
+    def advance(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += 4.0
+        serving.close()
+
+    monkeypatch.setattr(runs.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(runs.time, "sleep", advance)
+    with pytest.raises(JobError, match="no coordinator serves"):
+        list(run.follow())
+    assert 4 * len(slept) == AWAY_S
+
+
 def test_the_command_does_not_resume_what_python_began(job, home, capsys):
     with pytest.raises(KeyboardInterrupt):
         fq.simulate(job, home=home, on_round=break_off)
     assert main(["resume", "job", "--home", str(home)]) == 2
-    assert "`fedquilt.simulate` with this job and home goes on with it" in capsys.readouterr().err
+    assert "`fedquilt.simulate` with this job and home goes on with job" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

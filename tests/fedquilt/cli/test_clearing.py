@@ -14,7 +14,14 @@ import pytest
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.jobs import retention
-from fedquilt.coordinator.rounds.events import CohortSelected, JobEnded, JobStarted, RoundCommitted, UpdateAccepted
+from fedquilt.coordinator.rounds.events import (
+    ENDED,
+    CohortSelected,
+    JobEnded,
+    JobStarted,
+    RoundCommitted,
+    UpdateAccepted,
+)
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef, Update, Usage
 
@@ -34,7 +41,7 @@ def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> st
             RoundCommitted(0, ref, True, {}),
         ):
             store.append_event(run, fact)
-        if status in retention.ENDED:
+        if status in ENDED:
             store.append_event(run, JobEnded(status, ""))
         store.set_status(run, status)
     agent = home / "agents" / run / "a"

@@ -10,9 +10,8 @@ import pytest
 from fedquilt.cli import home_access, main, options
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.limits import CoordinatorLimits
-from fedquilt.coordinator.storage.store import Store
+from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store
 from fedquilt.coordinator.views import terminal
-from fedquilt.coordinator.views.terminal import InactiveRunError
 
 
 @pytest.fixture
@@ -113,5 +112,5 @@ def test_whoever_follows_a_run_outlives_a_coordinator_that_is_started_again(tmp_
     monkeypatch.setattr(terminal.time, "sleep", turn)
     with Store(tmp_path) as store, pytest.raises(InactiveRunError, match="no coordinator serves"):
         terminal.print_log(store, run, follow=True)
-    assert 18 + terminal.AWAY_S <= clock[0] <= 20 + terminal.AWAY_S
+    assert 18 + AWAY_S <= clock[0] <= 20 + AWAY_S
     assert capsys.readouterr().err.count("another one is waited for 20 s") == 2

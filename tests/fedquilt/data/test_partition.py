@@ -36,7 +36,7 @@ def test_shards_are_equal_and_of_few_classes():
 def test_more_shards_than_examples_are_refused():
     spec = DataSpec("few.npz", partition="shards", shares=175)
     with pytest.raises(
-        DataError, match=r"few\.npz: 175 devices with 2 shards each are 350 shards, of only 300 .* fewer devices"
+        DataError, match=r"few\.npz: 175 devices need 350 shards .*, and there are 300 .* at most 150 devices"
     ):
         partition.rows_of_share(TEN, spec)
 

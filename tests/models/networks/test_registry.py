@@ -63,7 +63,7 @@ def test_a_network_whose_lazy_modules_cannot_run_is_refused_with_the_reason(tmp_
         "from torch import nn\ndef network(inputs):\n    return nn.Sequential(nn.LazyLinear(4), nn.Linear(7, 3))\n"
     )
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match=r"'unfit:network': its lazy modules .* of shape \(5,\): mat1 and mat2"):
+    with pytest.raises(ModelError, match=r"'unfit:network': its lazy modules .* of shape \(5,\) \(mat1 and mat2"):
         registry.build_network({"name": "unfit:network", "inputs": 5})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,23 @@ def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
     for versions in ({"torch": "2.9"}, {"onnxruntime": "1", "onnxruntime-gpu": "1"}, {"torch": "1", "numpy": "2.0"}):
         held = InstalledPackages(versions, torch_numpy=1)
         assert not [one for one in check(seen, held) if one.number[2] == "2" and "pip install" in (one.fix or "")]
+
+
+def test_a_board_with_numpys_engine_alone_is_told_how_it_gets_another(board: Any) -> None:
+    """By pip, or on a flashed board by flashing it; FQ311 where not even numpy is there."""
+    site = board.root / "usr/lib/python3/dist-packages"
+    for folder in [*site.glob("onnxruntime*"), *site.glob("torch*")]:
+        shutil.rmtree(folder)
+    warning = board.only()
+    assert warning.number == "FQ312"
+    assert (warning.fix or "").startswith("pip install onnxruntime-gpu --index-url ")
+    (board.root / "opt/fedquilt/current").mkdir(parents=True)
+    assert "fedquilt board flash agent.toml" in (board.only().fix or "")
+    for folder in site.glob("numpy*"):
+        shutil.rmtree(folder)
+    fault = board.only()
+    assert (fault.number, fault.severity) == ("FQ311", "error")
+    assert "fedquilt board flash agent.toml" in (fault.fix or "")
 
 
 def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds.events import CohortSelected, EligibilityRecorded, JobStarted
+from fedquilt.coordinator.rounds.rollout import RolloutPlan, RolloutStarted
 from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import BlobRef
 from fedquilt.formats import job_bundle
@@ -95,6 +96,18 @@ def test_a_job_of_another_version_is_found(home: Path) -> None:
         insert = "insert into facts (job, at, body, sum) values (?, 0, '{}', x'00')"
         store._db.execute(insert, (store.readable_jobs()[0].id,))
     assert bad(home) == [("FQ504", "error"), ("FQ504", "error"), ("FQ507", "warning")]
+
+
+def test_damaged_logs_are_told_from_those_of_another_version(home: Path) -> None:
+    """Of jobs and of rollouts: a copy mends them, another version does not."""
+    with Store(home) as store:
+        id = store.rollouts.add_rollout(RolloutPlan("settings", "s", settings={"budget": "1GB"}))
+        store.rollouts.append_events([(id, RolloutStarted(1))])
+        store._db.execute("update jobs set status = 'done'")
+        store._db.execute("update rollout_facts set at = at + 1")
+    damaged = [one for one in found(home) if one.number == "FQ504"]
+    assert [one.fix for one in damaged] == ["put back a copy of the whole folder, or begin it anew"] * 2
+    assert f"the log of {id} in" in damaged[1].sentence
 
 
 def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:

@@ -266,12 +266,6 @@ def test_on_held_out_shares_a_test_set_does_not_count() -> None:
     """What is compared of methods that leave each device a network of its own: here 0.5 of 0.9."""
     (row,) = tables.make_rows(tables.drop_test_scores([made("local", 0, 0.9)]), 0.8)
     assert (row["accuracy"], row["reached"]) == (0.5, 0)
-    of_test, of_held = (
-        " ".join(tables.make_table_notes(tables.make_result("j", runs, None)))
-        for runs in ([made("local", 0, 0.9)], tables.drop_test_scores([made("local", 0, 0.9)]))
-    )
-    assert "column held-out %" in of_test
-    assert "--on held" not in of_held
 
 
 def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
@@ -336,6 +330,26 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     assert "fedprox" in shown.out
     assert main(["compare", str(job), "--methods", "fedsgd"]) == 2
     assert "is unknown; there are: " in capsys.readouterr().err
+
+
+def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_out_shares(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A test set measures what devices share. Local training shares nothing, and FedAvg alone is tested as before."""
+    from fedquilt.formats import toml
+
+    (tmp_path / "job.toml").write_text(toml.format_toml({**TABLE, "compare": {}, "rounds": 1}))
+    words = ["compare", str(tmp_path / "job.toml"), "--seeds", "0", "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*words, "--methods", "fedavg", "local", "--format", "json"]) == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert result["accuracy_on"] == "held-out shares"
+    assert "the networks of local differ by device" in shown.err
+    assert [row["accuracy"] for row in result["table"]] == [row["held"] for row in result["table"]]
+    assert main([*words, "--methods", "fedavg", "--format", "json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["accuracy_on"] == "test set"
+    assert alone["table"][0]["accuracy"] != alone["table"][0]["held"] == result["table"][0]["held"]
 
 
 @pytest.mark.parametrize(

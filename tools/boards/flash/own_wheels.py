@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 import fedquilt
+from fedquilt.extras import BOARD_EXTRAS
 from fedquilt.formats import toml
 from fedquilt.host.disk import disk_errors
 
 OwnWheel: TypeAlias = Literal["fedquilt", "fedquilt-board"]
 
-BOARD_EXTRAS: Final = ("gpu", "identity", "images", "jetson", "metrics", "onnx", "parquet", "train")
 # folders and files of the package on boards; `fedquilt --help` lists the verbs that are there
 BOARD_FILES: Final = (
     *("__init__.py", "py.typed", "extras.py", "metrics.py", "open_metrics.py", "plugins.py", "systemd.py", "wire.py"),

@@ -181,6 +181,20 @@ def test_chosen_rows_are_run_and_claims_that_compare_others_are_left_out(own: Pa
 
 
 @pytest.mark.usefixtures("runs_here")
+def test_devices_that_train_alone_have_the_mean_of_the_worst_tenth(own: Path, tmp_path: Path) -> None:
+    """Of two devices the worse one; devices that there are not are named with their number."""
+    own.write_text(OWN + "each = { alone = 2 }\nfar = { members = [2, 4] }\n")
+    table = grid.read_tables(own)["own"]
+    options: dict[str, Any] = {"seeds": [4], "columns": ["all"], "out": tmp_path / "kept"}
+    (run,) = papers.run_table(table, rows=["each"], **options)["columns"]["all"]["each"]["runs"]
+    found = run["figures"]
+    assert 0 <= found["worst_decile"] < found["mean"] < 1
+    assert found["worst_decile"] <= found["held"] <= 2 * found["mean"] - found["worst_decile"]
+    with pytest.raises(JobError, match=r"members = \[2, 4\]: the job has 2 devices"):
+        papers.run_table(table, rows=["far"], **options)
+
+
+@pytest.mark.usefixtures("runs_here")
 def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: Path) -> None:
     own.write_text(OWN + '[rows.large]\njob.fleet.budgets = ["1MB"]\n')
     table = grid.read_tables(own)["own"]

@@ -23,7 +23,7 @@ from fedquilt.host import sysfs
 from fedquilt.tools.boards.doctor import machine_facts
 from fedquilt.tools.boards.doctor.checks import identity, power_mode
 from fedquilt.tools.boards.doctor.checks.machine import FREE_MEMORY
-from fedquilt.tools.boards.doctor.checks.packages import InstalledPackages, read_packages
+from fedquilt.tools.boards.doctor.checks.packages import InstalledPackages, onnx_installation_command, read_packages
 from fedquilt.tools.boards.doctor.findings import Check, Problem, Verdict, error
 from fedquilt.tools.boards.doctor.machine_facts import Free, HelperFault, MachineFacts, free_bytes, nearest_existing
 
@@ -236,22 +236,24 @@ def _usable_engines(packages: InstalledPackages) -> list[str]:
     return [name for name in NEEDS if any(each in packages.versions for each in needs.get(name, ()))]
 
 
-def _check_engines_fit_budget(budget_bytes: int, path: Path, packages: InstalledPackages) -> Verdict:
+def _check_engines_fit_budget(
+    budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts
+) -> Verdict:
     known = _usable_engines(packages)
     if short := memory_budget.describe_engine_shortage(budget_bytes, known):
-        return error(short, f'budget = "512MB" in {path}' if known else "pip install 'fedquilt[onnx]'")
+        return error(short, f'budget = "512MB" in {path}' if known else onnx_installation_command(machine))
     fit = [name for name in known if memory_budget.minimum_task_bytes(name, {}) < budget_bytes]
     return f"engines that fit the budget: {', '.join(fit)}"
 
 
-def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPackages) -> Verdict:
+def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts) -> Verdict:
     """Check that an engine other than numpy's is installed and fits the budget."""
     known = _usable_engines(packages)
     if [name for name in known if memory_budget.minimum_task_bytes(name, {}) < budget_bytes] != ["numpy"]:
         return None
     return Problem(
         "of the engines only numpy's can be used here: no stitching, no training of more than small networks",
-        "pip install 'fedquilt[onnx]'" if known == ["numpy"] else f'budget = "512MB" in {path}',
+        onnx_installation_command(machine) if known == ["numpy"] else f'budget = "512MB" in {path}',
     )
 
 
@@ -292,8 +294,8 @@ AGENT: Final = (
     Check("FQ308", ("settings", "path"), _check_board),
     Check("FQ309", ("settings", "path"), check_examples),
     Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_memory_budget),
-    Check("FQ311", ("budget_bytes", "path", "packages"), _check_engines_fit_budget),
-    Check("FQ312", ("budget_bytes", "path", "packages"), _check_other_engines),
+    Check("FQ311", ("budget_bytes", "path", "packages", "machine"), _check_engines_fit_budget),
+    Check("FQ312", ("budget_bytes", "path", "packages", "machine"), _check_other_engines),
     Check("FQ313", ("settings", "budget_bytes", "machine"), _check_available_memory, FREE_MEMORY),
     Check(
         "FQ314",
