@@ -49,8 +49,8 @@ from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.formats import job_bundle, toml
 from fedquilt.security.authenticated_link import AuthenticatedDeviceLink
 from fedquilt.security.handshake import LinkIdentity
-from fedquilt.tools.operations.identity import broker_config
-from fedquilt.tools.operations.identity.authority import clock_s
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import clock_s
 from fedquilt.tools.simulation import agents as fleet
 from fedquilt.transport.mqtt.link import MqttLink
 

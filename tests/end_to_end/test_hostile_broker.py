@@ -21,8 +21,8 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import Task, Update, WireError
 from fedquilt.formats import toml
 from fedquilt.security.message_signature import payload_without_check
-from fedquilt.tools.operations.identity import broker_config
-from fedquilt.tools.operations.identity.authority import clock_s
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import clock_s
 from fedquilt.tools.simulation import agents as fleet
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt.broker import Broker

@@ -28,9 +28,9 @@ from fedquilt.tools.boards.doctor.checks import broker as checks_broker
 from fedquilt.tools.boards.doctor.checks import permissions
 from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import Finding, Numbered, to_finding
-from fedquilt.tools.operations.identity import broker_config
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
-from fedquilt.tools.operations.identity.certificate_parts import key_to_pem
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.identity.certificate_parts import key_to_pem
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 

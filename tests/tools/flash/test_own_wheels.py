@@ -33,7 +33,7 @@ ELSEWHERE = {  # commands of operators, which say on a board that they need the 
         "fedquilt.coordinator.views.scores",
         "fedquilt.coordinator.views.terminal",
     },
-    "fedquilt.cli.identity": {"fedquilt.tools.operations.identity", "fedquilt.tools.operations.identity.commands"},
+    "fedquilt.cli.identity": {"fedquilt.tools.identity", "fedquilt.tools.identity.commands"},
     "fedquilt.cli.model": {
         "fedquilt.coordinator.views",
         "fedquilt.coordinator.views.scores",
