@@ -15,6 +15,10 @@ from fedquilt.cli.commands import argument, option, verb
 @options.format_option
 def agent(settings: Path, check: bool, format: str) -> None:
     """Run the agent of this device with its agent.toml, or with --check only run a small task to test this version."""
+    from fedquilt.host import process_memory
+
+    # paho imports it for web sockets behind a proxy only, and with it come http and email: 1.3 MB
+    process_memory.import_on_use("urllib", "request")
     from fedquilt.edge_agent import daemon
     from fedquilt.edge_agent import settings as files
     from fedquilt.edge_agent.settings import load_settings

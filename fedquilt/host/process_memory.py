@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import sys
 from pathlib import Path
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 PROC: Final = Path("/proc")
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -27,6 +30,23 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, MAPPED_BYTES)
         library.mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+class DeferredModule(ModuleType):
+    """Module in place of another, which is imported when one of its names is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def import_on_use(package: str, name: str) -> None:
+    """Defer the import of the module `name` of a package, unless the module is there."""
+    full_name = f"{package}.{name}"
+    if full_name not in sys.modules:
+        sys.modules[full_name] = module = DeferredModule(full_name)
+        setattr(importlib.import_module(package), name, module)
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
