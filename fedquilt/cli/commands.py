@@ -281,5 +281,7 @@ def root_command(context: click.Context, verbose: int) -> None:
     """Run federated learning on edge devices."""
     import logging  # here, as `fedquilt --help` does not log
 
+    from fedquilt.host import logs
+
     context.obj = verbose
-    logging.basicConfig(level=_log_level(verbose), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=_log_level(verbose), format=logs.PLAIN, stream=sys.stderr)

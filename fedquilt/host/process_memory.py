@@ -41,12 +41,13 @@ class DeferredModule(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def import_on_use(package: str, name: str) -> None:
-    """Defer the import of the module `name` of a package, unless the module is there."""
-    full_name = f"{package}.{name}"
-    if full_name not in sys.modules:
-        sys.modules[full_name] = module = DeferredModule(full_name)
-        setattr(importlib.import_module(package), name, module)
+def import_on_use(name: str) -> None:
+    """Defer the import of a module, unless the module is there."""
+    if name not in sys.modules:
+        sys.modules[name] = module = DeferredModule(name)
+        package, _, last = name.rpartition(".")
+        if package:
+            setattr(importlib.import_module(package), last, module)
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:

@@ -94,11 +94,14 @@ def test_a_federation_is_prepared_simulated_and_shown_without_packs(run: Run) ->
     [
         (("doctor",), "the verb 'doctor' is not installed: install the package fedquilt"),
         (("simulate", "digits"), "this needs fedquilt.tools.lab, which is not installed: pip install 'fedquilt'"),
-        (("rollout", "build", "b.zip", "--target", "jetpack6"), "this needs fedquilt.tools.boards, which is not installed"),
+        (
+            ("rollout", "build", "b.zip", "--target", "jetpack6"),
+            "this needs fedquilt.tools.boards, which is not installed",
+        ),
     ],
 )
-def test_what_needs_a_pack_names_the_package_to_install(run: Run, words: tuple[str, ...], missing: str) -> None:
+def test_what_needs_a_pack_names_the_package_to_install(run: Run, words: str, missing: str) -> None:
     """With exit code 2, that of a wrong command line."""
-    refused = run("-m", "fedquilt.cli", *words)
+    refused = run("-m", "fedquilt.cli", *words.split())
     assert refused.returncode == 2
     assert missing in refused.stderr
