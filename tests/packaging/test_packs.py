@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.measures import packs
 
-ROOT = Path(__file__).parents[2]
 IMPORTS = """
 import importlib, json, pkgutil
 import fedquilt
@@ -44,18 +41,14 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run Python with the words given, in an empty folder and with a copy of the package that has no packs."""
+    """Run Python with the words given and a copy of the checkout without packs, in a folder of its own or the copy."""
     core, empty = tmp_path_factory.mktemp("core"), tmp_path_factory.mktemp("empty")
-    skipped = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "fedquilt", core / "fedquilt", symlinks=True, ignore=skipped)
-    for link in (path for path in (ROOT / "fedquilt").iterdir() if path.is_symlink()):
-        shutil.copytree(ROOT / link.name, core / link.name, ignore=skipped)
-    for place in (core / place for places in packs.PACKS.values() for place in places):
-        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    packs.copy_core(core)
 
-    def run_python(*words: str) -> subprocess.CompletedProcess[str]:
+    def run_python(*words: str, in_copy: bool = False) -> subprocess.CompletedProcess[str]:
         env = {"PYTHONPATH": str(core), "PATH": "/usr/bin:/bin", "HOME": str(empty)}
-        return subprocess.run([sys.executable, *words], cwd=empty, env=env, capture_output=True, text=True)
+        cwd = core if in_copy else empty
+        return subprocess.run([sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True)
 
     np.savez(empty / "points.npz", x=np.eye(4, dtype=np.float32).repeat(5, 0), y=np.arange(4).repeat(5) % 2)
     (empty / "job.toml").write_text(JOB)
@@ -68,6 +61,15 @@ def test_each_module_of_the_core_is_imported_without_packs(run: Run) -> None:
     assert done.returncode == 0, done.stderr
     count, failed = json.loads(done.stdout.splitlines()[-1])
     assert (count > 350, failed) == (True, [])
+
+
+def test_tests_of_the_core_pass_without_packs(run: Run) -> None:
+    """Of the coordinator's decisions, an agent's and a method. The others do in the stage "core" of `make nightly`."""
+    files = [f"tests/{name}.py" for name in ("coordinator/test_rounds", "edge_agent/test_plan", "methods/test_fedavg")]
+    chosen = [each for each in packs.find_core_tests() if each.startswith(tuple(files))]
+    assert len(chosen) > 3
+    done = run("-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *chosen, in_copy=True)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_help_lists_the_verbs_of_the_core(run: Run) -> None:
