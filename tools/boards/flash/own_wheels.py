@@ -52,6 +52,8 @@ NOT_ON_BOARDS: Final = (
     *("models/stitching/onnx/", "profiles/board_layouts.py", "profiles/fake_trees.py"),
     *("tools/boards/doctor/checks/coordinator.py", "transport/memory_link.py", "transport/scheduler.py"),
 )
+SOURCE_TEXT: Final = 'text = "described in the package fedquilt"'  # of a number of a profile on boards
+_SOURCE_TEXT: Final = re.compile(rb'^text = ".*"$', re.MULTILINE)
 STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file
 
 
@@ -123,6 +125,9 @@ def _iterate_board_files(package: Path) -> Iterator[tuple[str, bytes]]:
     for name, data in _iterate_package_files(package):
         file = name.removeprefix("fedquilt/")
         if not _is_below(file, BOARD_FILES) or _is_below(file, NOT_ON_BOARDS):
+            continue
+        if file.startswith("profiles/") and file.endswith(".toml"):
+            yield name, _SOURCE_TEXT.sub(SOURCE_TEXT.encode(), data)
             continue
         is_help = file.startswith("cli/")  # a verb's docstring is its help
         yield name, data if is_help or not file.endswith(".py") else strip_prose(data.decode()).encode()
