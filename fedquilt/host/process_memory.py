@@ -32,22 +32,21 @@ def keep_freed_memory() -> None:
         library.mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-class DeferredModule(ModuleType):
-    """Module in place of another, which is imported when one of its names is first used."""
-
-    def __getattr__(self, name: str) -> Any:
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
-
-
 def import_on_use(name: str) -> None:
-    """Defer the import of a module, unless the module is there."""
-    if name not in sys.modules:
-        sys.modules[name] = module = DeferredModule(name)
-        package, _, last = name.rpartition(".")
-        if package:
-            setattr(importlib.import_module(package), last, module)
+    """Defer the import of a module until one of its names is used, unless the module is there."""
+    if name in sys.modules:
+        return
+    deferred = sys.modules[name] = ModuleType(name)
+
+    def load_name(wanted: str) -> Any:
+        if sys.modules.get(name) is deferred:
+            del sys.modules[name]
+        return getattr(importlib.import_module(name), wanted)
+
+    vars(deferred)["__getattr__"] = load_name
+    package, _, last = name.rpartition(".")
+    if package:
+        setattr(importlib.import_module(package), last, deferred)
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
