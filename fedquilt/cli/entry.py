@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     agent_process.run_agent(Path(file), verbose=len(words) > 3)
                     return 0
             return _run_command(words)
+    except SystemExit:  # first, as the next line imports fedquilt's errors, which --help does without
+        raise
     except fedquilt.FedquiltError as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         return error.exit_code
