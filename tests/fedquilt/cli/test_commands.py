@@ -24,6 +24,7 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.core import JobError
 
 HELPERS = {
+    "agent_process",
     *(
         "__init__",
         "__main__",
