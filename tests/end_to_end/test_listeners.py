@@ -24,8 +24,8 @@ from fedquilt.coordinator.storage.store import Store
 from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 from fedquilt.open_metrics import MetricFamily
 from fedquilt.security import enrolment
-from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s
-from fedquilt.tools.operations.identity.endpoint import EnrolmentServer
+from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
+from fedquilt.tools.identity.endpoint import EnrolmentServer
 
 BODIES = (enrolment.ENROL, "/v1/classify", "/api/session")
 BODY = "POST {} HTTP/1.1\nHost: 127.0.0.1\nOrigin: http://127.0.0.1\nContent-Length: 1000\n\n{{"

@@ -117,7 +117,7 @@ def _measure_feature_scales(job: Mapping[str, Any]) -> inputs.ValueInput:
 def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job, and check that the job can run with its parameters, network and data.
 
-    A dry run carries out a few rounds of the method on synthetic examples (`fedquilt.tools.artefacts.dry_run`).
+    A dry run carries out a few rounds of the method on synthetic examples (`dry_run`, `dry_run_donors`).
 
     Raises:
         FedquiltError: If `prepare_bundle` raises, or the method or the data does not fit the network.
@@ -133,7 +133,12 @@ def prepare_and_check(job: JobSettings, out: Path, say: Callable[[str], None] = 
             f"{job.method} keeps {frozen} of the first weights, and these are random: give [model] weights = a file of "
             "a pre-trained network's"
         )
-    dry_run.dry_run_job(job, made, out)
+    if "onnx" in methods.load(job.method).engines:
+        from fedquilt.tools.artefacts import dry_run_donors  # here, as it needs the stitching pack
+
+        dry_run_donors.dry_run_job(job, made, out)
+    else:
+        dry_run.dry_run_job(job, made, out)
     if job.data:
         spec = DataSpec.parse(job.data)
         if _is_here(spec):  # else boards have it

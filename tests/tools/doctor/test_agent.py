@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedquilt.tools.boards.doctor.checks import identity
 from fedquilt.tools.boards.doctor.checks.identity import Certificate
 from fedquilt.tools.boards.doctor.findings import to_finding
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority
-from fedquilt.tools.operations.identity.certificate_parts import key_to_pem
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority
+from fedquilt.tools.identity.certificate_parts import key_to_pem
 
 
 def enrol(board: Any, name: str, begins_s: float) -> CertificateAuthority:

@@ -29,7 +29,7 @@ from fedquilt.tools.boards.doctor.checks import broker as checks_broker
 from fedquilt.tools.boards.doctor.checks import permissions
 from fedquilt.tools.boards.doctor.checks.permissions import ExaminationDeadline
 from fedquilt.tools.boards.doctor.findings import Finding, Numbered, to_finding
-from fedquilt.tools.operations.identity.authority import DAY_S, clock_s
+from fedquilt.tools.identity.authority import DAY_S, clock_s
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 

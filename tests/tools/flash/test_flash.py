@@ -11,7 +11,7 @@ import pytest
 from boards import AARCH64, ELF, INTERPRETER, TARGET, X86_64, plant, snapshot, wheel
 
 from fedquilt import cli
-from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s
+from fedquilt.tools.identity.authority import CertificateAuthority, clock_s
 
 pytestmark = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.machine()}")
 

@@ -16,7 +16,7 @@ from fedquilt.core import JobError
 from fedquilt.formats import toml
 from fedquilt.tools.boards.flash import fleet
 from fedquilt.tools.boards.flash.fleet import BoardRow, EnrolmentState, FlashState
-from fedquilt.tools.operations.identity.register import CertificateRegister, EnrolmentToken, IssuedCertificate
+from fedquilt.tools.identity.register import CertificateRegister, EnrolmentToken, IssuedCertificate
 
 pytestmark = pytest.mark.skipif(not TARGET, reason="no target is a machine like this one")
 

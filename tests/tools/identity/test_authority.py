@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 from fedquilt.core import JobError, SiteRight, StoreError
 from fedquilt.edge_agent.enrolment import create_signing_request
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, parse_signing_request
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, parse_signing_request
 
 NOW_S = 1_800_000_000.0
 

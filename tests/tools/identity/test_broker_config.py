@@ -13,8 +13,8 @@ from certified import Certified
 from waiting import LIMIT_S
 
 from fedquilt.core import JobError, LinkError
-from fedquilt.tools.operations.identity import broker_config
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s
 from fedquilt.transport.mqtt.broker import Broker
 from fedquilt.transport.mqtt.link import MqttLink
 

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fedquilt.core import JobError, SiteRight
 from fedquilt.edge_agent.enrolment import create_signing_request
 from fedquilt.security.enrolment import SigningRequest
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority
-from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService, make_enrolment_response
-from fedquilt.tools.operations.identity.register import CertificateRegister, IssuedCertificate
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority
+from fedquilt.tools.identity.enrolment_service import EnrolmentService, make_enrolment_response
+from fedquilt.tools.identity.register import CertificateRegister, IssuedCertificate
 
 NOW_S = 1_800_000_000.0
 

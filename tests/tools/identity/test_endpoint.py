@@ -19,8 +19,8 @@ from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent import enrolment as edge_agent_enrolment
 from fedquilt.edge_agent import settings
 from fedquilt.security import enrolment
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
-from fedquilt.tools.operations.identity.endpoint import EnrolmentServer
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.identity.endpoint import EnrolmentServer
 
 
 class Site:

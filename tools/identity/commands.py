@@ -14,11 +14,11 @@ from fedquilt import open_metrics
 from fedquilt.core import JobError, SiteRight
 from fedquilt.host import connection_limits, disk
 from fedquilt.security import enrolment
-from fedquilt.tools.operations.identity import broker_config
-from fedquilt.tools.operations.identity.authority import RESERVED, CertificateAuthority, clock_s, describe_state
-from fedquilt.tools.operations.identity.endpoint import EnrolmentServer, serve_until_signal
-from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService
-from fedquilt.tools.operations.identity.register import TOKEN_S, Kind, format_time
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import RESERVED, CertificateAuthority, clock_s, describe_state
+from fedquilt.tools.identity.endpoint import EnrolmentServer, serve_until_signal
+from fedquilt.tools.identity.enrolment_service import EnrolmentService
+from fedquilt.tools.identity.register import TOKEN_S, Kind, format_time
 
 
 def create_authority(folder: Path, crl_url: str | None) -> int:

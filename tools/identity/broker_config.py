@@ -20,7 +20,7 @@ from cryptography import x509
 from fedquilt.core import JobError
 from fedquilt.host import disk
 from fedquilt.security import enrolment
-from fedquilt.tools.operations.identity.authority import CertificateAuthority
+from fedquilt.tools.identity.authority import CertificateAuthority
 from fedquilt.wire import VERSION
 
 Broker = Literal["mosquitto", "emqx"]

@@ -25,8 +25,8 @@ from fedquilt.core import JobError, SiteRight, StoreError, WireError
 from fedquilt.edge_agent.upgrade import archive
 from fedquilt.host import disk
 from fedquilt.security import authenticated_link, enrolment, handshake
-from fedquilt.tools.operations.identity import certificate_parts
-from fedquilt.tools.operations.identity.register import CertificateRegister, IssuedCertificate, Kind, format_time
+from fedquilt.tools.identity import certificate_parts
+from fedquilt.tools.identity.register import CertificateRegister, IssuedCertificate, Kind, format_time
 
 DAY_S: Final = 86400.0
 EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.security.enrolment import SigningRequest, SigningResponse, is_renewal_due, key_fingerprint
-from fedquilt.tools.operations.identity.authority import CertificateAuthority, clock_s, parse_signing_request
-from fedquilt.tools.operations.identity.register import IssuedCertificate, format_time
+from fedquilt.tools.identity.authority import CertificateAuthority, clock_s, parse_signing_request
+from fedquilt.tools.identity.register import IssuedCertificate, format_time
 
 log = logging.getLogger("fedquilt.enrol")
 

@@ -21,8 +21,8 @@ from fedquilt.host.connection_limits import ConnectionLimiter, ConnectionLimits
 from fedquilt.host.http_server import HttpExchange, HttpServer, RequestRefusedError
 from fedquilt.security import enrolment
 from fedquilt.security.enrolment import SigningRequest, SigningResponse
-from fedquilt.tools.operations.identity.authority import DAY_S, CertificateAuthority, clock_s
-from fedquilt.tools.operations.identity.enrolment_service import EnrolmentService, make_enrolment_response
+from fedquilt.tools.identity.authority import DAY_S, CertificateAuthority, clock_s
+from fedquilt.tools.identity.enrolment_service import EnrolmentService, make_enrolment_response
 
 log = logging.getLogger("fedquilt.enrol")
 
