@@ -45,7 +45,7 @@ def resume_run(store: Store, run: str) -> StoredJob:
     if row.status == "done":
         export = f"fedquilt model export {row.id} --home {store.home} --out FILE"
         raise JobError(f"{row.id} is done; `{export}` writes its result")
-    if row.origin == "fleet":
+    if row.origin in ("fleet", "virtual"):
         raise JobError(f"{row.id} is a simulated fleet's: `fedquilt simulate JOB --home {store.home}` goes on with it")
     if row.origin == "simulation":
         raise JobError(f"{row.id} is a simulation's: `fedquilt.simulate` with this job and home goes on with it")
