@@ -140,7 +140,7 @@ def describe_choices(word: str, known: Iterable[str], title: str = "there are") 
     """Return a suffix with the known words, of which the nearest comes first. Long lists are cut."""
     names = list(known)
     near = suggest_nearest(word, names)
-    listed = _join_names(names, 100 if near else 150) or "none"
+    listed = _join_names(names, 60 if near else 150) or "none"
     return f"{near} {title[0].upper()}{title[1:]}: {listed}" if near else f"; {title}: {listed}"
 
 

@@ -76,7 +76,7 @@ def prepare_bundle(job: Mapping[str, Any], out: Path, say: Callable[[str], None]
     if isinstance(wanted, inputs.ValueInput) and wanted.standardise:
         wanted = _measure_feature_scales(job)
     for line in measured_settings.format_agent_settings(job.get("data") or {}):
-        say(f"for [data] of each device's agent.toml: {line}")
+        say(f"for [data] of each device's agent.toml:\n  {line}")
     if job.get("data"):
         meta["reading"] = reading_settings.reading_settings(DataSpec.parse(job["data"]))
     trial = _make_trial(job) if job.get("int8") else None

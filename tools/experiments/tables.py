@@ -156,7 +156,8 @@ def format_table(result: dict[str, Any]) -> list[str]:
     if not result["table"]:
         return ["no run has come to an end"]
     body = [make_table_head(result), *format_table_cells(result)]
-    return [*table.format_table(body, "<>"), "", *make_table_notes(result)]
+    notes = (part for line in make_table_notes(result) for part in table.fold_line(line))
+    return [*table.format_table(body, "<>"), "", *notes]
 
 
 def make_table_notes(result: dict[str, Any]) -> list[str]:

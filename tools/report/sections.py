@@ -32,6 +32,7 @@ T = TypeVar("T")
 MOST_DEVICES = 40  # bars in one plot
 MOST_ROUNDS = 40  # likewise
 MOST_CLASSES = 30  # of a confusion matrix
+TIME_PARTS = ("task", "down, start and up", "waiting")
 SWITCHED = 5  # rounds of which the timeline is drawn
 MOST_LINES = 1000  # of the log
 
@@ -154,14 +155,14 @@ def make_timeline_section(found: RunData) -> PageSection | None:
         bars = [
             plots.PlotBar(
                 name,
-                [each / scale for each in (max(answered_s - wall_s, 0.0), wall_s, max(lasted_s - answered_s, 0.0))],
+                [each / scale for each in (wall_s, max(answered_s - wall_s, 0.0), max(lasted_s - answered_s, 0.0))],
             )
             for name, (answered_s, wall_s) in ends
         ]
         name = _format_round_name(found, number)
         clock = "virtual time" if found.row.has_virtual_time else "since the round began"
         title = f"Devices in {'the ' * (name == 'evaluation')}{name}"
-        over[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", ("down, start and up", "task", "waiting"))
+        over[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", TIME_PARTS)
     return PageSection(["The fastest device comes first."], switch=_render_switch(over))
 
 
@@ -252,8 +253,7 @@ def make_time_section(found: RunData) -> PageSection | None:
             f"{told}. Simulated boards report what their profiles predict; what their tasks really took here counts as "
             "fetching and sending."
         )
-    names = ("task", "down, start and up", "waiting")
-    plot = plots.plot_bars(bars, "Time per round, mean over its devices", f"{prefix}s", names)
+    plot = plots.plot_bars(bars, "Time per round, mean over its devices", f"{prefix}s", TIME_PARTS)
     return PageSection([note], render_plots(plot), clocks)
 
 

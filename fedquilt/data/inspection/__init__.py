@@ -91,9 +91,12 @@ def _locate_data(source: str) -> dict[str, Any]:
         return {"dataset": name, "path": "torchvision", "download": True}
     if not Path(source).exists():
         raise DataError(
-            f"no data at {source}{toml.suggest_file(Path(source)) or ':'} "
-            "name a CSV, Parquet or .npz file, a folder of images by class or of IDX files, "
-            f"{SKLEARN}iris or {TORCHVISION}MNIST"
+            f"no data at {source}"
+            + (
+                toml.suggest_file(Path(source))
+                or f": name a CSV, Parquet or .npz file, a folder of images by class or of IDX files, {SKLEARN}iris or "
+                f"{TORCHVISION}MNIST"
+            )
         )
     return {"path": source}
 

@@ -99,7 +99,9 @@ def inspect_table(path: Path, label: str, notes: list[str]) -> dict[str, Any]:
     left = {name: why for name, column in found.items() if (why := column.describe_unusable_values())}
     used = [column for name, column in found.items() if name not in left]
     if not used:
-        raise DataError(f"{file} has no column that is an input: {_join_reasons(left) or f'it has {label} only'}")
+        raise DataError(
+            f"{file} has no column that is an input: {_join_reasons(left) or f'it has {label} only, add others'}"
+        )
     numeric = [column for column in used if column.numbers is not None]
     worded = [column for column in used if column.numbers is None]
     if numeric:

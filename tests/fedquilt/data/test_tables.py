@@ -314,7 +314,7 @@ def test_the_bundle_and_a_job_in_python_have_the_words_too(
     file = left_to_the_data(tmp_path)
     assert main(["prepare", str(file)]) == 0
     line = 'categories = { material = ["bronze", "iron", "steel"] }'
-    assert f"for [data] of each device's agent.toml: {line}\n" in capsys.readouterr().out
+    assert f"for [data] of each device's agent.toml:\n  {line}\n" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     keys = {"y": "failed", "x": ["age", "material"], "categories": {"material": "auto"}}
     job = fq.Job(method="fedavg", data=fq.Data("pumps", **keys))

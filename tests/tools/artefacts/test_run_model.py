@@ -109,7 +109,7 @@ def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
         "0      night       0.461  night",
         "1      night       0.382  day",
         "score: the largest output of the network for a label, which is no probability",
-        "50.0% of 2 images right",
+        "50.0% of 2 examples are classified correctly",
     ]
     print_predictions(model, source, "json")
     told = json.loads(capsys.readouterr().out)
