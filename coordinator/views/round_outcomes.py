@@ -255,7 +255,7 @@ def filter_outcomes(
         return chosen
     known = {name for parts in found.values() for name in parts}
     if device not in known:
-        raise JobError(f"the run has no device {device!r}{toml.describe_choices(device, sorted(known))}")
+        raise JobError(f"the run has no device {device!r}{toml.describe_choices(device, sorted(known), 'it knows')}")
     unheard = DeviceOutcome("unknown", "not known by then")
     return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
 

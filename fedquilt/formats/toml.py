@@ -136,12 +136,12 @@ def suggest_nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {words[found[0]]!r}?" if found else ""
 
 
-def describe_choices(word: str, known: Iterable[str], title: str = "there are") -> str:
+def describe_choices(word: str, known: Iterable[str], title: str = "there are:") -> str:
     """Return a suffix with the known words, of which the nearest comes first. Long lists are cut."""
     names = list(known)
     near = suggest_nearest(word, names)
     listed = _join_names(names, 60 if near else 150) or "none"
-    return f"{near} {title[0].upper()}{title[1:]}: {listed}" if near else f"; {title}: {listed}"
+    return f"{near} {title[0].upper()}{title[1:]} {listed}" if near else f"; {title} {listed}"
 
 
 def suggest_file(path: Path) -> str:
@@ -171,7 +171,7 @@ def _explain_conversion_error(said: str, table: Any, kind: type, where: str) -> 
         inner = path.lstrip(".")
         place = where if not inner else f"{where} {inner}" if where.startswith("[") else f"[{inner}]"
         what = f"there is no key {key[1]!r}" if unknown else f"key {key[1]!r} is missing"
-        return what + describe_choices(key[1] if unknown else "", keys, f"keys of {place}")
+        return what + describe_choices(key[1] if unknown else "", keys, f"keys of {place}:")
     place = _format_key(path, where)
     value = _value_at_path(table, path)
     given = place if value is _NOWHERE else f"{place} = {_quote_value(value)}" if place else _quote_value(value)
@@ -190,7 +190,7 @@ def _describe_expected(kinds: str, limit: str) -> str:
     words = " or ".join(_KINDS.get(each, each) for each in kinds.split(" | ") if each != "null")
     if (pattern := _PATTERN.fullmatch(limit)) and (name := _NAMES.fullmatch(pattern[1])):
         made = f"small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
-        return f"{words} of {made}, is wanted"
+        return f"text of {made}, is wanted"
     if (length := _LENGTH.fullmatch(limit)) is not None:
         count = f"{_LIMITS[length[1]].removeprefix('of ')} " if length[1] else ""
         return f"{words} of {count}{length[2]} {'entry' if length[2] == '1' else 'entries'} is wanted"

@@ -119,7 +119,7 @@ def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
         ("device = 'Has Blanks'\nhome = 'h'", ("device = ",)),
         (
             "device = 'd'\nhome = 'h'\nbudgett = '1GB'",
-            ("budgett", "keys of an agent's settings: device, home", "did you mean 'budget'?"),
+            ("budgett'; did you mean 'budget'? Keys of an agent's settings: device, home",),
         ),
         ("device = 'd'\nhome = 'h'\nbudget = '0MB'", ("budget: '0MB' leaves a task no memory",)),
         (

@@ -30,6 +30,24 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.mark.parametrize(("columns", "bar"), [(80, 20), (60, 9), (50, 0)])
+def test_a_bar_shrinks_until_the_line_fits(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, columns: int, bar: int
+) -> None:
+    """The remaining time is cut off by no bar."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Terminal()
+    line, what = ProgressLine(out, clock=clock), "run 1 of 4: fedavg"
+    for done in range(4):
+        clock.now_s = 10.0 * done
+        line.show_status(what, done, 8)
+    (shown,) = out.getvalue().split("\r\x1b[K")[-1:]
+    assert shown.startswith(what)
+    assert shown.endswith(" 38 %, about 50 s left")
+    assert len(shown) < columns
+    assert shown.count("█") + shown.count("░") == bar
+
+
 def test_elsewhere_a_line_comes_now_and_then(clock: Clock) -> None:
     """None of what is soon over; then ever more rarely."""
     out = io.StringIO()

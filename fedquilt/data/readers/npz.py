@@ -64,7 +64,7 @@ def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
         try:
             archive = zipfile.ZipFile(path)
         except zipfile.BadZipFile:
-            raise DataError(f"{path} is no .npz file: {OTHERS}") from None
+            raise DataError(f"cannot read {path}, which is no .npz file: {OTHERS}") from None
         with archive:
             if "[Content_Types].xml" in archive.namelist():
                 raise DataError(f"{path} is a workbook of Excel: save the sheet as CSV (UTF-8)")
