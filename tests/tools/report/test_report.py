@@ -196,7 +196,7 @@ def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
 
 def test_one_of_the_costs_is_shown_and_a_switch_selects_another(tmp_path: Path) -> None:
     """A radio button for each plot, in the order of the plots; style.css has a rule for each."""
-    text, page = page_of(tmp_path, FACTS)
+    text, _ = page_of(tmp_path, FACTS)
     (switch,) = re.findall(r'<div class="switch">(?:(?!</div>).)*name="Accuracy".*?</div>', text, re.S)
     names = re.findall(r"<label[^>]*>([^<]*)</label>", switch)
     assert names == ["rounds", "seconds", "board seconds", "bytes"]  # one device has no meter
