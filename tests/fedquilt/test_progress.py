@@ -30,7 +30,7 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.mark.parametrize(("columns", "bar"), [(80, 20), (60, 9), (50, 0)])
+@pytest.mark.parametrize(("columns", "bar"), [(80, 20), (52, 10), (45, 0)])
 def test_a_bar_shrinks_until_the_line_fits(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, columns: int, bar: int
 ) -> None:

@@ -199,9 +199,9 @@ def test_one_of_the_costs_is_shown_and_a_switch_selects_another(tmp_path: Path) 
     text, _ = page_of(tmp_path, FACTS)
     (switch,) = re.findall(r'<div class="switch">(?:(?!</div>).)*name="Accuracy".*?</div>', text, re.S)
     names = re.findall(r"<label[^>]*>([^<]*)</label>", switch)
-    assert names == ["rounds", "seconds", "board seconds", "bytes"]  # one device has no meter
-    titles = [re.search(r'aria-label="([^;]*);', each)[1] for each in re.findall(r"<svg.*?</svg>", switch, re.S)]  # type: ignore[index]
-    assert titles == ["Accuracy by round", "Accuracy by time", "Accuracy by the boards' time", "Accuracy by bytes"]
+    assert names == ["rounds", "seconds", "board seconds", "bytes", "joules"]
+    titles = re.findall(r'<svg[^>]*aria-label="Accuracy ([^;]*);', html.unescape(switch))
+    assert titles == ["by round", "by time", "by the boards' time", "by bytes", "by energy"]
     assert switch.count(" checked>") == 1
     rules = [f"input:nth-of-type({n}):checked~svg:nth-of-type({n})" for n in range(1, len(names) + 1)]
     assert all(rule in text for rule in rules)
