@@ -550,12 +550,12 @@ def _open_folder_with_rights(path: Place, above: int | None = None) -> int:
 
 def write_output(file: Path, text: str) -> None:
     make_output_folder(file)
-    with disk_errors(f"write {file}", "name another file"):
+    with disk_errors(f"write {file}", "free some space or name another file"):
         file.write_text(text, encoding="utf-8")
 
 
 def make_output_folder(file: Path) -> None:
-    with disk_errors(f"write {file}", "name another file"):
+    with disk_errors(f"write {file}", "free some space or name another file"):
         file.parent.mkdir(parents=True, exist_ok=True)
 
 
