@@ -101,10 +101,10 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
     if here:
         console = terminal.Console(wordy=verbosity() > 0)
         link, identity = create_coordinator_link(broker, console.report)
-        link.wait_until_connected(timeout_s=5.0)  # before `submit`: a wrong address leaves no unfinished run
     id = submit()
     print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
     if here:
+        link.wait_until_connected(timeout_s=5.0)
         terminal.run_coordinator(
             store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where
         )
