@@ -297,10 +297,8 @@ def parse_params(job: JobSettings) -> Any:
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(job.params) - set(known))
     if unknown:
-        hint = toml.suggest_nearest(unknown[0], known)
-        raise JobError(
-            f"[params] {', '.join(unknown)}: {job.method} has no such parameter; it has {', '.join(known)}{hint}"
-        )
+        listed = toml.describe_choices(unknown[0], known, "it has")
+        raise JobError(f"[params] {', '.join(unknown)}: {job.method} has no such parameter{listed}")
     given: Any = toml.convert_table(job.params, kind, f"[params] of {job.method}")
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 

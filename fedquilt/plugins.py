@@ -142,8 +142,7 @@ def find_plugin(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | N
     if shut:
         raise JobError(f"{shut[0]} is not allowed here: add {shut[0].package!r} to `plugins` in agent.toml")
     raise JobError(
-        f"{CALLED[kind]} {name!r} is unknown; there are: "
-        f"{', '.join(there) or 'none'}{toml.suggest_nearest(name, there)}; "
+        f"{CALLED[kind]} {name!r} is unknown{toml.describe_choices(name, there)}; "
         "your own is module:name, or an entry point of an installed package"
     )
 

@@ -21,7 +21,7 @@ from fedquilt.coordinator.rounds.events import AnyEvent
 from fedquilt.coordinator.storage.checksums import FIRST, chain_checksum, checksum
 from fedquilt.coordinator.storage.log_index import IndexedLog, LogIndex
 from fedquilt.core import JobError, StoreError, Update
-from fedquilt.host.disk import PRIVATE, Disk
+from fedquilt.host.disk import FIXES, PRIVATE, Disk
 
 T = TypeVar("T")
 
@@ -61,9 +61,8 @@ class database_errors:
             raise StoreError(f"{place} is damaged ({error}): put back a copy of the whole home") from None
         if isinstance(error, sqlite3.Error | OSError):
             said = getattr(error, "strerror", None) or error
-            raise StoreError(
-                f"cannot use the store {self._home}: {said}; is the disk full, or the folder not yours?"
-            ) from None
+            fix = FIXES.get(getattr(error, "errno", 0), "is the disk full, or the folder not yours?")
+            raise StoreError(f"cannot use the store {self._home}: {said}; {fix}") from None
 
 
 def is_served(home: Path, disk: Disk = PRIVATE) -> bool:

@@ -29,6 +29,7 @@ from fedquilt.coordinator.views import event_messages
 from fedquilt.coordinator.views.devices import load_devices
 from fedquilt.coordinator.views.run_summary import RunSummary
 from fedquilt.core import JobError
+from fedquilt.formats import toml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,9 +255,7 @@ def filter_outcomes(
         return chosen
     known = {name for parts in found.values() for name in parts}
     if device not in known:
-        raise JobError(
-            f"the run has not heard of a device {device!r}; it knows {_format_names(sorted(known)) or 'none'}"
-        )
+        raise JobError(f"the run has no device {device!r}{toml.describe_choices(device, sorted(known), 'it knows')}")
     unheard = DeviceOutcome("unknown", "not known by then")
     return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
 

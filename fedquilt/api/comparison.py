@@ -21,6 +21,7 @@ from fedquilt.tools.experiments.tables import confidence_interval
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,25 @@ class Comparison:
         ]
         keys = list(found[0]) if found else ["job", "seed"]
         return Table(metrics.rename_columns(self._main_metric, {key: [row[key] for row in found] for key in keys}))
+
+    @extras.report_missing_extras()
+    def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
+        """Draw the mean accuracy of each job over a cost, with a band of one standard deviation over the seeds.
+
+        Args:
+            x: "rounds", "seconds", "real_seconds", "bytes" or "joules".
+            axes: Axes of matplotlib, or None for those of a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            JobError: If matplotlib is not installed, no run has been evaluated, or `x` is unknown.
+        """
+        from fedquilt.tools.report import plots
+
+        runs = {label: of for label, of in zip(self.labels, self.runs, strict=True) if of}
+        return plots.draw_on_axes(plots.choose_plot(tables.make_cost_plots(runs), x), axes)
 
     def to_pandas(self) -> pd.DataFrame:
         """Convert `curves` to a pandas data frame.

@@ -21,6 +21,7 @@ from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.axes import Axes
 
 POLL_S: Final = 0.5
 
@@ -175,6 +176,26 @@ class Run:
         with self._open_store() as store:
             export.export_result(store, self.id, Path(path))
         return Path(path)
+
+    @extras.report_missing_extras()
+    def plot(self, x: str = "rounds", axes: Any = None) -> Axes:
+        """Draw accuracy, or the job's main metric, over a cost.
+
+        Args:
+            x: "rounds", "seconds" (virtual time in a simulation), "board seconds", "bytes" or "joules".
+            axes: Axes of matplotlib, or None for those of a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            JobError: If matplotlib is not installed, the run has fewer than two evaluations, or `x` is unknown.
+        """
+        from fedquilt.tools.report import plots, run_data, sections
+
+        with self._open_store() as store:
+            found = sections.make_accuracy_plots(run_data.load_run_data(store, self.id))
+        return plots.draw_on_axes(plots.choose_plot(found, x), axes)
 
     @extras.report_missing_extras()
     def report(self, path: str | Path) -> Path:

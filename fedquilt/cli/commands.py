@@ -251,7 +251,7 @@ def explain_usage_error(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption) and context is not None:
         from fedquilt.formats import toml
 
-        known = [name for one in context.command.get_params(context) for name in one.opts]
+        known = [name for one in context.command.get_params(context) for name in one.opts if name != "--help"]
         said = f"no such option: {error.option_name}{toml.suggest_nearest(error.option_name, known)}"
     said = said[:1].lower() + said[1:].rstrip(".")
     return f"{said} (`{context.command_path} --help`)" if context is not None else said

@@ -66,8 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
-        mend = "; check its folder, its owner and the disk" if error.filename else ""
-        print(f"fedquilt: {error.strerror}{where}{mend}", file=sys.stderr)
+        from fedquilt.host import disk
+
+        fix = f"; {disk.describe_fix(error)}" if error.filename else ""
+        print(f"fedquilt: {error.strerror}{where}{fix}", file=sys.stderr)
         return fedquilt.StoreError.exit_code
     except MemoryError as error:
         print(f"fedquilt: this machine's memory is not enough{f': {error}' if str(error) else ''}", file=sys.stderr)

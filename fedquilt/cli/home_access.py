@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fedquilt.cli.commands import verbosity
-from fedquilt.cli.options import BlobOptions, BrokerOptions
+from fedquilt.cli.options import HOME, BlobOptions, BrokerOptions
 from fedquilt.console import table
 from fedquilt.core import JobError, StoreError
 from fedquilt.host import disk
@@ -97,11 +97,13 @@ def run_to_end(home: Path, broker: BrokerOptions, blobs: BlobOptions, store: Sto
     from fedquilt.coordinator.views import terminal
 
     where, limited = blobs.to_locations(broker.ca), limits.load_limits(home)
-    here, id = store.acquire_lock(), submit()
-    print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
+    here = store.acquire_lock()
     if here:
         console = terminal.Console(wordy=verbosity() > 0)
         link, identity = create_coordinator_link(broker, console.report)
+    id = submit()
+    print_rows("text", [], [f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`"])
+    if here:
         link.wait_until_connected(timeout_s=5.0)
         terminal.run_coordinator(
             store, link, broker.fleet, console, only=id, identity=identity, limits=limited, where=where
@@ -126,7 +128,8 @@ def report_end(home: Path, id: str, status: str, again: str) -> int:
 
 
 def export_command(home: Path, id: str) -> str:
-    return f"fedquilt model export {id} --home {home} --out FILE"
+    given = "" if home == HOME else f" --home {home}"
+    return f"fedquilt model export {id}{given} --out FILE"
 
 
 def confirm(question: str, yes: bool) -> bool:

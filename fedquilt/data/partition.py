@@ -169,7 +169,8 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
     """Split each class in proportions drawn from Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
     if spec.shares * spec.min_size > len(y):
         raise DataError(
-            f"{spec.source_name}: {spec.shares} shares of at least {spec.min_size} of only {len(y)} examples"
+            f"{spec.source_name}: {spec.shares} shares of at least {spec.min_size} of only {len(y)} examples: "
+            "lower the number of devices"
         )
     rng = tensors.seeded_rng("dirichlet", spec.seed)
     members = _shuffle_by_class(y, rng)

@@ -93,7 +93,7 @@ def test_an_unknown_run_names_those_there_are(tmp_path, opened):
     """So that a typing error is seen."""
     store = opened()
     store.add_job(JOB, tmp_path)
-    with pytest.raises(StoreError, match=r"no run 'digit'.*there are: digits-20"):
+    with pytest.raises(StoreError, match=r"no run 'digit'.*; did you mean 'digits'\? There are: digits, digits-20"):
         store.find_job("digit")
 
 

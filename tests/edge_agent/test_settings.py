@@ -117,7 +117,7 @@ def test_a_size_of_hundreds_of_digits_is_none(text: str) -> None:
         ("device = 'Has Blanks'\nhome = 'h'", ("device = ",)),
         (
             "device = 'd'\nhome = 'h'\nbudgett = '1GB'",
-            ("budgett", "keys of an agent's settings: device, home", "did you mean 'budget'?"),
+            ("budgett'; did you mean 'budget'? Keys of an agent's settings: device, home",),
         ),
         ("device = 'd'\nhome = 'h'\nbudget = '0MB'", ("budget: '0MB' leaves a task no memory",)),
         (
@@ -167,3 +167,17 @@ def test_the_folder_of_models_is_beside_the_file_and_its_hook_is_a_command(tmp_p
     file.write_text('device = "d"\nhome = "h"\n[models]\nhook = "systemctl reload triton"\n')
     with pytest.raises(JobError, match="hook"):
         settings.load_settings(file)
+
+
+def test_data_that_are_missing_are_told_with_the_nearest_file(tmp_path: Path) -> None:
+    """A warning, as the data may come later; settings without data have none."""
+    (tmp_path / "flowers.csv").touch()
+    file = tmp_path / "agent.toml"
+    for name, said in (
+        ("flowers.csv", ""),
+        ("flwers.csv", f"no data at {tmp_path}/flwers.csv ([data] path); did you mean 'flowers.csv'?"),
+    ):
+        file.write_text(f'device = "d"\nhome = "h"\n[data]\npath = "{name}"\n')
+        assert settings.describe_missing_data(settings.load_settings(file)) == said
+    file.write_text('device = "d"\nhome = "h"\n')
+    assert settings.describe_missing_data(settings.load_settings(file)) == ""

@@ -63,12 +63,12 @@ class Plain:
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"name": "a", "iner": {}}, "keys of a job: name, inner, parts, named; did you mean 'inner'?"),
-        ({"name": "a", "inner": {"sise": 1}}, "keys of [inner]: size, prefer; did you mean 'size'?"),
+        ({"name": "a", "iner": {}}, "did you mean 'inner'? Keys of a job: name, inner, parts, named"),
+        ({"name": "a", "inner": {"sise": 1}}, "did you mean 'size'? Keys of [inner]: size, prefer"),
         ({"name": "a", "inner": {"zzzz": 1}}, "keys of [inner]: size, prefer"),
-        ({"name": "a", "parts": [{}, {"prefers": 1}]}, "keys of [parts[1]]: size, prefer; did you mean 'prefer'?"),
-        ({"name": "a", "named": {"x": {"sizes": 1}}}, "size, prefer; did you mean 'size'?"),
-        ({"name": "a", "inner": {"prefer": "enrgy"}}, "there are: energy, random; did you mean 'energy'?"),
+        ({"name": "a", "parts": [{}, {"prefers": 1}]}, "did you mean 'prefer'? Keys of [parts[1]]: size, prefer"),
+        ({"name": "a", "named": {"x": {"sizes": 1}}}, "did you mean 'size'? Keys of [named[...]]: size, prefer"),
+        ({"name": "a", "inner": {"prefer": "enrgy"}}, "did you mean 'energy'? There are: energy, random"),
         ({"inner": {}}, "key 'name' is missing; keys of a job: name, inner, parts, named"),
         ({"name": "a", "inner": {"size": -1}}, "[inner] size = -1: a whole number of at least 0 is wanted"),
     ],
@@ -90,14 +90,14 @@ def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table, said):
         ({"name": "job", "fleet": {"boards": "jetson-nano"}}, "[fleet] boards = 'jetson-nano': a list is wanted"),
         ({"name": "job", "fleet": {"boards": []}}, "[fleet] boards = []: a list of at least 1 entry is wanted"),
         ({"name": "job", "fleet": {"devices": True}}, "[fleet] devices = true: a whole number is wanted"),
-        ({"name": "job", "fleet": {"policy": 3}}, "[fleet] policy = 3: text is wanted"),
+        ({"name": "job", "fleet": {"policy": 3}}, "[fleet] policy = 3: text in quotes is wanted"),
         ({"name": "job", "rounds": "ten"}, "rounds = 'ten': a whole number is wanted"),
         ({"name": "job", "cohort": {"quorum": 2}}, "[cohort] quorum = 2: a number of at most 1 is wanted"),
         (
             {"name": "job", "cohort": {"deadline": "soon"}},
-            "[cohort] deadline = 'soon': there are: energy, fixed, paper, predicted",
+            "[cohort] deadline = 'soon'; there are: energy, fixed, paper, predicted",
         ),
-        ({"name": "job", "engine": 3}, "engine = 3: text is wanted"),
+        ({"name": "job", "engine": 3}, "engine = 3: text in quotes is wanted"),
         ({"name": "job", "donors": [{}, 3]}, "donors[1] = 3: a table is wanted"),
         ({"name": "job", "compare": {"fedprox": 3}}, "compare: a table is wanted"),
     ],
@@ -110,7 +110,7 @@ def test_what_is_wanted_is_told_in_words(table, said):
 
 def test_a_part_of_a_job_says_which_it_is():
     with pytest.raises(
-        JobError, match=r"^\[data\]: there is no key 'sise'; keys of \[data\]: size, prefer; did you mean"
+        JobError, match=r"^\[data\]: there is no key 'sise'; did you mean 'size'\? Keys of \[data\]: size, prefer"
     ):
         toml.convert_table({"sise": 1}, Inner, "[data]")
     with pytest.raises(JobError, match=r"^\[params\]: lr is below 0"):
@@ -121,10 +121,10 @@ def test_a_part_of_a_job_says_which_it_is():
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"budget": 3}, "budget = 3: text is wanted"),
-        ({"governor": {"policy": "fast"}}, "[governor] policy = 'fast': there are: board, energy, max, paper"),
+        ({"budget": 3}, "budget = 3: text in quotes is wanted"),
+        ({"governor": {"policy": "fast"}}, "[governor] policy = 'fast'; there are: board, energy, max, paper"),
         ({"plugins": "x"}, "plugins = 'x': a list is wanted"),
-        ({"meter": 3}, "meter = 3: text or a table is wanted"),
+        ({"meter": 3}, "meter = 3: text in quotes or a table is wanted"),
         ({"warm_s": -1}, "warm_s = -1: a number of at least 0 is wanted"),
         ({"telemetry_s": True}, "telemetry_s = true: a number is wanted"),
         ({"data": {"path": "x", "limit": "all"}}, "[data]: limit = 'all': a whole number is wanted"),
@@ -133,7 +133,10 @@ def test_a_part_of_a_job_says_which_it_is():
             {"data": {"path": "x", "audio": {"rate": 0}}},
             "[data]: audio.rate = 0: a whole number of at least 1 is wanted",
         ),
-        ({"data": {"path": "x", "categories": {"a": "red"}}}, "[data]: categories: 'red': there are: auto or a list"),
+        (
+            {"data": {"path": "x", "categories": {"a": "red"}}},
+            "[data]: categories: 'red'; there are: auto or a list",
+        ),
     ],
 )
 def test_a_boards_settings_are_refused_in_the_same_words(keys, said):

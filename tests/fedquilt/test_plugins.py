@@ -135,7 +135,7 @@ def test_a_name_that_hides_one_of_ours_is_refused(install, group, name, load):
         ("odd_fl:TABLE", r"is a dict, and a fedquilt\.core\.Method is wanted"),
         ("odd_fl:LOOSE", r"its `params` is <class 'dict'>, and a frozen dataclass is wanted"),
         ("odd_fl:a.b", "write module:name"),
-        ("fedavgg", r"there are: .*did you mean 'fedavg'.*module:name"),
+        ("fedavgg", r"did you mean 'fedavg'\? There are: .*module:name"),
     ],
 )
 def test_module_and_name_that_are_not_there_or_no_method(install, name, said):
@@ -258,7 +258,7 @@ def test_a_meter_of_another_package_is_one_line_of_agent_toml(install):
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ("plg", "meter 'plg' is unknown; there are: plug; did you mean 'plug'"),
+        ("plg", r"meter 'plg' is unknown; did you mean 'plug'\? There are: plug"),
         ("plug_fl:Blind", r"plug_fl.*no meter: it needs `read\(now_s\)`, and `covers` one of board, processor, rail"),
         ({"name": "plug", "host": "x"}, "cannot be made from .*host.*TypeError"),
         ({"watts": 3}, "meter: give it a name"),

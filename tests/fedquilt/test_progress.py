@@ -28,6 +28,22 @@ def clock() -> Clock:
     return Clock()
 
 
+@pytest.mark.parametrize(("columns", "bar"), [(80, 20), (52, 10), (45, 0)])
+def test_a_bar_shrinks_until_the_line_fits(clock, monkeypatch, columns, bar):
+    """The remaining time is cut off by no bar."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Terminal()
+    line, what = ProgressLine(out, clock=clock), "run 1 of 4: fedavg"
+    for done in range(4):
+        clock.now_s = 10.0 * done
+        line.show_status(what, done, 8)
+    (shown,) = out.getvalue().split("\r\x1b[K")[-1:]
+    assert shown.startswith(what)
+    assert shown.endswith(" 38 %, about 50 s left")
+    assert len(shown) < columns
+    assert shown.count("█") + shown.count("░") == bar
+
+
 def test_elsewhere_a_line_comes_now_and_then(clock):
     out = io.StringIO()
     line = ProgressLine(out, clock=clock)

@@ -282,7 +282,9 @@ def test_a_number_without_its_source_is_refused(old, new, message):
 
 
 def test_an_unknown_board_lists_those_there_are():
-    with pytest.raises(JobError, match=r"'jetson-tx9' is unknown; there are: jetson-agx-orin, .*auto"):
+    with pytest.raises(
+        JobError, match=r"'jetson-tx9' is unknown; did you mean 'jetson-tx2'\? There are: jetson-agx-orin, .*auto"
+    ):
         profiles.load_board_profile("jetson-tx9")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from fedquilt.data.readers.base import (
 )
 from fedquilt.data.spec import DataSpec
 
+OTHERS = "save it again with numpy.savez, or name a CSV, Parquet or IDX file, or a folder of images by class"
+
 
 def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
-    with convert_read_errors(path), zipfile.ZipFile(path) as archive:
+    with _open_archive(path) as archive:
         names = _list_arrays(archive)
         x, y = (_choose_array_name(path, spec, letter, names) for letter in "xy")
         labels = read_labels(path, spec)
@@ -35,7 +38,7 @@ def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
         raise DataError(f"{path}: {x} has {shape[0]} examples and {y} {len(labels)} labels: give one label for each")
 
     def take(rows: np.ndarray) -> np.ndarray:
-        with convert_read_errors(path), zipfile.ZipFile(path) as archive, archive.open(f"{x}.npy") as stream:
+        with _open_archive(path) as archive, archive.open(f"{x}.npy") as stream:
             return read_rows(stream, *_read_npy_header(stream, path, x), rows)
 
     return ExampleReader(convert_labels(labels, path, spec.task), take, shape[1:], dtype, owner=owner)
@@ -43,7 +46,7 @@ def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
 
 def read_labels(path: Path, spec: DataSpec) -> np.ndarray:
     """Return the labels as they are stored: numbers, or words."""
-    with convert_read_errors(path), zipfile.ZipFile(path) as archive:
+    with _open_archive(path) as archive:
         y = _choose_array_name(path, spec, "y", _list_arrays(archive))
         with archive.open(f"{y}.npy") as stream:
             shape, dtype = _read_npy_header(stream, path, y, "uifbU")
@@ -51,8 +54,21 @@ def read_labels(path: Path, spec: DataSpec) -> np.ndarray:
 
 
 def list_arrays(path: Path) -> list[str]:
-    with convert_read_errors(path), zipfile.ZipFile(path) as archive:
+    with _open_archive(path) as archive:
         return _list_arrays(archive)
+
+
+@contextmanager
+def _open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    with convert_read_errors(path):
+        try:
+            archive = zipfile.ZipFile(path)
+        except zipfile.BadZipFile:
+            raise DataError(f"cannot read {path}, which is no .npz file: {OTHERS}") from None
+        with archive:
+            if "[Content_Types].xml" in archive.namelist():
+                raise DataError(f"{path} is a workbook of Excel: save the sheet as CSV (UTF-8)")
+            yield archive
 
 
 def _list_arrays(archive: zipfile.ZipFile) -> list[str]:

@@ -110,7 +110,9 @@ def measure_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:
             with _open_image(import_pillow(), file) as image:
                 found.append(image.size)
         except OSError as error:
-            raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
+            raise DataError(
+                f"cannot read the image {file}: {error.strerror or error}; remove or replace the file"
+            ) from None
     return found
 
 
@@ -120,7 +122,9 @@ def require_supported_files(files: Sequence[Path]) -> None:
             with _open_image(import_pillow(), file) as image:
                 _require_supported_mode(image, f"the image {file}")
         except OSError as error:
-            raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
+            raise DataError(
+                f"cannot read the image {file}: {error.strerror or error}; remove or replace the file"
+            ) from None
 
 
 def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
@@ -139,7 +143,9 @@ def measure_grey_depth(files: Sequence[Path], sample: int = 64) -> int:
                     bits = int(np.asarray(image).max(initial=0)).bit_length()
                     depth = max(depth, DEPTHS[0], min(bits, DEPTHS[-1]))
         except OSError as error:
-            raise DataError(f"cannot read the image {file}: {error.strerror or error}") from None
+            raise DataError(
+                f"cannot read the image {file}: {error.strerror or error}; remove or replace the file"
+            ) from None
     return depth
 
 

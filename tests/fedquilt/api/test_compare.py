@@ -68,6 +68,21 @@ def test_every_evaluation_is_a_row_of_the_curves():
     assert found.to_pandas().groupby("job")["accuracy"].max().to_dict() == {"fedprox": 0.7, "scaffold": 0.9}
 
 
+def test_a_comparison_draws_the_mean_of_each_job_with_its_spread():
+    """A line and a band for each job, and a name for each line."""
+    pytest.importorskip("matplotlib")
+    found = comparison(PROX, PROX.replace(method="scaffold"))
+    axes = found.plot()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["fedprox", "scaffold"]
+    assert len(axes.patches) == 2
+    lines = axes.lines[:: len(axes.lines) // 2]  # the others are dots
+    for of, line in zip(found.runs, lines, strict=True):
+        values = [[100 * (each.value or 0.0) for each in run.marks] for run in of]
+        assert list(line.get_ydata()) == pytest.approx([sum(each) / len(of) for each in zip(*values, strict=True)])
+    with pytest.raises(fq.JobError, match="nothing is drawn over 'hours'; there are: rounds, bytes, joules"):
+        found.plot("hours")
+
+
 def test_runs_are_the_commands_and_are_made_once(job, tmp_path, monkeypatch, capsys):
     job = job.replace(method="fedavg", rounds=1)
     found = fq.compare([job, job.replace(method="scaffold")], seeds=range(2), out=tmp_path / "out", workers=1)

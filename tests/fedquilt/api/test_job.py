@@ -71,14 +71,17 @@ def test_a_job_is_frozen():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: job(round=3), r"a job has no key 'round'; there are: .*; did you mean 'rounds'\?"),
+        (lambda: job(round=3), r"a job has no key 'round'; did you mean 'rounds'\? There are: method, name, "),
         (lambda: fq.Job(), r"a job names its method"),
         (lambda: job(rounds=0), "rounds = 0: a whole number of at least 1 is wanted"),
         (lambda: job(method="fedavgg"), r"method 'fedavgg' is unknown; .*did you mean 'fedavg'\?"),
         (lambda: job(params={"muu": 1.0}), r"\[params\] muu: fedprox has no such parameter; .*did you mean 'mu'\?"),
-        (lambda: fq.Cohort(siz=3), r"\[cohort\]: there is no key 'siz'; keys of \[cohort\]: size, .*mean 'size'\?"),
+        (
+            lambda: fq.Cohort(siz=3),
+            r"\[cohort\]: there is no key 'siz'; did you mean 'size'\? Keys of \[cohort\]: size, ",
+        ),
         (lambda: fq.Cohort(quorum=2.0), r"\[cohort\]: quorum = 2.0: a number of at most 1 is wanted"),
-        (lambda: fq.Cohort(deadline="soon"), r"\[cohort\]: deadline = 'soon': there are: energy, fixed, paper"),
+        (lambda: fq.Cohort(deadline="soon"), r"\[cohort\]: deadline = 'soon'; there are: energy, fixed, paper"),
         (lambda: fq.Fleet(0), r"\[fleet\]: devices = 0: a whole number of at least 1 is wanted"),
         (
             lambda: fq.Fleet(1, ["a"], ["1GB"], "max", None, ["lab"], ["1MB/s"], "more"),

@@ -106,7 +106,7 @@ def test_why_says_what_became_of_a_device(run):
     assert [line.partition(":")[0] for line in said] == ["round 1", "round 2", "round 3", "final evaluation"]
     assert any("answered" in line or "not drawn" in line for line in said)
     assert run.why(round=1)[0] == "round 1:"
-    with pytest.raises(fq.JobError, match=r"'jetson-nano-03'; it knows jetson-tx2-00"):
+    with pytest.raises(fq.JobError, match=r"'jetson-nano-03'; did you mean 'jetson-tx2-02'\? It knows jetson-tx2-00"):
         run.why("jetson-nano-03")
 
 
@@ -157,7 +157,7 @@ def test_a_run_of_any_home_is_opened(run, tmp_path, capsys):
 
 
 def test_a_column_that_there_is_not_is_told_with_those_there_are(run):
-    with pytest.raises(KeyError, match=r"no column 'acuracy'; there are: round, accuracy, .*did you mean 'accuracy'"):
+    with pytest.raises(KeyError, match=r"no column 'acuracy'; did you mean 'accuracy'\? There are: round, accuracy, "):
         run.rounds()["acuracy"]
 
 
@@ -168,3 +168,35 @@ def test_an_export_of_another_ending_is_refused(run, tmp_path):
     ):
         run.export(tmp_path / "net.pt")
     assert not (tmp_path / "net.pt").exists()
+
+
+def test_a_run_draws_its_accuracy_over_each_cost(run: fq.Run) -> None:
+    """The last point is the last row of `rounds`; energy of simulated devices is predicted."""
+    pytest.importorskip("matplotlib")
+    table = run.rounds()
+    drawn = run.plot().lines[0]
+    assert (drawn.get_xdata()[-1], drawn.get_ydata()[-1]) == (3, pytest.approx(100 * table["accuracy"][-1]))
+    axes = run.plot("joules")
+    assert axes.get_xlabel() == "J of the boards, gross, predicted by profile"
+    with Store(run.home) as store:
+        assert axes.lines[0].get_xdata()[-1] == pytest.approx(progress_points(summarised(store, run.id))[-1].energy_j)
+    assert run.plot("seconds").get_xlabel().startswith("virtual time, ")
+    assert run.plot("bytes", axes) is axes
+    with pytest.raises(fq.JobError, match="nothing is drawn over 'joule'; did you mean 'joules'"):
+        run.plot("joule")
+
+
+def test_a_fleet_is_drawn_by_its_examples(run: fq.Run) -> None:
+    """A name for each device and class, and a circle for each class that a device has."""
+    pytest.importorskip("matplotlib")
+    axes = run.job.plot_fleet()
+    shown = {text.get_text() for text in axes.texts}
+    assert {"jetson-tx2-00", "raspberry-pi-5-01", "jetson-tx2-02", "raspberry-pi-5-03", "0", "9"} <= shown
+
+
+def test_a_missing_library_of_plots_is_named_with_its_extra(run: fq.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(fq.JobError, match=r"matplotlib.*pip install 'fedquilt\[report\]'"):
+        run.plot()

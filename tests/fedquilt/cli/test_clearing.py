@@ -162,7 +162,7 @@ def test_a_run_that_cannot_be_read_can_be_deleted(tmp_path):
 def test_deleting_what_is_not_there_names_what_is(tmp_path, capsys):
     run = begun(tmp_path, "one")
     assert main(["prune", "two", "--yes", "--home", str(tmp_path)]) == 6
-    assert f"there are: {run}" in capsys.readouterr().err
+    assert f"there are: one, {run}" in capsys.readouterr().err
 
 
 def test_old_runs_are_those_that_both_options_name(tmp_path, monkeypatch):

@@ -163,7 +163,7 @@ def test_a_data_set_of_torchvision_by_name(tmp_path, monkeypatch):
     ("label", "said"),
     [
         ("", "name the column to predict, as --label stays: it has customer_id"),
-        ("stay", r"has no column 'stay' .*; did you mean 'stays'\?"),
+        ("stay", r"has no column 'stay' .*; did you mean 'stays'\? It has "),
         ("age", "column 'age' is missing in 1 of 6 rows: leave these rows out"),
         ("email", "6 different labels in 6 examples are no classes"),
     ],

@@ -133,7 +133,7 @@ def test_fewer_users_than_devices_are_an_error(tmp_path):
         examples.load_all_shares(spec(path, column="u", partition="column", shares=3))
     with pytest.raises(JobError, match='partition = "column" needs column'):
         spec(path, partition="column")
-    with pytest.raises(DataError, match=r"has no column 'who' \(\[data\] column\): it has u, x, y"):
+    with pytest.raises(DataError, match=r"has no column 'who' \(\[data\] column\); it has u, x, y"):
         readers.open_reader(spec(path, column="who"))
 
 
@@ -152,8 +152,8 @@ def test_fewer_users_than_devices_are_an_error(tmp_path):
         ("x,y\n1,0\ninf,1\n", {}, r"line 3, column 'x': 'inf' is not a finite number"),
         ("x,y\n1,0\n2\n", {}, r"a\.csv, line 3: 1 values, and the head names 2 columns"),
         ("x,x,y\n1,0,1\n", {}, r"line 1: two columns are called 'x'"),
-        ("x,label\n1,0\n", {}, r"a\.csv has no column 'y' \(\[data\] y\): it has x, label"),
-        ("temp,y\n1,0\n", {"x": ["tmp"]}, r"has no column 'tmp' \(\[data\] x\): it has temp, y; did you mean 'temp'"),
+        ("x,label\n1,0\n", {}, r"a\.csv has no column 'y' \(\[data\] y\); it has x, label"),
+        ("temp,y\n1,0\n", {"x": ["tmp"]}, r"has no column 'tmp' \(\[data\] x\); did you mean 'temp'\? It has temp, y"),
         ("x,y\n", {}, r"a\.csv has a head and no rows"),
         ("", {}, r"a\.csv is empty"),
         ('x,y\n1,0\n"2,1\n3,1\n', {}, r"a\.csv, line 3: unexpected end of data: correct this line's quotes"),
@@ -294,7 +294,7 @@ def test_the_bundle_and_a_job_in_python_have_the_words_too(tmp_path, capsys, mon
     file = left_to_the_data(tmp_path)
     assert main(["prepare", str(file)]) == 0
     line = 'categories = { material = ["bronze", "iron", "steel"] }'
-    assert f"for [data] of each device's agent.toml: {line}\n" in capsys.readouterr().out
+    assert f"for [data] of each device's agent.toml:\n  {line}\n" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     keys = {"y": "failed", "x": ["age", "material"], "categories": {"material": "auto"}}
     job = fq.Job(method="fedavg", data=fq.Data("pumps", **keys))

@@ -261,7 +261,7 @@ def test_what_is_taken_back_may_take_back_another() -> None:
     ("change", "error", "message"),
     [
         ({"int8": {"size": 8}}, JobError, r"\[int8\]: one of path, sources, .* is wanted"),
-        ({"int8": {"path": PATH, "siz": 8}}, JobError, r"no key 'siz'; keys of \[int8\]: .*did you mean 'size'"),
+        ({"int8": {"path": PATH, "siz": 8}}, JobError, r"no key 'siz'; did you mean 'size'\? Keys of \[int8\]: "),
         ({"int8": {"path": PATH, "share": 1}}, JobError, "share: images are drawn from all"),
         ({"int8": {"path": "no.npz"}}, DataError, "no.npz"),
         ({"params": {"score_at": "input"}}, JobError, r"leave out \[int8\]"),

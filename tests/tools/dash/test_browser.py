@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -205,6 +206,10 @@ def test_rollouts_show_who_has_them_and_why_some_have_not(
     assert "3 points less" in row
     assert "91.0 % (before 94.0 %)" in row
     assert "12.3 ms" in row
+    tile = "[...document.querySelectorAll('.tiles div')].find((each) => each.firstChild.textContent === '{}')"
+    begun, lasted = (tab.value(f"{tile.format(name)}.lastChild.textContent") for name in ("begun", "lasted"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", begun)  # an ended rollout has no age
+    assert re.fullmatch(r"\d+ s", lasted)
     assert "aborted: 2 of 2 boards failed" in tab.text
     assert fine(tab)
 
@@ -253,3 +258,16 @@ def test_the_keyboard_reaches_everything(browser: Browser, home: Path) -> None:
         assert seen[:6] == ["Skip to the content", "Fleet", "Runs", "Rollouts", "Log", "all boards40"]
         assert "name, board, job" in seen
         assert "grid" in seen
+
+
+def test_ages_count_every_second_and_show_seconds(browser: Browser, home: Path) -> None:
+    """Of a rollout that goes on, without any change from the server."""
+    with Dashboard(home) as dash:
+        tab = opened(browser, dash, "/rollouts")
+        age = "document.querySelector('.rollouts tbody tr time').textContent"
+        first = tab.value(age)
+        assert re.fullmatch(r"(\d+ min )?\d+ s ago", first)
+        tab.until(f"{age} !== {first!r}")
+        path = tab.value("document.querySelector('link[href$=\"dom.js\"]').getAttribute('href')")
+        durations = f"import('{path}').then((dom) => [59, 60, 3725, 90000].map(dom.duration).join())"
+        assert tab.value(durations) == "59 s,1 min 0 s,1 h 2 min,1 d 1 h"

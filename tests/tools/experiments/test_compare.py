@@ -123,7 +123,7 @@ def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refuse
 @pytest.mark.parametrize(
     ("job", "names", "changes", "said"),
     [
-        (JOB, ["fedavgg"], {}, "is unknown; there are: "),
+        (JOB, ["fedavgg"], {}, r"is unknown; did you mean 'fedavg'\? There are: "),
         (msgspec.structs.replace(JOB, compare={"nosuch": {}}), ["fedavg"], {}, "'nosuch' is unknown"),
         (msgspec.structs.replace(JOB, data={}), ["fedavg"], {}, r"no \[data\]"),
         (JOB, ["fedavg"], {"fedprox": {"mu": 1.0}}, "fedprox is not compared"),
@@ -329,7 +329,7 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     assert "2 of 2 runs are in" in shown.err
     assert "fedprox" in shown.out
     assert main(["compare", str(job), "--methods", "fedsgd"]) == 2
-    assert "is unknown; there are: " in capsys.readouterr().err
+    assert "is unknown; did you mean 'fedsdg'? There are: " in capsys.readouterr().err
 
 
 def test_a_method_with_a_network_for_each_device_moves_the_comparison_to_held_out_shares(

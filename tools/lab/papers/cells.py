@@ -145,7 +145,7 @@ def pretrain_weights(job: Mapping[str, Any], wanted: PretrainSettings) -> Tensor
 
     known = [field.name for field in dataclasses.fields(Fit)]
     for odd in wanted.fit.keys() - set(known):
-        raise JobError(f"[pretrain.fit] {odd}: there are {', '.join(known)}{toml.suggest_nearest(odd, known)}")
+        raise JobError(f"[pretrain.fit] {odd} is unknown{toml.describe_choices(odd, known)}")
     fit, given = Fit(**wanted.fit), examples.load_split(DataSpec.parse(wanted.data, "[pretrain.data]"))
     if wanted.by:
         return dict(find_function(wanted.by)(job, given))

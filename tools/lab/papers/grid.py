@@ -259,9 +259,7 @@ def _require_device_counts(name: str, row: GridRow) -> None:
 
 def _require_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
     for word in sorted(set(wanted) - set(known)):
-        raise JobError(
-            f"{what}: there is no {word!r}; there are: {', '.join(known)}{toml.suggest_nearest(word, known)}"
-        )
+        raise JobError(f"{what}: there is no {word!r}{toml.describe_choices(word, known)}")
 
 
 def read_tables(file: Path) -> dict[str, GridTable]:
