@@ -317,6 +317,11 @@ def complete_table(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def make_paths_absolute(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a job's table with its relative paths made absolute.
+
+    A value of `weights` or `classes` is a path only if the folder contains the file.
+    """
+
     def anchor_paths(entry: Any) -> Any:
         if isinstance(entry, list):
             return [anchor_paths(one) for one in entry]

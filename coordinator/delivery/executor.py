@@ -373,7 +373,7 @@ class LinkExecutor:
             if route.leaf in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
             if self._transfers.handle_message(route, message.payload, now_s) or route.kind is None:
-                unasked = self._transfers.take_unrequested()
+                unasked = self._transfers.take_senders_of_unrequested_chunks()
                 for device in unasked:
                     self._gate.admit_message(device, 0)
                 if not unasked:  # else anybody may have sent it: a chunk is not signed

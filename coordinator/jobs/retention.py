@@ -49,7 +49,7 @@ def find_run(store: Store, run: str) -> StoredJob | UnreadableRow:
 
 
 def select_expired_runs(store: Store, now: float, keep: int | None, older_s: float | None) -> list[str]:
-    """Return the ids of ended runs that are not protected, oldest first.
+    """Return the ids of ended runs that are not protected, oldest first. Without limits, no run is protected.
 
     Args:
         store: Store of the home.
@@ -64,7 +64,11 @@ def select_expired_runs(store: Store, now: float, keep: int | None, older_s: flo
     if keep is not None:
         ended = ended[: max(0, len(ended) - keep)]
     logs = {} if older_s is None else store.read_logs()
-    return [row.id for row in ended if older_s is None or now - _end_time(row, logs.get(row.id)) > older_s]
+    return [
+        row.id
+        for row in ended
+        if older_s is None or now - _last_event_or_creation_time(row, logs.get(row.id)) > older_s
+    ]
 
 
 def exclusive_bytes(store: Store) -> dict[str, int]:
@@ -100,7 +104,7 @@ def remove_expired_runs(store: Store, retention: RetentionSettings, now: float) 
     return gone
 
 
-def _end_time(row: StoredJob | UnreadableRow, log: IndexedLog | None) -> float:
+def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog | None) -> float:
     return row.created if log is None or not log.whole or log.at is None else log.at
 
 

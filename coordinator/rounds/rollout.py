@@ -311,12 +311,14 @@ def incompatibility_reason(plan: RolloutPlan, profile: Profile) -> str:
 
 
 def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> dict[str, str]:
+    """Return the reason of each selected device that cannot run the release."""
     chosen = {name: profile for name, profile in profiles.items() if labels.is_selected(plan.select, profile.labels)}
     reasons = {name: incompatibility_reason(plan, profile) for name, profile in sorted(chosen.items())}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
 def format_incompatible_devices(without: Mapping[str, str], most: int) -> str:
+    """Return devices by reason: "a, b and 6 more (reason)", with up to `most` names for each reason."""
     said = []
     for reason in dict.fromkeys(without.values()):
         names = [name for name in without if without[name] == reason]
@@ -380,7 +382,7 @@ def decide_rollout_event(
 
 
 def select_step_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
-    """Return the devices that receive an offer in the next step.
+    """Return the devices that the next step of a rollout adds, sorted by id.
 
     Devices are drawn by the rollout's id, so that a restart does not change the selection. A step covers its share of
     the online devices, at least one more than the step before. The step for all devices includes offline devices.
@@ -426,6 +428,7 @@ def _is_reporting(state: Rollout, device: str, online: bool) -> bool:
 
 
 def earlier_wait_s(state: Rollout, device: str, online: bool) -> float:
+    """Return the seconds that a step waited for a device before the restart of the coordinator."""
     return state.present_s if _is_reporting(state, device, online) else state.silent_s
 
 
@@ -445,6 +448,7 @@ def rollout_restart_event(state: Rollout, since_s: float) -> RolloutResumed | No
 
 
 def _find_late_devices(state: Rollout, fleet: Mapping[str, RolloutDevice]) -> tuple[str, ...]:
+    """Return the online devices without an offer, or none if the plan does not include later devices."""
     if not state.plan.includes_all_devices:
         return ()
     return tuple(sorted(each for each, seen in fleet.items() if seen.online and each not in state.offered))

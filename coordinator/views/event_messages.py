@@ -62,7 +62,7 @@ def format_status(summary: RunSummary, state: JobState) -> list[str]:
 
 
 def is_evaluation_due(state: JobState) -> bool:
-    """Return whether the state after a round, which is that of the job, is evaluated in a later one."""
+    """Return whether devices must evaluate the present state: at every `check_every` rounds and at the end."""
     every = 0 if state.plan.check_beside else state.plan.check_every
     return bool(every) and (state.is_work_done or state.completed_rounds % every == 0)
 
@@ -202,6 +202,10 @@ def _describe_retry(fact: RoundRetried, before: JobState) -> str:
 
 
 def _describe_commit(fact: RoundCommitted, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
+    """Return the lines of a commit: updates, energy and metrics, then the notes of the method.
+
+    `closing` means that the final evaluation was committed.
+    """
     # devices evaluate the state that they receive, which is that of the round before
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
     counts += filter(None, [_format_energy(costs.sum_costs(updates))])
@@ -266,6 +270,7 @@ def format_usage(usage: Usage) -> str:
 
 
 def format_energy_summary(summary: RunSummary) -> list[str]:
+    """Return the energy of a run in two lines, or none if no task was metered."""
     whole = summary.total
     if whole.energy_j is None or whole.task_j is None:
         return []

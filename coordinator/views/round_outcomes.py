@@ -107,6 +107,7 @@ def _mark_queued_uploads(
 
 
 def outcomes_by_round(facts: Iterable[AnyEvent], plan: JobConstants) -> dict[int, dict[str, DeviceOutcome]]:
+    """Return the outcome of each device in each round. Rounds are numbered from 0."""
     told = RoundOutcomes(plan)
     for fact in facts:
         told.apply_event(fact)
@@ -246,7 +247,11 @@ def _format_devices(devices: Mapping[str, DeviceOutcome], device: str | None) ->
 def filter_outcomes(
     found: Mapping[int, Mapping[str, DeviceOutcome]], round: int | None, device: str | None
 ) -> dict[int, dict[str, DeviceOutcome]]:
-    """Return the outcomes of a round and a device, where None means all. Raise JobError if unknown."""
+    """Return the outcomes by round number from 1, of one round and one device or, with None, of all.
+
+    Raises:
+        JobError: If the round or the device is unknown.
+    """
     by_number = {number + 1: dict(parts) for number, parts in sorted(found.items())}
     if round is not None and round not in by_number:
         raise JobError(f"there has been no round {round}; rounds so far: {_format_range(list(by_number))}")

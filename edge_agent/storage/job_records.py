@@ -186,7 +186,11 @@ class JobRecords:
         return [StoredPrivateState(each[1], int(each[2]), each[3]) for each in named if each is not None]
 
     def _delete_unused_states(self, job: str, left: int, waiting: Collection[str]) -> None:
-        """Delete states of forgotten jobs, and of a job all but the last KEPT up to round `left`."""
+        """Delete the private states of unknown jobs, and those of `job` that no task can start from.
+
+        Tasks of `job` can start from the last KEPT states of rounds up to `left`. Jobs in `waiting` count as
+        known.
+        """
         kept = self._stored_states()
         rounds = sorted(each.round for each in kept if each.job == job and each.round <= left)[-KEPT:]
         for each in kept:

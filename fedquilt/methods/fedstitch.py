@@ -231,6 +231,10 @@ def _add_correct_counts(state: SearchState, total: CorrectCounts) -> SearchState
 
 
 def _is_phase_complete(state: SearchState, known: tuple[str, ...]) -> bool:
+    """Return whether all known devices have contributed, or the phase has used its rounds.
+
+    `known` are the devices that were known before the round.
+    """
     # The number of devices is unknown, so a phase can also end with a round that selects no new device.
     if state.subround >= state.params.head_rounds:
         return True

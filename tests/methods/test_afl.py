@@ -177,7 +177,7 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one():
     part = class_moments.pack_moments(class_moments.device_moments(features(POOLED.x), POOLED.y, 3), exact=True)
     held = ExactMomentSums(parts={"a": part}, devices={"a": 1})
     n = len(POOLED)
-    for total in (held, held.sum_parts()):
+    for total in (held, held.fold_parts_into_sums()):
         sound(state, total, n)
         with pytest.raises(UpdateError, match=f"of {n} examples, in an update that weighs 1$"):
             sound(state, total, 1.0)
@@ -188,21 +188,21 @@ def test_a_sum_of_a_site_is_refused_that_cannot_be_one():
     with pytest.raises(UpdateError, match="of other devices than are named beside them"):
         sound(state, replace(held, devices={"a": 1, "b": 1}), n)
     with pytest.raises(UpdateError, match="of other devices than are named beside them"):
-        sound(state, replace(held, sums=held.sum_parts().sums), n)
+        sound(state, replace(held, sums=held.fold_parts_into_sums().sums), n)
     with pytest.raises(UpdateError, match="positive semi-definite"):
         sound(state, replace(held, parts={"a": {**part, "factor": part["factor"] / 10}}), n)
-    large = held.sum_parts()
+    large = held.fold_parts_into_sums()
     large.sums["second.0"].limbs[0][0, 1] += 2 * np.abs(large.sums["second.0"].rounded_value()).max()
     with pytest.raises(UpdateError, match="a product of two features that is larger than their squares allow"):
         sound(state, large, n)
-    negative = held.sum_parts()
+    negative = held.fold_parts_into_sums()
     negative.sums["second.0"].limbs[0][0, 0] = -1.0
     with pytest.raises(UpdateError, match="a negative square"):
         sound(state, negative, n)
     few = {name: each for name, each in negative.sums.items() if name != "totals"}
     with pytest.raises(UpdateError, match="names of sums differ: totals"):
         sound(state, replace(negative, sums=few), n)
-    odd = held.sum_parts()
+    odd = held.fold_parts_into_sums()
     odd.sums["counts"].limbs[0][:2] += (0.5, -0.5)
     with pytest.raises(UpdateError, match="negative, or not whole"):
         sound(state, odd, n)

@@ -81,7 +81,7 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes):
         )
         assert output.shape == (3, 3)
         assert np.isfinite(output).all()
-    used = {name for finalist in last.finalists for name in steps.path_junctions(finalist.path)}
+    used = {name for finalist in last.finalists for name in steps.path_junction_names(finalist.path)}
     assert last.junctions.keys() <= used
 
 

@@ -25,7 +25,7 @@ def score_answers(**changes: Any) -> tuple[SearchState, dict[str, np.ndarray], d
     bundle, _ = build_donors()
     state = METHOD.init(bundle, SearchParams(**{**SMALL, "completion": False, "spread": False, **changes}), 3)
     net = ScoredPath(("ash.0", "ash.1"), steps.starting_networks(state.stock)[0].pool, 1.0)
-    state = replace(state, current=net, pool=steps.offered_blocks(net, state.stock, state.params))
+    state = replace(state, current=net, pool=steps.eligible_blocks(net, state.stock, state.params))
     seen: list[DeviceUpdate] = []
     spy = replace(
         METHOD,
@@ -85,7 +85,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
     state = METHOD.init(bundle, SearchParams(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
     path = ("ash.0", "elm.1")
     net = ScoredPath(path, steps.starting_networks(state.stock)[0].pool, 1.0)
-    state = replace(state, current=net, pool=steps.offered_blocks(net, state.stock, state.params))
+    state = replace(state, current=net, pool=steps.eligible_blocks(net, state.stock, state.params))
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
     junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
     state = replace(state, junctions={stitched_network.junction_name(path): junction})
@@ -122,7 +122,7 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path):
     rows = scoring.example_order(scoring.load_private_state(site))[:32]
     shown = images.prepare_images(member.train.x[rows], state.stock.input)
     net = ScoredPath(("ash.0", "elm.1"), steps.starting_networks(state.stock)[0].pool, 1.0)
-    pool = steps.offered_blocks(net, state.stock, replace(state.params, native_continuation="exclude"))
+    pool = steps.eligible_blocks(net, state.stock, replace(state.params, native_continuation="exclude"))
     run = lambda block, x: stitched_network.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
     for name, score in zip(pool, scores[0]["score"], strict=True):
         own = [blocks[f"{blocks[name].donor}.{i}"] for i in range(blocks[name].index + 1)]

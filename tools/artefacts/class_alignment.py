@@ -79,6 +79,12 @@ def align_labels(
 
 
 def _read_class_names(given: str | None, classes: int) -> list[str]:
+    """Return the class names in a text file, one a line, or those of ImageNet for "imagenet".
+
+    Raises:
+        JobError: If `given` is None, or the number of names is not `classes`.
+        DataError: If the file cannot be read.
+    """
     if given is None:
         raise JobError("align goes by class names: say where these are with `classes`, a file or 'imagenet'")
     if given == "imagenet":

@@ -427,7 +427,7 @@ def _score_original_and_quantized(
         own = before.stock.donors[before.stock.blocks[begun.path[0]].donor].blocks
         for length in LENGTHS:
             net = replace(begun, path=own[:length])
-            pool = steps.offered_blocks(net, before.stock, everywhere)
+            pool = steps.eligible_blocks(net, before.stock, everywhere)
             if pool and length < len(own):
                 yield QuantizationChoice(pool, score_pool(before, net, pool), score_pool(after, net, pool))
 

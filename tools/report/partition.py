@@ -80,6 +80,10 @@ def counts_to_dict(counts: ClassCounts) -> dict[str, Any]:
 
 
 def format_counts(counts: ClassCounts) -> list[str]:
+    """Return a table of the examples of each device, and a last line with totals.
+
+    More than FEW classes are summarised in two columns.
+    """
     every = counts.train + counts.held
     few = len(counts.classes) <= FEW
     head = ["device", "examples", "held out", *(counts.classes if few else ["classes", "largest class"])]

@@ -148,7 +148,7 @@ def make_timeline_section(found: RunData) -> PageSection | None:
     if not timed:
         return None
     over: dict[str, plots.Plot] = {}
-    for number in _thin_out(sorted(timed), SWITCHED):
+    for number in _select_evenly_spaced(sorted(timed), SWITCHED):
         ends = sorted(timed[number].items(), key=lambda each: each[1][0])[:MOST_DEVICES]
         lasted_s = max(took[number], *(answered_s for _, (answered_s, _) in ends))
         scale, prefix = units.select_prefix(lasted_s) if lasted_s < 1 else (1.0, "")
@@ -218,7 +218,7 @@ def make_time_section(found: RunData) -> PageSection | None:
     splits = [each.times for each in found.summary.committed_rounds() if each.times is not None]
     if not splits:
         return None
-    chosen = _thin_out(splits, MOST_ROUNDS)
+    chosen = _select_evenly_spaced(splits, MOST_ROUNDS)
     lasted_s = sum(split.lasted_s for split in splits)
     scale, prefix = units.select_prefix(max(split.lasted_s for split in splits)) if lasted_s < 100 else (1.0, "")
     bars = [
@@ -333,7 +333,7 @@ def make_bytes_section(found: RunData) -> PageSection | None:
     if not per_round:
         return None
     scale, prefix = units.select_prefix(max(of.down_bytes + of.up_bytes for of in per_round.values()))
-    chosen = _thin_out(list(per_round.items()), MOST_ROUNDS)
+    chosen = _select_evenly_spaced(list(per_round.items()), MOST_ROUNDS)
     bars = [
         plots.PlotBar(_format_round_name(found, n), (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen
     ]
@@ -346,6 +346,7 @@ def make_bytes_section(found: RunData) -> PageSection | None:
 
 
 def make_reason_table(found: RunData) -> HtmlTable:
+    """Return the most frequent reasons why devices contributed nothing, at most 20."""
     counted = Counter(
         (name, matrix.format_reason(part))
         for devices in found.parts.values()
@@ -415,7 +416,7 @@ def _drop_none(value: Any) -> Any:
 # -- figures --------------------------------------------------------------------------------------
 
 
-def _thin_out(items: Sequence[T], most: int) -> list[T]:
+def _select_evenly_spaced(items: Sequence[T], most: int) -> list[T]:
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -428,6 +429,7 @@ def _format_round_name(found: RunData, number: int) -> str:
 
 
 def _find_main_metric(found: RunData) -> metrics.Metric:
+    """Return the metric of the first score of a run, or accuracy without scores."""
     told = [score.metric for score in found.scores]
     told += [point.personal.metric for point in found.evaluated_points if point.personal is not None]
     return metrics.KNOWN[told[0] if told else "accuracy"]

@@ -31,7 +31,7 @@ def open_npz(path: Path, spec: DataSpec) -> ExampleReader:
         labels = read_labels(path, spec)
         with archive.open(f"{x}.npy") as stream:
             shape, dtype = _read_npy_header(stream, path, x)
-        owner = _read_owners(archive, path, spec, names, len(labels))
+        owner = _read_owner_column(archive, path, spec, names, len(labels))
     if spec.labels and labels.ndim == 1 and spec.task == "classes":
         labels = number_labels(labels, path, spec.labels)
     if len(labels) != shape[0]:
@@ -75,9 +75,14 @@ def _list_arrays(archive: zipfile.ZipFile) -> list[str]:
     return [Path(name).stem for name in archive.namelist() if name.endswith(".npy")]
 
 
-def _read_owners(
+def _read_owner_column(
     archive: zipfile.ZipFile, path: Path, spec: DataSpec, names: Sequence[str], count: int
 ) -> np.ndarray | None:
+    """Return the owner of each example as text, or None if [data] column is not set.
+
+    Raises:
+        DataError: If the archive has no array of that name, or not one value for each example.
+    """
     if not spec.column:
         return None
     name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in names), "")

@@ -96,7 +96,7 @@ def scored(folder: Path, engine: OnnxEngine, length: int, cache: Path) -> tuple[
     made = job_bundle.load_bundle(folder)
     state = METHOD.init(made, SearchParams(score_at="output", early=0, samples=20), 0)
     net = replace(steps.starting_networks(state.stock)[0], path=state.stock.donors["p"].blocks[:length])
-    pool = steps.offered_blocks(net, state.stock, state.params)
+    pool = steps.eligible_blocks(net, state.stock, state.params)
     order = METHOD.send(replace(state, current=net, pool=pool), DeviceView("d", None, ()))
     assert order is not None
     member = DeviceData("d", pictures(40, 7), pictures(4, 8))

@@ -100,7 +100,7 @@ def collect_wheels(
         asked = hashlib.sha256(repr(question).encode()).hexdigest()
         found = _load_cached_wheels(folder, asked)
         if found is None:
-            found = _resolve_wheels(mine, target, extras, folder, index, constraint)
+            found = _download_dependencies(mine, target, extras, folder, index, constraint)
             _save_cached_wheels(folder, found, asked)
         for other in folder.glob("*.whl"):
             if other != mine and other not in found:
@@ -148,9 +148,10 @@ def _save_cached_wheels(folder: Path, wheels: Sequence[Path], asked: str) -> Non
     (folder / "kept.json").write_bytes(msgspec.json.encode(kept))
 
 
-def _resolve_wheels(
+def _download_dependencies(
     mine: Path, target: BundleTarget, extras: Sequence[str], folder: Path, index: str | None, constraint: Path | None
 ) -> list[Path]:
+    """Download all wheels that the own wheel needs on the target. Return them without the own wheel."""
     own = Wheel.from_file(mine).name
     root = f"{own}[{','.join(extras)}]" if extras else own
     with tempfile.TemporaryDirectory(dir=folder) as built:
@@ -194,7 +195,7 @@ def _download_until_complete(
     constraint: Path | None,
     more: list[str],
 ) -> list[Path]:
-    """Download wheels until all dependencies are there, and return those needed, copied to `folder`."""
+    """Download wheels until no dependency is missing. Return copies in `folder`, without the own wheel."""
     for _ in range(ROUNDS_MOST):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             _download_wheels([f"{root} @ {mine.resolve().as_uri()}", *more], Path(scratch), target, index, constraint)

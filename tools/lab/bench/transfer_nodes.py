@@ -78,7 +78,10 @@ def _create_unreliable_send(loss: float, lost: list[int]) -> Callable[..., None]
 
 
 def serve_blob(url: str, folder: str, sha256: str, way: str, loss: str) -> None:
-    """Serve the blob until SIGTERM, then print memory and processor time as JSON."""
+    """Print the port, serve the blob until SIGTERM, then print memory and processor time as JSON.
+
+    The `way` is "tcp", "http" or "mqtt".
+    """
     import fedquilt.coordinator.server  # noqa: F401 - its imports are part of the base
     from fedquilt.coordinator.delivery.blobs import server
     from fedquilt.coordinator.delivery.blobs.locations import BlobLocationProvider, BlobLocationSettings
@@ -159,7 +162,10 @@ def _send_rest(sock: socket.socket, file: int, offset: int, size: int) -> None:
 
 
 def pull_blob(url: str, folder: str, sha256: str, device: str, way: str, port: str) -> None:
-    """Pull the blob after a line on standard input, then print memory and processor time as JSON."""
+    """Pull the blob after a line on standard input, then print memory, processor time and error as JSON.
+
+    The `way` "tcp" is a plain connection to `port`. Other ways request the blob over the broker at `url`.
+    """
     import fedquilt.edge_agent.agent  # noqa: F401 - its imports are part of the base
 
     if way == "tcp":
@@ -214,6 +220,7 @@ def _create_profile(device: str) -> Profile:
 
 
 def _wait_for_start() -> float:
+    """Print "ready", wait for a line on standard input, and return the processor seconds so far."""
     print("ready", flush=True)
     sys.stdin.readline()
     return time.process_time()

@@ -154,7 +154,7 @@ def check_free_space(settings: AgentSettings, free: Free) -> Verdict:
     return f"{left / 1e9:.1f} GB are free where {home} is"
 
 
-def _check_board(settings: AgentSettings, path: Path) -> Verdict:
+def _check_board_and_profile_exist(settings: AgentSettings, path: Path) -> Verdict:
     if settings.board == "auto" and settings.profile is None:
         return None
     try:
@@ -166,7 +166,8 @@ def _check_board(settings: AgentSettings, path: Path) -> Verdict:
     return f"board {settings.board}, profile {settings.profile or 'of its kind'}"
 
 
-def _check_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
+def _check_shipped_profile(settings: AgentSettings, path: Path, machine: MachineFacts) -> Verdict:
+    """Check that a profile for this Jetson ships, unless the settings name a profile or a board."""
     if settings.board != "auto" or not machine.tegra or settings.profile is not None:
         return None
     if (fits := jetson.find_profile(machine.root)) is not None:
@@ -231,7 +232,7 @@ def _check_memory_budget(budget_bytes: int, memory_bytes: int, path: Path) -> Ve
     return said
 
 
-def _usable_engines(packages: InstalledPackages) -> list[str]:
+def _installed_engines(packages: InstalledPackages) -> list[str]:
     needs = {"numpy": ("numpy",), "torch": ("torch",), "onnx": ("onnxruntime", "onnxruntime-gpu")}
     return [name for name in NEEDS if any(each in packages.versions for each in needs.get(name, ()))]
 
@@ -239,7 +240,7 @@ def _usable_engines(packages: InstalledPackages) -> list[str]:
 def _check_engines_fit_budget(
     budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts
 ) -> Verdict:
-    known = _usable_engines(packages)
+    known = _installed_engines(packages)
     if short := memory_budget.describe_engine_shortage(budget_bytes, known):
         return error(short, f'budget = "512MB" in {path}' if known else onnx_installation_command(machine))
     fit = [name for name in known if memory_budget.minimum_task_bytes(name, {}) < budget_bytes]
@@ -248,7 +249,7 @@ def _check_engines_fit_budget(
 
 def _check_other_engines(budget_bytes: int, path: Path, packages: InstalledPackages, machine: MachineFacts) -> Verdict:
     """Check that an engine other than numpy's is installed and fits the budget."""
-    known = _usable_engines(packages)
+    known = _installed_engines(packages)
     if [name for name in known if memory_budget.minimum_task_bytes(name, {}) < budget_bytes] != ["numpy"]:
         return None
     return Problem(
@@ -291,7 +292,7 @@ AGENT: Final = (
     HOME,
     Check("FQ303", ("settings", "free"), check_free_space),
     *identity.IDENTITY,
-    Check("FQ308", ("settings", "path"), _check_board),
+    Check("FQ308", ("settings", "path"), _check_board_and_profile_exist),
     Check("FQ309", ("settings", "path"), check_examples),
     Check("FQ310", ("budget_bytes", "memory_bytes", "path"), _check_memory_budget),
     Check("FQ311", ("budget_bytes", "path", "packages", "machine"), _check_engines_fit_budget),
@@ -304,7 +305,7 @@ AGENT: Final = (
         "fedquilt board flash again, which writes it by the budget",
     ),
     Check("FQ315", ("settings", "machine"), _check_clock_helper, "sudo systemctl enable --now fedquilt-clocks"),
-    Check("FQ316", ("settings", "path", "machine"), _check_profile),
+    Check("FQ316", ("settings", "path", "machine"), _check_shipped_profile),
     Check("FQ317", ("settings", "path", "machine"), _check_profile_fits_board),
     Check("FQ162", ("settings", "machine"), power_mode.check_deadlines),
 )
