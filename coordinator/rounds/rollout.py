@@ -317,13 +317,13 @@ def incompatible_devices(plan: RolloutPlan, profiles: Mapping[str, Profile]) -> 
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def format_incompatible_devices(without: Mapping[str, str], most: int) -> str:
-    """Return devices by reason: "a, b and 6 more (reason)", with up to `most` names for each reason."""
+def format_incompatible_devices(reasons: Mapping[str, str], names_per_reason: int) -> str:
+    """Return devices by reason: "a, b and 6 more (reason)", with up to `names_per_reason` names for each reason."""
     said = []
-    for reason in dict.fromkeys(without.values()):
-        names = [name for name in without if without[name] == reason]
-        more = f" and {len(names) - most} more" if len(names) > most else ""
-        said.append(f"{', '.join(names[:most])}{more} ({reason})")
+    for reason in dict.fromkeys(reasons.values()):
+        names = [name for name in reasons if reasons[name] == reason]
+        more = f" and {len(names) - names_per_reason} more" if len(names) > names_per_reason else ""
+        said.append(f"{', '.join(names[:names_per_reason])}{more} ({reason})")
     return "; ".join(said)
 
 
@@ -419,8 +419,8 @@ def _delays_next_step(state: Rollout, device: str, seen: RolloutDevice | None, n
     return now_s < seen.since_s + _wait_limit_s(state, _is_reporting(state, device, seen.online))
 
 
-def _wait_limit_s(state: Rollout, talks: bool) -> float:
-    return LONGEST_S + state.plan.soak_s if talks else state.plan.patience_s
+def _wait_limit_s(state: Rollout, is_reporting: bool) -> float:
+    return LONGEST_S + state.plan.soak_s if is_reporting else state.plan.patience_s
 
 
 def _is_reporting(state: Rollout, device: str, online: bool) -> bool:

@@ -184,11 +184,13 @@ class _DependencyReader:
     def _is_weight(self, path: str, name: str) -> bool:
         return getattr(self.modules[path], "weight", None) is self.held[name]
 
-    def _scaled_operand(self, node: fx.Node) -> fx.Node | None:
-        """Return the tensor that the product `node` scales by a number, or None if no operand is a number."""
-        one = [isinstance(each, int | float) or self._is_scalar_tensor(each) for each in node.args]
+    def _scaled_operand(self, product: fx.Node) -> fx.Node | None:
+        """Return the tensor that a product scales by a number, or None if no operand is a number."""
+        one = [isinstance(each, int | float) or self._is_scalar_tensor(each) for each in product.args]
         return (
-            next((each for each, number in zip(node.args, one, strict=True) if not number), None) if any(one) else None
+            next((each for each, number in zip(product.args, one, strict=True) if not number), None)
+            if any(one)
+            else None
         )
 
     def _is_scalar_tensor(self, value: Any) -> bool:

@@ -76,7 +76,7 @@ def _list_arrays(archive: zipfile.ZipFile) -> list[str]:
 
 
 def _read_owner_column(
-    archive: zipfile.ZipFile, path: Path, spec: DataSpec, names: Sequence[str], count: int
+    archive: zipfile.ZipFile, path: Path, spec: DataSpec, array_names: Sequence[str], count: int
 ) -> np.ndarray | None:
     """Return the owner of each example as text, or None if [data] column is not set.
 
@@ -85,9 +85,9 @@ def _read_owner_column(
     """
     if not spec.column:
         return None
-    name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in names), "")
+    name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in array_names), "")
     if not name:
-        raise DataError(f"{path} holds {', '.join(names)}, not {spec.column}: set [data] column to one of these")
+        raise DataError(f"{path} holds {', '.join(array_names)}, not {spec.column}: set [data] column to one of these")
     with archive.open(f"{name}.npy") as stream:
         shape, dtype = _read_npy_header(stream, path, name, "uiU")
         if shape != (count,):
@@ -95,15 +95,17 @@ def _read_owner_column(
         return read_rows(stream, shape, dtype, np.arange(count)).astype(str)
 
 
-def _choose_array_name(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
+def _choose_array_name(path: Path, spec: DataSpec, letter: str, array_names: Sequence[str]) -> str:
     given = spec.x if letter == "x" else spec.y
     if not isinstance(given, str):
         raise DataError(f"{path}: [data] {letter} is the name of one array of an .npz, not a list")
     tried = [given] if given else [f"{letter}_{spec.split}", *([letter] if spec.split == "train" else [])]
     for name in tried:
-        if name in names:
+        if name in array_names:
             return name
-    raise DataError(f"{path} holds {', '.join(names) or 'no arrays'}, not {' or '.join(tried)}: set [data] {letter}")
+    raise DataError(
+        f"{path} holds {', '.join(array_names) or 'no arrays'}, not {' or '.join(tried)}: set [data] {letter}"
+    )
 
 
 def _read_npy_header(

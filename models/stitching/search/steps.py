@@ -370,13 +370,13 @@ def _filter_used_junctions(
 def _describe_vote(
     state: SearchState,
     winners: list[Winner],
-    dropped: set[str],
-    ranks: Mapping[str, float],
-    weights: Mapping[str, float],
+    dropped_blocks: set[str],
+    device_ranks: Mapping[str, float],
+    device_weights: Mapping[str, float],
 ) -> list[str]:
-    """Return the log lines of a vote. `dropped` are ids of blocks, `ranks` and `weights` are by device."""
+    """Return the log lines of a vote. `dropped_blocks` are ids."""
     assert state.current is not None
-    total = sum(weights[device] for device in state.ballots)
+    total = sum(device_weights[device] for device in state.ballots)
     notes = [
         f"{display_names.path_name(state.current.path)}: {len(state.ballots)} devices scored {len(state.pool)} blocks"
     ]
@@ -385,15 +385,18 @@ def _describe_vote(
             f"picked {winner.block}: score {winner.score:.3f}, {winner.voters} of {len(state.ballots)} devices, "
             f"{100 * winner.votes / total:.0f} % of the weight"
         )
-    if ranks:
-        best, worst = max(ranks, key=lambda d: (ranks[d], d)), min(ranks, key=lambda d: (ranks[d], d))
+    if device_ranks:
+        best, worst = (
+            max(device_ranks, key=lambda d: (device_ranks[d], d)),
+            min(device_ranks, key=lambda d: (device_ranks[d], d)),
+        )
         notes.append(
-            f"others agree most with {best} (rank {ranks[best]:.2f}, weight now {weights[best]:.3f}), "
-            f"least with {worst} (rank {ranks[worst]:.2f}, weight now {weights[worst]:.3f})"
+            f"others agree most with {best} (rank {device_ranks[best]:.2f}, weight now {device_weights[best]:.3f}), "
+            f"least with {worst} (rank {device_ranks[worst]:.2f}, weight now {device_weights[worst]:.3f})"
         )
     explorers = sorted(device for device, ballot in state.ballots.items() if ballot.explored)
     if explorers:
         notes.append(f"picked at random: {', '.join(explorers)}")
-    if dropped:
-        notes.append(f"dropped as too shallow: {', '.join(sorted(dropped))}")
+    if dropped_blocks:
+        notes.append(f"dropped_blocks as too shallow: {', '.join(sorted(dropped_blocks))}")
     return notes
