@@ -15,9 +15,11 @@ demo: .venv-demo/ready
 	.venv-demo/bin/fedquilt demo $(ARGS)
 
 # two workers for each core, as many tests wait for processes; each file's tests in one worker, in the order of
-# tests/conftest.py. Bytecode is kept, as hundreds of processes import fedquilt. Files lie in memory where programs may be
-# run from there, as stores wait for the disk at each event. ARGS come last and win: ARGS="-n 0 -x" for one process
-MEMORY = $(shell grep -s ' /dev/shm ' /proc/mounts | grep -qvw noexec && echo /dev/shm)
+# tests/conftest.py. Bytecode is kept, as hundreds of processes import fedquilt. Files lie in memory where 8 GB are free
+# and programs may run from there, as stores wait for the disk at each event. ARGS come last and win: ARGS="-n 0 -x" for
+# one process
+MEMORY = $(shell grep -s ' /dev/shm ' /proc/mounts | grep -qvw noexec && \
+  [ "$$(df --output=avail -k /dev/shm | tail -1)" -gt 8000000 ] && echo /dev/shm)
 test: .venv/ready
 	TMPDIR=$(MEMORY) PYTHONDONTWRITEBYTECODE= .venv/bin/python -m pytest -n $$((2 * $$(env -u OMP_NUM_THREADS nproc))) --dist loadfile --no-loadscope-reorder $(ARGS)
 
