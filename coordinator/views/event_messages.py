@@ -76,6 +76,11 @@ def format_metric(name: str, value: float) -> str:
     return f"{metric.title} {metrics.format_value(metric, value, 1)}"
 
 
+def format_round_name(number: int, final: int | None) -> str:
+    """Return "round N", counted from 1, or "final evaluation" for the number `final`."""
+    return FINAL if number == final else f"round {number + 1}"
+
+
 def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
     """Return the line of a committed round of work, without the parts for which `width` has no room.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fedquilt.coordinator.rounds.eligibility import REASONS
+from fedquilt.coordinator.views import event_messages
 from fedquilt.coordinator.views.round_outcomes import DeviceOutcome
 
 MOST_DEVICES, MOST_ROUNDS = 60, 120
@@ -38,14 +39,18 @@ def format_reason(part: DeviceOutcome) -> str:
     return part.text if part.code == "declined" else MEANINGS.get(part.code, part.code)
 
 
-def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]]) -> DeviceMatrix:
+def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]], final: int | None) -> DeviceMatrix:
+    """Return the outcomes of devices in the latest rounds. `final` is the number of the final evaluation."""
     numbers = sorted(parts)[-MOST_ROUNDS:]
     known = sorted({name for number in numbers for name in parts[number]})
     names = known[:MOST_DEVICES]
-    rows = [(name, [_make_cell(number, name, parts[number].get(name)) for number in numbers]) for name in names]
+    rows = [(name, [_make_cell(number, name, parts[number].get(name), final) for number in numbers]) for name in names]
     seen = {code for _, cells in rows for code, _ in cells}
     step = max(1, -(-len(numbers) // 12), 2 if max(numbers, default=0) > 9 and len(numbers) > 1 else 1)
-    heads = [(str(numbers[i] + 1), len(numbers[i : i + step])) for i in range(0, len(numbers), step)]
+    heads = [
+        ("final" if numbers[i] == final else str(numbers[i] + 1), len(numbers[i : i + step]))
+        for i in range(0, len(numbers), step)
+    ]
     codes = Counter(part.code for devices in parts.values() for part in devices.values())
     told = ", ".join(f"{MEANINGS.get(code, code)}: {count}" for code, count in codes.most_common())
     hidden = [f"{len(known) - len(names)} more devices"] if len(known) > len(names) else []
@@ -55,7 +60,8 @@ def make_device_matrix(parts: Mapping[int, Mapping[str, DeviceOutcome]]) -> Devi
     return DeviceMatrix([(code, text) for code, text in COLOURED.items() if code in seen], heads, rows, notes)
 
 
-def _make_cell(number: int, name: str, part: DeviceOutcome | None) -> tuple[str, str]:
+def _make_cell(number: int, name: str, part: DeviceOutcome | None, final: int | None) -> tuple[str, str]:
     if part is None:
         return "", ""
-    return (part.code if part.code in COLOURED else "barred"), f"round {number + 1}, {name}: {part.text}"
+    place = event_messages.format_round_name(number, final)
+    return (part.code if part.code in COLOURED else "barred"), f"{place}, {name}: {part.text}"

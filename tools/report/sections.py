@@ -161,7 +161,7 @@ def make_timeline_section(found: RunData) -> PageSection | None:
         ]
         name = _format_round_name(found, number)
         clock = "virtual time" if found.row.has_virtual_time else "since the round began"
-        title = f"Devices in {'the ' * (name == 'evaluation')}{name}"
+        title = f"Devices in {'the ' * (number == found.summary.final)}{name}"
         over[name] = plots.plot_bars(bars, title, f"{prefix}s, {clock}", TIME_PARTS)
     return PageSection(["The fastest device comes first."], switch=_render_switch(over))
 
@@ -423,9 +423,7 @@ def _select_evenly_spaced(items: Sequence[T], most: int) -> list[T]:
 
 
 def _format_round_name(found: RunData, number: int) -> str:
-    # an evaluation may follow the last round
-    done = found.points[-1].rounds if found.points else number + 1
-    return f"round {number + 1}" if number < done else "evaluation"
+    return event_messages.format_round_name(number, found.summary.final)
 
 
 def _find_main_metric(found: RunData) -> metrics.Metric:

@@ -220,7 +220,7 @@ def test_the_timeline_shows_what_each_device_did_in_a_round(tmp_path: Path) -> N
     labels = re.findall(r'aria-label="(Devices in [^"]*)"', text)
     assert labels == [
         "Devices in round 1; s, since the round began; a 4",
-        "Devices in the evaluation; s, since the round began; a 4",
+        "Devices in the final evaluation; s, since the round began; a 4",
     ]
     for part in ("a, task: 2", "a, down, start and up: 1", "a, waiting: 1"):
         assert text.count(f"<title>{part}</title>") == 2, part
@@ -307,12 +307,12 @@ def test_the_picture_of_who_took_part_has_a_square_for_each(tmp_path: Path) -> N
     """Three in round 0, two of whom were not asked; each says why when pointed at."""
     with Store(tmp_path) as store:
         found = report.load_run_data(store, run_of(store, FACTS))
-    drawn = matrix.make_device_matrix(found.parts)
+    drawn = matrix.make_device_matrix(found.parts, found.summary.final)
     cells = {name: list(row) for name, row in drawn.rows}
     assert cells["a"][0] == ("answered", "round 1, a: update received")
     assert cells["b"] == [
         ("declined", "round 1, b: declined (memory): too big for 64 MB"),
-        ("drawn", "round 2, b: not drawn: place 3 of 3, 1 selected"),
+        ("drawn", "final evaluation, b: not drawn: place 3 of 3, 1 selected"),
     ]
     assert cells["d"][0] == ("barred", "round 1, d: hotter than [cohort] max_temperature_c")
     assert cells["c"][0][0] == "drawn"

@@ -167,6 +167,7 @@ class RunFollower:
         parts = self.parts.get(state.round, {})
         return {
             "round": state.round + 1,
+            "name": event_messages.format_round_name(state.round, self.summary.final),
             "phase": state.phase,
             "attempt": state.attempt,
             "asked": sorted(state.asked),

@@ -53,7 +53,7 @@ export function page(place, { name, again, ask, session, say }) {
     if (now?.waits) wait.textContent = `Waits for ${now.waits}`;
     live.hidden = !now;
     if (now) {
-      live.replaceChildren(`Now: round ${now.round}${now.attempt ? `, attempt ${now.attempt + 1}` : ""}, ${now.answered} of ${now.selected} updates`,
+      live.replaceChildren(`Now: ${now.name}${now.attempt ? `, attempt ${now.attempt + 1}` : ""}, ${now.answered} of ${now.selected} updates`,
         now.asked.length ? "; at work: " : "", ...now.asked.slice(0, 12).flatMap((each, place) => [place ? ", " : "", boardLink(each)]), now.asked.length > 12 ? ` and ${now.asked.length - 12} more` : "");
     }
     draw(told);

@@ -64,5 +64,5 @@ function row(each) {
     td("Result", "number", known && each.metric.value !== null ? [metric(each.metric, each.metric.value), h("small", {}, ` ${each.metric.title}`)] : "–"),
     td("Down and up", "number", known ? size(each.down_bytes + each.up_bytes) : "–"),
     td("Energy", "number", known ? joules(each.joules) : "–"),
-    td("Who", "words", now ? [now.waits ? h("span", { class: "waits" }, `waits for ${now.waits}`) : h("span", {}, `round ${now.round}: ${now.answered} of ${now.selected} updates`), tally(now, each.run)] : each.reason || ""));
+    td("Who", "words", now ? [now.waits ? h("span", { class: "waits" }, `waits for ${now.waits}`) : h("span", {}, `${now.name}: ${now.answered} of ${now.selected} updates`), tally(now, each.run)] : each.reason || ""));
 }
