@@ -198,8 +198,8 @@ def parse_settings(table: Mapping[str, Any]) -> AgentSettings:
 def describe_missing_data(settings: AgentSettings) -> str:
     """Return a warning if the file or folder of [data] does not exist, or ""."""
     path = Path(settings.data.get("path") or ".")
-    # no error, because the file may be on a disk that is mounted later
-    return "" if path.exists() else f"no data at {path} ([data] path){toml.suggest_file(path)}"
+    # No error, because the file may be on a disk that is mounted later. `Path.exists` raises some errors of the disk.
+    return "" if os.path.exists(path) else f"no data at {path} ([data] path){toml.suggest_file(path)}"
 
 
 def _resolve_all_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -363,7 +363,6 @@ class LinkExecutor:
 
     def _handle_or_decode_message(self, message: Message, now_s: float) -> Said | None:
         """Return the sender and the message, or None if the message is invalid or handled already."""
-        # Returns None for messages that are invalid or already handled.
         try:
             route = wire.parse_topic(message.topic)
             if route.direction != "up":

@@ -111,7 +111,7 @@ def _last_event_or_creation_time(row: StoredJob | UnreadableRow, log: IndexedLog
 def remove_runs(store: Store, ids: Collection[str]) -> RemovedFiles:
     """Remove runs and every file of the home that no run needs, and return the amount of files.
 
-    Without an active coordinator, this process holds the lock of the home until the process ends.
+    Without an active coordinator, the store holds the lock of the home until it is closed.
 
     Raises:
         JobError: If a coordinator may be working on one of the runs. Nothing has been removed.

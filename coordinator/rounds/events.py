@@ -360,10 +360,12 @@ def apply_event(state: JobState, fact: AnyEvent, now_s: float) -> JobState:
     kind, of = type(fact).__name__, getattr(fact, "round", state.round)
     to = next_phases(kind, state.phase)
     if of != state.round:
-        raise JobError(f"{kind} of round {of} in the log of a job whose running round is {state.round}{_NOT_OURS}")
+        raise JobError(
+            f"{kind} of round {of + 1} in the log of a job whose running round is {state.round + 1}{_NOT_OURS}"
+        )
     after = _apply_allowed_event(state, fact, now_s) if to else state
     if after.phase not in to:
-        raise JobError(f"{kind} in round {state.round} cannot happen to a job that is {state.phase}{_NOT_OURS}")
+        raise JobError(f"{kind} in round {state.round + 1} cannot happen to a job that is {state.phase}{_NOT_OURS}")
     return after
 
 

@@ -428,7 +428,8 @@ def format_by_reason(declined: Mapping[str, str], most: int = 5) -> str:
         devices.setdefault(reason, []).append(device)
     more = {reason: f" and {len(names) - most} more" for reason, names in devices.items() if len(names) > most}
     told = list(devices.items())[:most]
-    return "; ".join(f"{', '.join(names[:most])}{more.get(reason, '')}: {reason}" for reason, names in told)
+    said = [f"{', '.join(names[:most])}{more.get(reason, '')}: {reason}" for reason, names in told]
+    return "; ".join([*said, *([f"{len(devices) - most} more reasons"] if len(devices) > most else [])])
 
 
 def _describe_failed_round(state: JobState, want: int, reasons: Mapping[str, tuple[str, str]]) -> str:

@@ -312,11 +312,11 @@ class RowStore:
             raise self.damage_error(id, "its last facts are missing")
         return [(seq, at, body) for seq, at, body, _ in rows]
 
-    def checksum_at(self, id: str, seq: int) -> bytes:
-        """Return the checksum of the last event of a job up to a sequence number."""
+    def checksum_at(self, id: str, seq: int) -> Any:
+        """Return the stored checksum of the last event of a job up to a sequence number, damaged or not."""
         query = f"select sum from {self._facts} where job = ? and seq <= ? order by seq desc limit 1"  # noqa: S608
         found = self._db.execute(query, (id, seq)).fetchone()
-        return bytes(found[0]) if found else FIRST
+        return found[0] if found else FIRST
 
     def read_log(self, id: str) -> IndexedLog | None:
         """Return a job's current log, or None if the job is unknown or its row has another end of the log."""

@@ -357,9 +357,9 @@ class Store:
         """Return the command or function that resumes an interrupted job, for errors."""
         how = {
             "run": f"`fedquilt serve --home {self.home}`",
-            "fleet": f"`fedquilt simulate JOB --home {self.home}`",
+            "fleet": f"`fedquilt simulate JOB --link embedded --home {self.home}` (or --link broker)",
             "virtual": f"`fedquilt simulate JOB --home {self.home}`",
-            "simulation": "`fedquilt.simulate` with this job and home",
+            "simulation": "`fedquilt.simulate`, or `fedquilt simulate JOB --engine ENGINE`, with this job and home",
         }
         return f"{how[row.origin]} goes on with {row.id}"
 

@@ -45,14 +45,16 @@ from fedquilt.coordinator.views.run_summary import (
 from fedquilt.core import EvaluationSums, JobError, Update, Usage
 
 FINAL: Final = "final evaluation"  # instead of a round's number
+SETTLING: Final = "statistics for the final evaluation"  # likewise
 UNTOLD: Final = ("macro_precision", "macro_recall", "micro_precision", "micro_recall", "micro_f1")
 """Metrics that a line does not show."""
 
 
 def format_status(summary: RunSummary, state: JobState) -> list[str]:
     """Return the status of a run in three lines: the running round, costs, and devices."""
-    final = state.is_work_done and not state.settling
-    what = FINAL if final else f"round {state.completed_rounds + 1} of {state.plan.rounds}"
+    what = f"round {state.completed_rounds + 1} of {state.plan.rounds}"
+    if state.is_work_done:
+        what = SETTLING if state.settling else FINAL
     spent, cohort = state.spent, len(state.asked) + len(state.answered)
     taken = [f"{costs.format_joules(spent.joules)}{summary.total.energy_word}"] if spent.metered else []
     devices = [f"{len(state.answered)} of {cohort} devices answered" if cohort else "no device selected yet"]
@@ -94,10 +96,10 @@ def format_round(one: RoundSummary, rounds: int, score: str, width: int) -> str:
     all_there = f"{cost.tasks} device{'s' * (cost.tasks != 1)}"
     parts = [
         score or ("" if loss is None else f"loss {_format_number(loss)}"),
-        f"{cost.tasks} of {one.selected} devices" if cost.tasks < one.selected else "",
+        f"{cost.tasks} of {one.selected} devices" if 0 < cost.tasks < one.selected else "",
         _format_energy(cost),
-        units.format_bytes(cost.down_bytes + cost.up_bytes),
-        all_there if cost.tasks >= one.selected else "",
+        units.format_bytes(cost.down_bytes + cost.up_bytes) if cost.tasks else "",
+        all_there if 0 < cost.tasks >= one.selected else "",
     ]
     line, separator = f"round {one.rounds_before + 1} of {rounds}", ": "
     for part in filter(None, parts):

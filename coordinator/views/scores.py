@@ -103,7 +103,10 @@ def scores_path(home: Path, run: str) -> Path:
 
 def read_scores(home: Path, row: StoredJob) -> RunScores:
     """Return the stored scores, or empty scores if they are missing, damaged or of another test set."""
-    nothing = RunScores({} if not (row.job.data or row.job.test) else make_test_table(row.job))
+    try:
+        nothing = RunScores(make_test_table(row.job) if row.job.data or row.job.test else {})
+    except JobError:  # a job whose data have no test split by default
+        nothing = RunScores({})
     try:
         found = checksummed_json.decode_with_checksum(scores_path(home, row.id).read_bytes(), RunScores)
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import signal
@@ -26,7 +27,7 @@ from fedquilt.coordinator.job_view import EndedJob, JobView
 from fedquilt.coordinator.jobs.job import RunningJob
 from fedquilt.coordinator.limits import CoordinatorLimits
 from fedquilt.coordinator.metrics_exporter import CoordinatorMetrics
-from fedquilt.coordinator.rounds import next_event
+from fedquilt.coordinator.rounds import eligibility, next_event
 from fedquilt.coordinator.rounds import rollout as rounds_rollout
 from fedquilt.coordinator.rounds.events import (
     ENDED,
@@ -47,7 +48,7 @@ from fedquilt.coordinator.rounds.events import (
 from fedquilt.coordinator.rounds.rollout import Rollout
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.storage.store import AWAY_S, InactiveRunError, Store, StoredJob
-from fedquilt.coordinator.views import event_messages, round_outcomes, wait_reasons
+from fedquilt.coordinator.views import costs, event_messages, round_outcomes, wait_reasons
 from fedquilt.coordinator.views import rollouts as rollout_view
 from fedquilt.coordinator.views.run_summary import RoundSummary, RunSummary
 from fedquilt.core import JobError
@@ -173,10 +174,17 @@ class Console:
             self._declines[job.id, fact.round][fact.device] = f"{what}: {fact.reason}"
         elif isinstance(fact, RoundCommitted) and not fact.settled:
             self._print_round(run, event_messages.format_score(run.summary.running.scores))
-            if run.summary.running.is_work:
-                run.committed = run.summary.running
+            if not job.rounds.checked:
+                # the summary lacks events before this process, the state has all
+                run.committed = msgspec.structs.replace(
+                    run.summary.running,
+                    rounds_before=job.rounds.completed_rounds - 1,
+                    cost=costs.sum_costs(before.state.answered.values()),
+                )
             if not event_messages.is_evaluation_due(job.rounds):
                 self._print_round(run, "")
+            if fact.notes:
+                self._report_for(job.id, *fact.notes)
         if isinstance(fact, JobEnded):
             del self._runs[job.id]
             self.close()
@@ -201,7 +209,7 @@ class Console:
             self._report_for(job.id, event_messages.format_round(committed, job.rounds.plan.rounds, score, width))
 
     def _print_declines(self) -> None:
-        """Print the collected declines, at most SINGLY of each round and reason, and count the rest."""
+        """Print the collected declines, one line for each run and round, by reason."""
         for (run, round), reasons in self._declines.items():
             self._report_for(run, f"round {round + 1}: {next_event.format_by_reason(reasons)}")
         self._declines.clear()
@@ -240,6 +248,10 @@ class Console:
 
             self.report_wait(job, wait, now_s, find_fix)
         self._runs = {id: run for id, run in self._runs.items() if run.job.rounds.phase not in ENDED}
+        active = [job.id for job in server.active_jobs()]
+        if self._shown not in active:
+            self._shown = next(iter(active), None)
+            self._block.clear()
         self.refresh()
 
     def report_wait(
@@ -251,7 +263,8 @@ class Console:
     ) -> None:
         run = self._watch_run(job)
         run.wait, line = wait, run.waiting.line_due(wait, now_s)
-        self._shown = self._shown or job.id
+        if self._shown not in self._runs:
+            self._shown = job.id
         if wait is not None and line is not None and not (wait.kind == "working" and self._block.is_live):
             fix = find_fix() or (self._mend if wait.kind == "boards" else None)
             self._report_for(job.id, line, *([fix] if fix else []))
@@ -269,6 +282,10 @@ class Console:
         """Show a status line on a terminal, if one is due. The next line replaces it."""
         if self._block.is_live:
             self._block.show_status(lambda: f"{self._format_time()}{line()}")
+
+    def clear(self) -> None:
+        """Remove the block until the next `refresh`."""
+        self._block.clear()
 
     def close(self) -> None:
         """Remove the block."""
@@ -417,37 +434,40 @@ def print_log(store: Store, id: str, *, follow: bool = False, json: bool = False
         clock=lambda: at_s,
         stamp=(lambda now_s: ELAPSED.format(now_s - row.created)) if follow else format_date,
     )
-    while True:
-        status = store.stored_status(id)  # read first, so that no last fact is missed
-        ended = status in ENDED
-        if not status:
-            raise JobError(f"{id} has been deleted meanwhile")
-        for number, at_s, fact in store.read_events(id, after=seen):
-            seen, state = number, apply_event(state, fact, at_s)
-            summary = summary.with_event(fact, at_s, state)
-            if json:
-                print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
-            else:
-                console.observe(EndedJob(id, row.job, state), fact)
-        sys.stdout.flush()
-        served, now_s = store.is_served(), time.monotonic()
-        served_s = now_s if served else served_s
-        gone = not served and now_s >= served_s + AWAY_S
-        if not (served or gone or away or ended) and follow:
-            print(f"no coordinator serves {store.home}: another one is waited for {AWAY_S:g} s", file=sys.stderr)
-        away = not served
-        if ended or not follow or gone:
-            console.close()
-        if not ended and follow and gone:
-            raise InactiveRunError(f"no coordinator serves {store.home} any more: {store.describe_resume(row)}")
-        if ended or not follow:
-            for told in [] if json else event_messages.format_energy_summary(summary):
-                print("\n".join(table.fold_line(told)))
-            return
-        if not json:
-            at_s = time.time()
-            _report_stored_wait(console, store, EndedJob(id, row.job, state), row, now_s)
-        time.sleep(0.5)
+    with contextlib.closing(console):
+        while True:
+            status = store.stored_status(id)  # read first, so that no last fact is missed
+            ended = status in ENDED
+            if not status:
+                raise JobError(f"{id} has been deleted meanwhile")
+            for number, at_s, fact in store.read_events(id, after=seen):
+                seen, state = number, apply_event(state, fact, at_s)
+                summary = summary.with_event(fact, at_s, state)
+                if json:
+                    print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
+                else:
+                    console.observe(EndedJob(id, row.job, state), fact)
+            sys.stdout.flush()
+            served, now_s = store.is_served(), time.monotonic()
+            served_s = now_s if served else served_s
+            gone = not served and now_s >= served_s + AWAY_S
+            if not (served or gone or away or ended) and follow:
+                console.clear()
+                print(f"no coordinator serves {store.home}: another one is waited for {AWAY_S:g} s", file=sys.stderr)
+            away = not served
+            if ended or not follow or gone:
+                console.close()
+            if not ended and follow and gone:
+                raise InactiveRunError(f"no coordinator serves {store.home} any more: {store.describe_resume(row)}")
+            if ended or not follow:
+                for told in [] if json else event_messages.format_energy_summary(summary):
+                    print("\n".join(table.fold_line(told)))
+                return
+            if not json:
+                at_s = time.time()
+                _report_stored_wait(console, store, EndedJob(id, row.job, state), row, now_s)
+                console.refresh()
+            time.sleep(0.5)
 
 
 def _report_stored_wait(console: Console, store: Store, job: JobView, row: StoredJob, now_s: float) -> None:
@@ -459,7 +479,8 @@ def _report_stored_wait(console: Console, store: Store, job: JobView, row: Store
         able = wait_reasons.eligible_online_devices(state)
         return wait_reasons.describe_busy_devices(state, able, wait_reasons.devices_of_other_runs(store, row.id))
 
-    wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home))
+    busy = {device for device, code in state.passed.items() if code == eligibility.BUSY}
+    wait = wait_reasons.find_round_wait(row, state, wait_reasons.load_device_statuses(store.home), busy)
     console.report_wait(job, wait, now_s, find_fix)
 
 

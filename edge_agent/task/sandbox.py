@@ -135,7 +135,6 @@ def _restrict_network() -> bool:
 
 def _build_seccomp_program(calls: SystemCalls) -> list[bytes]:
     """Return a program that denies sockets except Unix and Netlink, and calls that reach other processes."""
-    # Denied are sockets except Unix and Netlink, and calls that reach other processes.
     tests = [
         (LOAD, ARCHITECTURE_AT, None),
         (EQUAL, calls.architecture, "next or refuse"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final, TypeVar
@@ -281,7 +280,8 @@ def root_command(context: click.Context, verbose: int) -> None:
     """Run federated learning on edge devices."""
     import logging  # here, as `fedquilt --help` does not log
 
+    from fedquilt.console import progress
     from fedquilt.host import logs
 
     context.obj = verbose
-    logging.basicConfig(level=_log_level(verbose), format=logs.PLAIN, stream=sys.stderr)
+    logging.basicConfig(level=_log_level(verbose), format=logs.PLAIN, handlers=[progress.LogHandler()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from fedquilt.cli import home_access, job_files, options
@@ -63,7 +64,8 @@ def simulate(
         count = devices or new_job.choose_devices(found)
         job_files.write_job(new_job.NewJob(out, found, "fedavg", count, new_job.ROUNDS), force=force)
     run, status = _run_job(job, devices, link, home, workers, broker)
-    again = " ".join(["fedquilt simulate", str(job), *workers.arguments])
+    chosen = [*(["--devices", str(devices)] if devices else []), *(["--link", link] if link != "memory" else [])]
+    again = shlex.join(["fedquilt", "simulate", str(job), *chosen, *workers.arguments])
     if status == "done" and not is_job:
         _write_report(home, run, job.with_suffix(".html"))
     return home_access.report_end(home, run, status, again)

@@ -7,6 +7,7 @@ whichever is longer, but at most RARELY_S.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import shutil
@@ -33,6 +34,18 @@ EVIDENCE_SHARE: Final = 0.2
 MISJUDGED: Final = 1.5  # an estimate so many times the least one hides the remaining time, which must not climb
 
 
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Log handler on standard error that removes a live line before each record."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for line in list(_LIVE):
+            line.clear()
+        super().emit(record)
+
+
 class ProgressLine:
     """Progress of the current operation: lines that are rewritten in place. Thread-safe.
 
@@ -49,7 +62,7 @@ class ProgressLine:
         live: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._given, self._live, self._clock, self._lock = out, live, clock, threading.Lock()
+        self._given, self._live, self._clock, self._lock = out, live, clock, threading.RLock()
         self._begun_s: float | None = None  # of what goes on now
         self._due_s = 0.0
         self._drawn: list[str] = []
@@ -104,6 +117,12 @@ class ProgressLine:
         now, done, total = part
         return self.show_status(f"{what}: {now}, {so_far} so far", done, total)
 
+    def clear(self) -> None:
+        """Remove the live line until the next `show_status`."""
+        with self._lock:
+            self._wipe()
+            self._out.flush()
+
     def print_lines(self, *lines: str) -> None:
         """Print permanent lines. A live line disappears until the next `show_status`."""
         with self._lock:
@@ -138,11 +157,13 @@ class ProgressLine:
         if shown != self._drawn:
             print(self._to_start() + "\n".join(shown), end="", file=self._out, flush=True)
             self._drawn = shown
+            _LIVE.add(self)
 
     def _wipe(self) -> None:
         if self._drawn:
             print(self._to_start(), end="", file=self._out)
             self._drawn, self._due_s = [], 0.0
+            _LIVE.discard(self)
 
     def _to_start(self) -> str:
         return f"\r\x1b[{len(self._drawn) - 1}A\x1b[J" if len(self._drawn) > 1 else "\r\x1b[K"
@@ -171,6 +192,7 @@ def _measure_width() -> int:
     return shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
 
 
+_LIVE: Final = set[ProgressLine]()  # lines on a terminal
 LINE: Final = ProgressLine()
 """The line of this process on standard error."""
 

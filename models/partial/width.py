@@ -193,7 +193,6 @@ def shrink_module(module: Any, start: Tensors, *, scaled: bool) -> Any:
 
 def _resize_layer(layer: Any, path: str) -> bool:
     """Set a layer's sizes to those of its weight, and return whether it is a depthwise convolution."""
-    # Returns whether the layer is a depthwise convolution.
     from torch import nn
 
     if isinstance(layer, nn.Linear):

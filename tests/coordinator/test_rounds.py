@@ -288,7 +288,7 @@ def test_facts_of_another_round_are_refused():
         TaskDeclined(2, "a", "x", "y"),
         RoundRetried(1, 1),
     ):
-        with pytest.raises(JobError, match=f"of round {fact.round} in the log of a job whose running round is 0"):
+        with pytest.raises(JobError, match=f"of round {fact.round + 1} in the log of a job whose running round is 1"):
             apply_event(state, fact, 5.0)
 
 

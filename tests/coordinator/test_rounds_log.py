@@ -69,7 +69,7 @@ def test_a_fact_leads_where_the_table_says_or_is_refused(fact, phase):
     if to:
         assert apply_event(state, fact, 1.0).phase in to
     else:
-        with pytest.raises(JobError, match=f"{type(fact).__name__} in round 0 cannot happen to a job that is {phase}"):
+        with pytest.raises(JobError, match=f"{type(fact).__name__} in round 1 cannot happen to a job that is {phase}"):
             apply_event(state, fact, 1.0)
 
 

@@ -274,7 +274,6 @@ def _require_independent_answers(model: LoadedModel, one: np.ndarray, held: Exam
 
 def _build_tensorrt_engine(order: CheckRequest, model: LoadedModel, one: np.ndarray) -> list[str]:
     """Build a TensorRT engine in the output folder. Return a list with a note if the build fails."""
-    # Returns notes on a build without an engine.
     assert order.trtexec is not None
     part = Path(order.out) / f"{TENSORRT}.part"
     command = [

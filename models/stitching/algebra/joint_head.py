@@ -298,7 +298,6 @@ def _select_tap_and_update(
     given: StandardisedSums, so_far: _SolvedTaps, tap: _OpenTap, others: Sequence[_OpenTap], width: int, widest: int
 ) -> tuple[_SolvedTaps, list[_OpenTap]]:
     """Return the set with the selected tap, and the other taps that still fit, regressed on this set."""
-    # Returns the set with the tap, and the open taps that are not too wide.
     inverse = np.linalg.inv(tap.left)
     step = inverse @ tap.cross
     after = _SolvedTaps(

@@ -189,7 +189,7 @@ class _GraphBuilder:
 
     def add_alignment(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
         """Add the score of each label: log-sum-exp of its classes' logits, or -inf without classes."""
-        assert groups  # `require_labels`
+        assert groups  # `require_label_scores`
         parts = []
         for label, group in enumerate(groups):
             if group:

@@ -170,7 +170,6 @@ def _shapes_known_before_run(model: onnx.ModelProto) -> dict[str, Dims]:
 
 def _fold_and_infer_shapes(model: onnx.ModelProto) -> dict[str, tuple[int, Dims | None]]:
     """Return type and dimensions of each value. Arithmetic on shapes in the model becomes constants."""
-    # Changes the model: arithmetic of shapes becomes constants.
     while True:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
         found = {

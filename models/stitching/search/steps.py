@@ -128,7 +128,6 @@ def pick_network(state: SearchState, spent: bool = False) -> ScoredPath:
 
 def _bisection_rank(index: int, whole: int) -> tuple[int, int]:
     """Return the round in which bisection of [0, whole) has `index` as its middle, and the index."""
-    # (bisection round in which `index` is a middle of [0, whole), index).
     low, high, rounds = 0, whole, 0
     while (middle := (low + high) // 2) != index:
         low, high = (low, middle) if index < middle else (middle + 1, high)
@@ -398,5 +397,5 @@ def _describe_vote(
     if explorers:
         notes.append(f"picked at random: {', '.join(explorers)}")
     if dropped_blocks:
-        notes.append(f"dropped_blocks as too shallow: {', '.join(sorted(dropped_blocks))}")
+        notes.append(f"dropped as too shallow: {', '.join(sorted(dropped_blocks))}")
     return notes

@@ -250,7 +250,11 @@ def test_progress_counts_rounds_of_work_alone():
         for fact in (RoundClosed(round), RoundCommitted(round, REF, False, {}, settled=settled)):
             state = apply_event(state, fact, 1.0)
     assert told[0] == ["round 1 of 2", "0 B so far", "1 of 2 devices answered, 1 at work"]
-    assert [lines[0] for lines in told[3:]] == ["round 2 of 2", "round 3 of 2", "final evaluation"]
+    assert [lines[0] for lines in told[3:]] == [
+        "round 2 of 2",
+        "statistics for the final evaluation",
+        "final evaluation",
+    ]
 
 
 @pytest.mark.parametrize(
