@@ -1,9 +1,10 @@
-"""`fedquilt board`: flash, uninstall, record, clocks."""
+"""`fedquilt board`: flash, uninstall, record, clocks, check-gpu."""
 
 from __future__ import annotations
 
 import contextlib
 
+from fedquilt.cli.check_gpu import check_gpu
 from fedquilt.cli.clocks import clocks
 from fedquilt.cli.commands import verb_group
 from fedquilt.cli.record import record
@@ -11,7 +12,7 @@ from fedquilt.cli.record import record
 
 @verb_group()
 def board() -> None:
-    """Install agents on boards, record a board's profile and pin its clocks."""
+    """Install agents on boards, record a board's profile, pin its clocks and check its GPU."""
 
 
 with contextlib.suppress(ModuleNotFoundError):  # the wheel for boards has no flash
@@ -21,3 +22,4 @@ with contextlib.suppress(ModuleNotFoundError):  # the wheel for boards has no fl
     board.add_command(uninstall)
 board.add_command(record)
 board.add_command(clocks)
+board.add_command(check_gpu)

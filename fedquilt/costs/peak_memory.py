@@ -206,6 +206,12 @@ def fixed_training_bytes(
     return LIBRARY_BYTES.get(library, 0) + used + int((copies + FREED) * weights_bytes) + moving_bytes
 
 
+def evaluation_bytes(network: TrainingProperties, examples: int, *, library: str = "") -> int:
+    """Return the peak memory of an evaluation above active torch. Arguments as in `training_bytes`."""
+    fixed = fixed_training_bytes(network.weights_bytes, network.convolutions, library=library, kinds=network.kinds)
+    return fixed + examples * bytes_per_example(network)
+
+
 def bytes_per_example(network: TrainingProperties) -> int:
     return network.kept_bytes + _working_bytes(network)
 

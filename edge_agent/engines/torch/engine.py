@@ -183,9 +183,7 @@ class TorchEngine:
         with _deterministic_torch(0):
             module, trained = self._build_model(network, model, examples, hooks)
             module.eval()
-            fixed = peak_memory.fixed_training_bytes(
-                trained.weights_bytes, trained.convolutions, library=_library(network), kinds=trained.kinds
-            )
+            fixed = peak_memory.evaluation_bytes(trained, 0, library=_library(network))
             at_once = training.fitting_batch_size(
                 self._room_bytes - fixed, peak_memory.bytes_per_example(trained), EVALUATED_AT_ONCE[self._device.type]
             )

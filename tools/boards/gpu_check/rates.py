@@ -1,0 +1,180 @@
+"""Rates of the engines and of bare loops that do the same work, in turn in one process."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from fedquilt.core import Examples, Fit
+from fedquilt.edge_agent import engines
+from fedquilt.tools.boards.gpu_check.report import ThroughputRun
+from fedquilt.tools.boards.gpu_check.tasks import AMPLE_BYTES, SEED, Workload
+
+PAIRS: Final = 5
+LEAST_S: Final = 1.0  # of one run, reached by more epochs or repetitions
+MOST_TIMES: Final = 500
+MOST_COPIES: Final = 50  # of the images of inference
+BARE_BATCH: Final = {"cpu": 64, "cuda": 256}  # of inference, as a plain script would choose
+
+
+def measure_torch_rates(work: Workload, pairs: int = PAIRS, least_s: float = LEAST_S) -> Iterator[ThroughputRun]:
+    """Yield the rates of training at both batch sizes, and of inference, with torch."""
+    engine: Any = engines.create_engine("torch", AMPLE_BYTES)
+    device, start = "cpu" if engine.gpu is None else "cuda", work.start()
+    for batch in work.batches:
+        yield _compare_training(engine, work, start, batch, device, pairs, least_s)
+    given = Examples(*work.draw(16 * work.batches[1]))
+    times = min(_repetitions(lambda: _bare_inference(work.network, start, given, device), least_s), MOST_COPIES)
+    whole = Examples(np.concatenate([given.x] * times), np.concatenate([given.y] * times))
+    yield _compare(
+        "torch inference",
+        device,
+        "images/s",
+        len(whole),
+        lambda: engine.evaluate(work.network, start, whole),
+        lambda: _bare_inference(work.network, start, whole, device),
+        pairs,
+    )
+
+
+def _compare_training(
+    engine: Any, work: Workload, start: Mapping[str, np.ndarray], batch: int, device: str, pairs: int, least_s: float
+) -> ThroughputRun:
+    examples = Examples(*work.draw(4 * batch))
+    epochs = _repetitions(lambda: _bare_training(work.network, start, examples, Fit(batch=batch), device), least_s)
+    fit = Fit(epochs=epochs, batch=batch, lr=1e-3)
+    return _compare(
+        f"torch training, batch {batch}",
+        device,
+        "steps/s",
+        4 * epochs,
+        lambda: engine.train(work.network, start, examples, fit, np.random.default_rng(SEED)),
+        lambda: _bare_training(work.network, start, examples, fit, device),
+        pairs,
+    )
+
+
+def measure_onnx_rates(
+    graph: Path, shape: tuple[int, ...], pairs: int = PAIRS, least_s: float = LEAST_S
+) -> ThroughputRun:
+    """Return the rates of inference with ONNX Runtime."""
+    import onnxruntime as ort
+
+    engine: Any = engines.create_engine("onnx", AMPLE_BYTES)
+    x = np.random.default_rng(SEED).standard_normal((256, *shape), np.float32)
+    engine.run(graph, x[:1])
+    on_gpu = engine.runs_on not in ("", "processor")
+    session = ort.InferenceSession(
+        str(graph), providers=["CUDAExecutionProvider", "CPUExecutionProvider"] if on_gpu else ["CPUExecutionProvider"]
+    )
+    size = BARE_BATCH["cuda" if on_gpu else "cpu"]
+
+    def bare(times: int) -> None:
+        for _ in range(times):
+            for first in range(0, len(x), size):
+                session.run(None, {"x": x[first : first + size]})
+
+    def ours(times: int) -> None:
+        for _ in range(times):
+            engine.run(graph, x)
+
+    times = _repetitions(lambda: bare(1), least_s)
+    found = _compare(
+        "ONNX inference", "cpu", "images/s", times * len(x), lambda: ours(times), lambda: bare(times), pairs
+    )
+    return ThroughputRun(
+        work=found.work,
+        runs_on=engine.runs_on or "processor",
+        unit=found.unit,
+        engine_rates=found.engine_rates,
+        bare_rates=found.bare_rates,
+        ratio=found.ratio,
+    )
+
+
+def _repetitions(once: Callable[[], object], least_s: float) -> int:
+    once()  # the first one loads libraries
+    began_s = time.perf_counter()
+    once()
+    return min(max(math.ceil(least_s / max(time.perf_counter() - began_s, 1e-6)), 1), MOST_TIMES)
+
+
+def _compare(
+    work: str,
+    device: str,
+    unit: Literal["steps/s", "images/s"],
+    items: int,
+    ours: Callable[[], object],
+    bare: Callable[[], object],
+    pairs: int,
+) -> ThroughputRun:
+    """Time both in pairs, each first in every other pair. A run before them is not counted."""
+    rates: dict[Callable[[], object], list[float]] = {ours: [], bare: []}
+    ours()
+    for pair in range(pairs):
+        for one in (ours, bare) if pair % 2 else (bare, ours):
+            began_s = time.perf_counter()
+            one()
+            rates[one].append(items / (time.perf_counter() - began_s))
+    ratio = statistics.median(mine / other for mine, other in zip(rates[ours], rates[bare], strict=True))
+    return ThroughputRun(
+        work=work,
+        runs_on="CUDA" if device == "cuda" else "processor",
+        unit=unit,
+        engine_rates=tuple(rates[ours]),
+        bare_rates=tuple(rates[bare]),
+        ratio=ratio,
+    )
+
+
+def _bare_model(network: Mapping[str, Any], start: Mapping[str, np.ndarray], device: str) -> Any:
+    import torch
+
+    from fedquilt.models.networks import registry
+
+    model = registry.build_network(network)
+    model.load_state_dict({name: torch.from_numpy(value) for name, value in start.items()})
+    return model.to(device)
+
+
+def _bare_training(
+    network: Mapping[str, Any], start: Mapping[str, np.ndarray], examples: Examples, fit: Fit, device: str
+) -> dict[str, np.ndarray]:
+    import torch
+    from torch.nn import functional
+
+    model = _bare_model(network, start, device).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=fit.lr)
+    x, y = torch.from_numpy(examples.x), torch.from_numpy(examples.y)
+    for _ in range(fit.epochs):
+        for rows in torch.randperm(len(x)).split(fit.batch):
+            optimizer.zero_grad()
+            functional.cross_entropy(model(_normalise(x[rows].to(device))), y[rows].to(device)).backward()
+            optimizer.step()
+    return {name: value.cpu().numpy() for name, value in model.state_dict().items()}
+
+
+def _bare_inference(
+    network: Mapping[str, Any], start: Mapping[str, np.ndarray], examples: Examples, device: str
+) -> float:
+    import torch
+    from torch.nn import functional
+
+    model = _bare_model(network, start, device).eval()
+    x, y = torch.from_numpy(examples.x), torch.from_numpy(examples.y)
+    loss = torch.zeros((), device=device)
+    with torch.inference_mode():
+        for rows in torch.arange(len(x)).split(BARE_BATCH[device]):
+            scores = model(_normalise(x[rows].to(device)))
+            loss += functional.cross_entropy(scores, y[rows].to(device), reduction="sum")
+    return float(loss)
+
+
+def _normalise(x: Any) -> Any:
+    return ((x.float() / 255 - 0.5) / 0.25).permute(0, 3, 1, 2)

@@ -1,0 +1,239 @@
+"""Tasks of a GPU check, run by the agent's own worker in its own task process."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fedquilt.arrays import tensors
+from fedquilt.core import ModelError, Task, Tensors, WorkEstimate
+from fedquilt.costs import peak_memory
+from fedquilt.edge_agent.task import memory_budget
+from fedquilt.edge_agent.task.protocol import WorkRequest, WorkResult
+from fedquilt.edge_agent.task.worker import COMMAND, WATCH_S, ChildWorker
+from fedquilt.models.networks import registry, tables
+from fedquilt.tools.boards.gpu_check.report import Correctness, MemoryRun
+
+ON_CPU: Final = ("env", "CUDA_VISIBLE_DEVICES=", *COMMAND)
+AMPLE_BYTES: Final = 1 << 40  # budget of tasks that should not be limited
+TASK_S: Final = 120.0
+OVER: Final = 1.3  # times the free memory of a GPU with memory of its own
+SHARED_LIMIT_BYTES, SHARED_WORK_BYTES = (
+    300 * 10**6,
+    10**9,
+)  # elsewhere a limit is exceeded, and never the board's memory
+SEED: Final = 0
+
+
+class Workload(NamedTuple):
+    """Network and sizes of the tasks."""
+
+    network: Mapping[str, Any]
+    pixels: int
+    batches: tuple[int, int]
+    examples: int  # of the task whose results are compared
+
+    def draw(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        draws = np.random.default_rng(SEED)
+        x = draws.integers(0, 256, (count, self.pixels, self.pixels, 3), np.uint8)
+        return x, draws.integers(0, 10, count)
+
+    def start(self) -> dict[str, np.ndarray]:
+        return {name: value.numpy() for name, value in registry.load_network(self.network).state_dict().items()}
+
+    def properties(self) -> peak_memory.TrainingProperties:
+        import torch
+
+        model = registry.load_network(self.network)
+        return peak_memory.measure_training(model, torch.zeros(2, 3, self.pixels, self.pixels))[0]
+
+
+ON_GPU: Final = Workload(
+    {"name": "resnet20-cifar", "classes": 10, "input": {"channels": 3, "size": 32, "mean": [0.5], "std": [0.25]}},
+    32,
+    (32, 256),
+    128,
+)
+WITHOUT_GPU: Final = Workload(
+    tables.residual(3, 16, 10, width=16, mean=(0.5,), std=(0.25,)), 16, (16, 64), 64
+)  # smaller, as a processor is slower
+
+
+class TaskBench:
+    """Requests and results of tasks in a scratch folder."""
+
+    def __init__(self, folder: Path, work: Workload) -> None:
+        self.work, self._folder, self._count = work, folder, 0
+        self.start = work.start()
+        (folder / "model").write_bytes(tensors.encode_tensors(self.start))
+
+    @contextlib.contextmanager
+    def worker(self, command: tuple[str, ...] = COMMAND) -> Iterator[ChildWorker]:
+        nowhere = memory_budget.MemoryLimit(self._folder)  # control groups are the agent's, not those of this check
+        made = ChildWorker(math.inf, command, nowhere)
+        try:
+            yield made
+        finally:
+            made.close()
+
+    def run(
+        self,
+        worker: ChildWorker,
+        examples: int,
+        batch: int,
+        *,
+        action: Literal["check", "work"] = "work",
+        epochs: int = 1,
+        budget_bytes: int = AMPLE_BYTES,
+    ) -> tuple[WorkResult, Path]:
+        """Run a FedAvg task. Return its result, and the folder of its files."""
+        data, out = self._folder / f"{examples}.npz", self._folder / f"out{self._count}"
+        self._count += 1
+        if not data.exists():
+            x, y = self.work.draw(examples)
+            np.savez(data, x=x, y=y)
+        out.mkdir()
+        task = Task(
+            job="check-gpu",
+            round=0,
+            attempt=0,
+            method="fedavg",
+            engine="torch",
+            params={"epochs": epochs, "batch": batch, "lr": 0.01, "network": dict(self.work.network)},
+            bundles={},
+            work=WorkEstimate(),
+            seed=SEED,
+            deadline_s=TASK_S,
+            actions=(action,),
+        )
+        # an evaluation is of held-out examples
+        request = WorkRequest(
+            task=task,
+            device="check-gpu",
+            budget_bytes=budget_bytes,
+            plan_bytes=AMPLE_BYTES,
+            data={"path": str(data), "held": 0.0 if action == "work" else 0.5},
+            bundles={"model": str(self._folder / "model")},
+            private=None,
+            cache=str(self._folder / "cache"),
+            out=str(out),
+        )
+        return _await_result(worker, request), out
+
+
+def _await_result(worker: ChildWorker, request: WorkRequest) -> WorkResult:
+    end_s = time.monotonic() + TASK_S
+    worker.start(request, time.monotonic())
+    while (now_s := time.monotonic()) < end_s:
+        for event in worker.poll_events(now_s):
+            if isinstance(event, WorkResult):
+                return event
+        select.select(worker.fds(), [], [], WATCH_S)
+    worker.kill()
+    return WorkResult(code="failed", reason=f"the task had not ended after {TASK_S:g} s")
+
+
+def measure_memory(bench: TaskBench) -> Iterator[MemoryRun]:
+    """Yield the peaks of training and inference at both batch sizes, each in a fresh process.
+
+    On a GPU each task runs twice. What libraries load at first is in the first peak alone.
+
+    Raises:
+        ModelError: If a task fails.
+    """
+    properties = bench.work.properties()
+    for what in ("training", "inference"):
+        for batch in bench.work.batches:
+            with bench.worker() as worker:
+                yield (first := _measure_task(bench, worker, what, batch, properties))
+                if first.runs_on == "CUDA":
+                    again = _measure_task(bench, worker, what, batch, properties)
+                    yield msgspec.structs.replace(again, work=f"{what} again")
+
+
+def _measure_task(
+    bench: TaskBench, worker: ChildWorker, what: str, batch: int, properties: peak_memory.TrainingProperties
+) -> MemoryRun:
+    from fedquilt.edge_agent.engines.torch.engine import EVALUATED_AT_ONCE
+
+    if what == "inference":
+        outcome, _ = bench.run(worker, 2 * batch, batch, action="check")
+    else:
+        outcome, _ = bench.run(worker, batch, batch, epochs=4)
+    if outcome.code != "ok":
+        raise ModelError(f"{what}, batch {batch}: {outcome.reason}")
+    planned = outcome.planned_bytes
+    if what == "inference":
+        at_once = min(batch, EVALUATED_AT_ONCE["cuda" if outcome.runs_on == "CUDA" else "cpu"])
+        planned = peak_memory.FIRST_USE_BYTES["torch"] + peak_memory.evaluation_bytes(properties, at_once)
+    known = outcome.peak_bytes is not None and outcome.base_bytes is not None
+    measured = outcome.peak_bytes - outcome.base_bytes if known else None  # type: ignore[operator]
+    ratio = measured / planned if measured is not None and planned else None
+    return MemoryRun(
+        work=what,
+        batch=batch,
+        runs_on=outcome.runs_on or "processor",
+        predicted_bytes=planned,
+        measured_bytes=measured,
+        ratio=ratio,
+    )
+
+
+def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Correctness:
+    """Compare one task's update on GPU and CPU and of two runs, then exceed the memory once.
+
+    Args:
+        bench: Requests of tasks.
+        worker: Worker that uses the GPU, if any.
+        free_bytes: Free memory of a GPU with memory of its own, or None for other devices.
+
+    Raises:
+        ModelError: If a task fails that should not.
+    """
+    first, on, steps = _train(bench, worker)
+    again, _, _ = _train(bench, worker)
+    on_cpu: Tensors | None = None
+    if on == "CUDA":
+        with bench.worker(ON_CPU) as other:
+            on_cpu, where, _ = _train(bench, other)
+        if where == "CUDA":
+            raise ModelError("a task without visible GPUs ran on CUDA all the same")
+    each_bytes = bench.work.properties().kept_bytes
+    work_bytes = SHARED_WORK_BYTES if free_bytes is None else OVER * free_bytes
+    budget_bytes = worker.resident_bytes + SHARED_LIMIT_BYTES if free_bytes is None else AMPLE_BYTES
+    examples = math.ceil(work_bytes / each_bytes)
+    refused, _ = bench.run(worker, examples, examples, epochs=20, budget_bytes=budget_bytes)
+    after, _ = bench.run(worker, bench.work.examples, bench.work.batches[0])
+    return Correctness(
+        steps=steps,
+        runs_on=on,
+        cpu_difference=None if on_cpu is None else largest_difference(first, on_cpu, bench.start),
+        repeat_difference=largest_difference(again, first, bench.start),
+        refusal_code=refused.code,
+        refusal=refused.reason,
+        next_task=after.code,
+    )
+
+
+def _train(bench: TaskBench, worker: ChildWorker) -> tuple[Tensors, str, int]:
+    outcome, out = bench.run(worker, bench.work.examples, bench.work.batches[0])
+    if outcome.code != "ok":
+        raise ModelError(f"a FedAvg task failed ({outcome.code}): {outcome.reason}")
+    model = tensors.read_tensors(out / outcome.bundles["model"].sha256)
+    return model, outcome.runs_on or "processor", round(outcome.metrics["steps"])
+
+
+def largest_difference(one: Tensors, other: Tensors, start: Tensors) -> float:
+    """Return the largest difference of two updates, relative to the largest change from `start` to `other`."""
+    floats = [name for name, value in other.items() if value.dtype.kind == "f"]
+    change = max(float(np.max(np.abs(other[name] - start[name]), initial=0.0)) for name in floats)
+    apart = max(float(np.max(np.abs(one[name] - other[name]), initial=0.0)) for name in floats)
+    return apart / change if change else apart
