@@ -43,7 +43,7 @@ from fedquilt.tools.boards.gpu_check.report import (
     Verdict,
 )
 
-TOLERANCE: Final = 1e-3  # largest relative difference of one network's outputs from the CPU's: TF32 has 10 bits
+TOLERANCE: Final = 5e-3  # largest relative difference of one network's outputs from the CPU's: TF32 has 10 bits
 UPDATE_TOLERANCE: Final = 0.05  # likewise of an update after some steps
 MEMORY_RATIO: Final = 1.1  # measured over predicted, the margin of plans (`fedquilt.costs.peak_memory.MARGIN`)
 NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"
@@ -463,17 +463,15 @@ def _run_torch_devices(cuda: bool) -> Iterator[ProviderRun]:
 
     model = registry.load_network(tasks.WITHOUT_GPU.network)
     x = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        wanted = model(x).numpy()
-        for device in ("cpu", *(("cuda",) if cuda else ())):
-            try:
-                found = model.to(device)(x.to(device)).cpu().numpy()
-            except RuntimeError as error:
-                yield ProviderRun(library="torch", device=device, runs=False, reason=shorten_error(str(error)))
-                continue
-            yield ProviderRun(
-                library="torch", device=device, runs=True, largest_difference=_relative_difference(found, wanted)
-            )
+    wanted = model(x).detach().numpy()
+    for device in ("cpu", *(("cuda",) if cuda else ())):
+        try:
+            found = model.to(device)(x.to(device)).detach().cpu().numpy()
+        except RuntimeError as error:
+            yield ProviderRun(library="torch", device=device, runs=False, reason=shorten_error(str(error)))
+            continue
+        apart = _relative_difference(found, wanted)
+        yield ProviderRun(library="torch", device=device, runs=True, largest_difference=apart)
 
 
 def _run_onnx_providers(graph: Path, folder: Path) -> Iterator[ProviderRun]:

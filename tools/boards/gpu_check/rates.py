@@ -34,7 +34,7 @@ def measure_torch_rates(work: Workload, pairs: int = PAIRS, least_s: float = LEA
     whole = Examples(np.concatenate([given.x] * times), np.concatenate([given.y] * times))
     yield _compare(
         "torch inference",
-        device,
+        engine.runs_on or "processor",
         "images/s",
         len(whole),
         lambda: engine.evaluate(work.network, start, whole),
@@ -51,7 +51,7 @@ def _compare_training(
     fit = Fit(epochs=epochs, batch=batch, lr=1e-3)
     return _compare(
         f"torch training, batch {batch}",
-        device,
+        engine.runs_on or "processor",
         "steps/s",
         4 * epochs,
         lambda: engine.train(work.network, start, examples, fit, np.random.default_rng(SEED)),
@@ -85,17 +85,8 @@ def measure_onnx_rates(
             engine.run(graph, x)
 
     times = _repetitions(lambda: bare(1), least_s)
-    found = _compare(
-        "ONNX inference", "cpu", "images/s", times * len(x), lambda: ours(times), lambda: bare(times), pairs
-    )
-    return ThroughputRun(
-        work=found.work,
-        runs_on=engine.runs_on or "processor",
-        unit=found.unit,
-        engine_rates=found.engine_rates,
-        bare_rates=found.bare_rates,
-        ratio=found.ratio,
-    )
+    where, items = engine.runs_on or "processor", times * len(x)
+    return _compare("ONNX inference", where, "images/s", items, lambda: ours(times), lambda: bare(times), pairs)
 
 
 def _repetitions(once: Callable[[], object], least_s: float) -> int:
@@ -107,7 +98,7 @@ def _repetitions(once: Callable[[], object], least_s: float) -> int:
 
 def _compare(
     work: str,
-    device: str,
+    runs_on: str,
     unit: Literal["steps/s", "images/s"],
     items: int,
     ours: Callable[[], object],
@@ -125,7 +116,7 @@ def _compare(
     ratio = statistics.median(mine / other for mine, other in zip(rates[ours], rates[bare], strict=True))
     return ThroughputRun(
         work=work,
-        runs_on="CUDA" if device == "cuda" else "processor",
+        runs_on=runs_on,
         unit=unit,
         engine_rates=tuple(rates[ours]),
         bare_rates=tuple(rates[bare]),
