@@ -6,6 +6,7 @@ import ctypes
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,14 @@ from fedquilt.cli import main
 from fedquilt.core import Examples, FedquiltError, Fit, JobError, Power, Reading, StoreError
 from fedquilt.tools.boards.gpu_check import check, nvml, rates, report, tasks
 from fedquilt.tools.boards.gpu_check.nvml import NvmlGpu
-from fedquilt.tools.boards.gpu_check.report import Environment, GpuReport, MemoryRun, PartResult
+from fedquilt.tools.boards.gpu_check.report import (
+    Correctness,
+    Environment,
+    GpuReport,
+    MemoryRun,
+    PartResult,
+    ThroughputRun,
+)
 
 REPORT = GpuReport(
     fedquilt="0.1.0",
@@ -72,8 +80,6 @@ class FakeNvml:
                 given[0].value = b"580.65"
                 return 0
             key = name.removeprefix("nvmlDeviceGet")
-            if key == "MissingCall":
-                raise AttributeError(name)
             if key not in self.values:
                 return 3
             target = given[-1]._obj
@@ -132,8 +138,18 @@ def test_a_report_reads_back_and_its_tables_fit_80_columns(tmp_path: Path) -> No
     lines = report.format_report(REPORT)
     assert max(map(len, lines)) <= 80
     assert "gpu                 unknown" in lines
-    assert "training, batch 32  CUDA         100.0        110.0   1.1" in lines
+    assert "training, batch 32  CUDA         100.0        110.0    1.1" in lines
     assert report.format_markdown(REPORT)[-1] == "| training, batch 32 | CUDA | 100.0 | 110.0 | 1.1 |"
+
+
+def test_the_table_of_the_page_on_boards_is_generated_from_the_stored_report() -> None:
+    """A report as an owner sends it."""
+    docs = Path(__file__).parents[3] / "docs"
+    found = report.read_report(docs / "gpu-report.json")
+    page = (docs / "boards.md").read_text()
+    told = page.partition("<!-- gpu-report.json -->")[2].partition("<!-- end -->")[0]
+    assert told.strip() == "\n".join(report.format_markdown(found))
+    assert max(map(len, report.format_report(found))) <= 80
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("skipped", 10), ("refused", 10), ("error", 11)])
@@ -288,3 +304,106 @@ def test_providers_are_counted_by_the_nodes_that_they_ran(tmp_path: Path) -> Non
     assert set(found[0].nodes) == {"CPUExecutionProvider"}
     assert found[0].largest_difference == 0.0
     assert rates.measure_onnx_rates(graph, (check.CHANNELS, check.PIXELS, check.PIXELS), 1, 0.01).ratio > 0
+
+
+class FakeCuda:
+    """As `torch.cuda` describes a GPU with memory of its own."""
+
+    def get_device_properties(self, number: int) -> Any:
+        return SimpleNamespace(
+            name="NVIDIA H100", total_memory=80 << 30, is_integrated=0, major=9, minor=0, uuid="12-34"
+        )
+
+    def mem_get_info(self, number: int) -> tuple[int, int]:
+        return 70 << 30, 80 << 30
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> check.GpuCheck:
+    """A check of a machine whose torch and NVML see a GPU that is idle."""
+    pytest.importorskip("torch")
+    fake = FakeNvml(UtilizationRates=0, PowerUsage=70_000, EnforcedPowerLimit=700_000, ClockInfo=1980)
+    monkeypatch.setattr(check, "_find_cuda", lambda: (FakeCuda(), ""))
+    monkeypatch.setattr(check, "_find_nvml", lambda cuda: (NvmlGpu("12-34", fake), ""))
+    monkeypatch.setattr(check, "IDLE_S", 0.3)
+    return check.GpuCheck(Path("/"), False, lambda name, done, total: None)
+
+
+def test_what_is_unknown_of_a_gpu_has_its_reason(fake_gpu: check.GpuCheck) -> None:
+    """The name and the limit are known, the default limit and the maker's mode are not."""
+    found = fake_gpu._read_environment()
+    assert (found.gpu, found.compute_capability, found.shared_memory) == ("NVIDIA H100", "9.0", False)
+    assert (found.driver, found.power_limit_w, found.power_limit_default_w) == ("580.65", 700.0, None)
+    assert "PowerManagementDefaultLimit: Not Supported (3)" in found.unknown["power_limit_default_w"]
+    assert all(name in found.unknown for name, value in msgspec.structs.asdict(found).items() if value is None)
+
+
+def test_the_meter_and_the_clocks_of_a_gpu_are_reported(fake_gpu: check.GpuCheck) -> None:
+    """70 W from NVML without a counter; its clocks are read, and none is set."""
+    verdict, said = fake_gpu._measure_idle()
+    assert (verdict, "70 W" in said) == ("ok", True)
+    assert fake_gpu._check_clocks()[0] == "ok"
+    assert [row.now_hz for row in fake_gpu._clocks if row.name == "NVML gpu"] == [1.98e9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "said"),
+    [
+        ({}, "ok", "differs from the CPU's by 0.01"),
+        ({"cpu_difference": 0.2}, "warning", "0.2"),
+        ({"repeat_difference": 1e-6}, "warning", "two runs differ by 1e-06"),
+        ({"refusal_code": "exception"}, "error", "ended as exception"),
+        ({"next_task": "failed"}, "error", "the next as failed"),
+    ],
+)
+def test_results_on_a_gpu_are_judged(
+    fake_gpu: check.GpuCheck,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    verdict: str,
+    said: str,
+) -> None:
+    """The task above the memory is sized by what is free of the GPU's own."""
+    free: list[int | None] = []
+    found = Correctness(
+        steps=4, runs_on="CUDA", cpu_difference=0.01, repeat_difference=0.0, refusal_code="memory", next_task="ok"
+    )
+
+    def check_results(bench: Any, worker: Any, free_bytes: int | None) -> Correctness:
+        free.append(free_bytes)
+        return msgspec.structs.replace(found, **changes)
+
+    monkeypatch.setattr(tasks, "check_results", check_results)
+    judged = fake_gpu._check_results(tmp_path)
+    assert (judged[0], said in judged[1], free) == (verdict, True, [70 << 30])
+
+
+@pytest.mark.parametrize(
+    ("others_s", "share", "verdict"), [(0.0, 0.0, "ok"), (1e6, 0.0, "refused"), (0.0, 0.5, "refused")]
+)
+def test_rates_on_a_busy_machine_get_no_verdict(
+    fake_gpu: check.GpuCheck,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    others_s: float,
+    share: float,
+    verdict: str,
+) -> None:
+    """Whether others use the processors or the GPU. The rates are reported all the same."""
+    busy = iter([0.0, others_s])
+    monkeypatch.setattr(check, "_busy_s", lambda: next(busy))
+    monkeypatch.setattr(check, "_has_onnx", lambda: False)
+    run = ThroughputRun(work="x", runs_on="CUDA", unit="steps/s", engine_rates=(9.5,), bare_rates=(10.0,), ratio=0.95)
+    monkeypatch.setattr(rates, "measure_torch_rates", lambda work: iter([run]))
+    assert fake_gpu._check_rates(tmp_path, share)[0] == verdict
+    assert fake_gpu._throughput == [run]
+
+
+def test_a_check_without_time_skips_every_part_and_writes_its_report(fake_gpu: check.GpuCheck, tmp_path: Path) -> None:
+    """Each says why, and the file reads back."""
+    found = check.check_gpu(tmp_path / "report.json", 1e-9, say=lambda name, done, total: None)
+    assert {part.verdict for part in found.parts.values()} == {"skipped"}
+    assert all("--minutes" in part.sentence for part in found.parts.values())
+    assert report.read_report(tmp_path / "report.json") == found
+    assert report.exit_code(found) == 10

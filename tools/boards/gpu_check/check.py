@@ -1,4 +1,4 @@
-"""Parts of a GPU check, each with a verdict, and its order."""
+"""Verdicts on the parts of a GPU check."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from fedquilt.tools.boards.gpu_check.report import (
 )
 
 TOLERANCE: Final = 5e-3  # largest relative difference of one network's outputs from the CPU's: TF32 has 10 bits
-UPDATE_TOLERANCE: Final = 0.05  # likewise of an update after some steps
+UPDATE_TOLERANCE: Final = 0.05  # largest relative difference of an update
 MEMORY_RATIO: Final = 1.1  # measured over predicted, the margin of plans (`fedquilt.costs.peak_memory.MARGIN`)
 NO_TF32: Final = "NVIDIA_TF32_OVERRIDE"
 LEAST_RATIO: Final = 0.9  # of the engine's rate to the bare loop's
-BUSY_CPU, BUSY_GPU = 0.2, 0.1  # shares of other processes above which rates get no verdict
+BUSY_CPU, BUSY_GPU = 0.2, 0.1  # shares of other processes at most, for a verdict on rates
 IDLE_S, LOAD_S = 5.0, 5.0
 LATE: Final = 0.8  # of the time, after which no part begins
 CHANNELS, PIXELS, WIDER = 32, 32, 6  # of the graph that ONNX Runtime runs
@@ -64,7 +64,7 @@ Outcome = tuple[Verdict, str]
 
 
 class GpuCheck:
-    """One check of this machine.
+    """Check of the GPU.
 
     Args:
         root: Folder of `proc` and `sys`.
@@ -223,7 +223,7 @@ class GpuCheck:
         return ("ok" if worst <= MEMORY_RATIO else "warning"), told
 
     def _measure_graph(self, graph: Path, batch: int) -> MemoryRun:
-        """Measure one run of a graph in this process. GPU memory is what the whole GPU has in use more."""
+        """Measure the peak of a graph in this process, with the increase of the GPU's used memory."""
         from fedquilt.costs import peak_memory
         from fedquilt.edge_agent.engines.onnx.engine import OnnxEngine
 

@@ -21,7 +21,7 @@ class _Memory(ctypes.Structure):
 
 
 class NvmlGpu:
-    """One GPU, and a meter of it. A value is None if the driver does not tell it, and `faults` has the reason.
+    """GPU of NVML, also a meter. Values that the driver lacks are None, with the reason in `faults`.
 
     Args:
         uuid: Id of the GPU as torch gives it, or None for the first.

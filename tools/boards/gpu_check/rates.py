@@ -24,7 +24,7 @@ BARE_BATCH: Final = {"cpu": 64, "cuda": 256}  # of inference, as a plain script 
 
 
 def measure_torch_rates(work: Workload, pairs: int = PAIRS, least_s: float = LEAST_S) -> Iterator[ThroughputRun]:
-    """Yield the rates of training at both batch sizes, and of inference, with torch."""
+    """Yield the rates of torch in training at both batch sizes and in inference."""
     engine: Any = engines.create_engine("torch", AMPLE_BYTES)
     device, start = "cpu" if engine.gpu is None else "cuda", work.start()
     for batch in work.batches:
@@ -75,18 +75,20 @@ def measure_onnx_rates(
     )
     size = BARE_BATCH["cuda" if on_gpu else "cpu"]
 
-    def bare(times: int) -> None:
+    def bare_run(times: int) -> None:
         for _ in range(times):
             for first in range(0, len(x), size):
                 session.run(None, {"x": x[first : first + size]})
 
-    def ours(times: int) -> None:
+    def engine_run(times: int) -> None:
         for _ in range(times):
             engine.run(graph, x)
 
-    times = _repetitions(lambda: bare(1), least_s)
+    times = _repetitions(lambda: bare_run(1), least_s)
     where, items = engine.runs_on or "processor", times * len(x)
-    return _compare("ONNX inference", where, "images/s", items, lambda: ours(times), lambda: bare(times), pairs)
+    return _compare(
+        "ONNX inference", where, "images/s", items, lambda: engine_run(times), lambda: bare_run(times), pairs
+    )
 
 
 def _repetitions(once: Callable[[], object], least_s: float) -> int:
@@ -101,25 +103,25 @@ def _compare(
     runs_on: str,
     unit: Literal["steps/s", "images/s"],
     items: int,
-    ours: Callable[[], object],
-    bare: Callable[[], object],
+    engine_run: Callable[[], object],
+    bare_run: Callable[[], object],
     pairs: int,
 ) -> ThroughputRun:
-    """Time both in pairs, each first in every other pair. A run before them is not counted."""
-    rates: dict[Callable[[], object], list[float]] = {ours: [], bare: []}
-    ours()
+    """Time both functions in pairs, in alternating order."""
+    rates: dict[Callable[[], object], list[float]] = {engine_run: [], bare_run: []}
+    engine_run()
     for pair in range(pairs):
-        for one in (ours, bare) if pair % 2 else (bare, ours):
+        for one in (engine_run, bare_run) if pair % 2 else (bare_run, engine_run):
             began_s = time.perf_counter()
             one()
             rates[one].append(items / (time.perf_counter() - began_s))
-    ratio = statistics.median(mine / other for mine, other in zip(rates[ours], rates[bare], strict=True))
+    ratio = statistics.median(mine / other for mine, other in zip(rates[engine_run], rates[bare_run], strict=True))
     return ThroughputRun(
         work=work,
         runs_on=runs_on,
         unit=unit,
-        engine_rates=tuple(rates[ours]),
-        bare_rates=tuple(rates[bare]),
+        engine_rates=tuple(rates[engine_run]),
+        bare_rates=tuple(rates[bare_run]),
         ratio=ratio,
     )
 

@@ -1,4 +1,4 @@
-"""Report of a GPU check: its JSON file, its reader and its tables."""
+"""Report of a GPU check as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Correctness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     steps: int
     runs_on: str
     cpu_difference: float | None  # largest of the update, relative to the CPU's largest change
-    repeat_difference: float  # likewise of two runs on the same device; 0: bit-identical
+    repeat_difference: float  # largest of two runs on one device; 0: bit-identical
     refusal_code: str = ""  # of the task that exceeds the memory
     refusal: str = ""
     next_task: str = ""  # code of the task after it
@@ -111,8 +111,8 @@ class GpuReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     fedquilt: str
     began: str  # UTC
     took_s: float
-    busy_cpu_share: float | None  # of other processes while rates were measured
-    busy_gpu_share: float | None  # of other processes before
+    busy_cpu_share: float | None  # of other processes during throughput
+    busy_gpu_share: float | None  # before this process used the GPU
     environment: Environment
     parts: dict[str, PartResult]
     providers: tuple[ProviderRun, ...] = ()
@@ -156,16 +156,32 @@ def read_report(path: Path) -> GpuReport:
 
 
 def format_report(report: GpuReport) -> list[str]:
-    """Format the report as tables of at most 80 columns on no terminal."""
+    """Format the report as tables of at most 80 columns, or of a terminal's width."""
+    colours = {"ok": "green", "error": "red", "warning": "yellow", "refused": "yellow"}
+    said = [*table.format_table(_facts(report), "<~"), "", *table.format_table(_verdicts(report), "<<~", None, colours)]
+    for rows in figure_tables(report):
+        said += ["", *table.format_table(rows, "<<>")]
+    return said
+
+
+def format_markdown(report: GpuReport) -> list[str]:
+    """Format the report as Markdown tables, for the documentation."""
+    said: list[str] = []
+    facts, verdicts = [("machine", ""), *_facts(report)], [("part", "verdict", "result"), *_verdicts(report)]
+    for head, *rows in (facts, verdicts, *figure_tables(report)):
+        lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+        said += ["", *lines] if said else lines
+    return said
+
+
+def _facts(report: GpuReport) -> list[tuple[str, ...]]:
     env = report.environment
     names = ("gpu", "compute_capability", "driver", "cuda", "torch", "onnxruntime", "power_limit_w", "power_mode")
-    facts = [("board", env.board), *((name.replace("_", " "), _text(getattr(env, name))) for name in names)]
-    said = [*table.format_table(facts, "<~"), ""]
-    rows = [(name, part.verdict, part.sentence) for name, part in report.parts.items()]
-    said += table.format_table(rows, "<<~", colours={"ok": "green", "error": "red", "warning": "yellow"})
-    for row in figure_tables(report):
-        said += ["", *table.format_table(row, "<<>")]
-    return said
+    return [("board", env.board), *((name.replace("_", " "), _text(getattr(env, name))) for name in names)]
+
+
+def _verdicts(report: GpuReport) -> list[tuple[str, ...]]:
+    return [(name, part.verdict, part.sentence) for name, part in report.parts.items()]
 
 
 def figure_tables(report: GpuReport) -> list[list[tuple[str, ...]]]:
@@ -189,15 +205,6 @@ def figure_tables(report: GpuReport) -> list[list[tuple[str, ...]]]:
     return [rows for rows in (memory, rates, meters) if len(rows) > 1]
 
 
-def format_markdown(report: GpuReport) -> list[str]:
-    """Format the figures as Markdown tables, for the documentation."""
-    said: list[str] = []
-    for rows in figure_tables(report):
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        said += ([""] if said else []) + [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
-    return said
-
-
 def median(values: tuple[float, ...]) -> float:
     ordered = sorted(values)
     return (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2
@@ -206,11 +213,9 @@ def median(values: tuple[float, ...]) -> float:
 def _text(value: object) -> str:
     if value is None:
         return "unknown"
-    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else _whole(value)
-
-
-def _whole(value: object) -> str:
-    return f"{value:.0f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
 
 
 def _mb(size: int | None) -> str:

@@ -25,7 +25,7 @@ from fedquilt.tools.boards.gpu_check.report import Correctness, MemoryRun
 ON_CPU: Final = ("env", "CUDA_VISIBLE_DEVICES=", *COMMAND)
 AMPLE_BYTES: Final = 1 << 40  # budget of tasks that should not be limited
 TASK_S: Final = 120.0
-OVER: Final = 1.3  # times the free memory of a GPU with memory of its own
+OVER: Final = 1.3  # factor on the free memory of a discrete GPU
 SHARED_LIMIT_BYTES, SHARED_WORK_BYTES = (
     300 * 10**6,
     10**9,
@@ -39,7 +39,7 @@ class Workload(NamedTuple):
     network: Mapping[str, Any]
     pixels: int
     batches: tuple[int, int]
-    examples: int  # of the task whose results are compared
+    examples: int  # of the compared tasks
 
     def draw(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         draws = np.random.default_rng(SEED)
@@ -188,7 +188,7 @@ def _measure_task(
 
 
 def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None) -> Correctness:
-    """Compare one task's update on GPU and CPU and of two runs, then exceed the memory once.
+    """Compare updates of GPU and CPU and of two runs, then exceed the memory.
 
     Args:
         bench: Requests of tasks.
@@ -232,7 +232,7 @@ def _train(bench: TaskBench, worker: ChildWorker) -> tuple[Tensors, str, int]:
 
 
 def largest_difference(one: Tensors, other: Tensors, start: Tensors) -> float:
-    """Return the largest difference of two updates, relative to the largest change from `start` to `other`."""
+    """Return the largest difference, relative to the largest change from `start` to `other`."""
     floats = [name for name, value in other.items() if value.dtype.kind == "f"]
     change = max(float(np.max(np.abs(other[name] - start[name]), initial=0.0)) for name in floats)
     apart = max(float(np.max(np.abs(one[name] - other[name]), initial=0.0)) for name in floats)
