@@ -31,7 +31,7 @@ BOARD_FILES: Final = (
     *("arrays/", "blobs/", "compression/", "console/", "core/", "costs/", "data/", "edge_agent/", "formats/", "host/"),
     *("methods/", "models/", "onnx/", "profiles/", "security/", "transport/"),
     *("cli/__init__.py", "cli/__main__.py", "cli/commands.py", "cli/entry.py", "cli/home_access.py"),
-    *("cli/options.py", "cli/agent.py", "cli/board.py", "cli/check_gpu.py", "cli/clocks.py", "cli/record.py"),
+    *("cli/options.py", "cli/agent.py", "cli/board.py", "cli/clocks.py", "cli/record.py"),
     *(
         "cli/doctor.py",
         "cli/identity.py",
@@ -41,13 +41,7 @@ BOARD_FILES: Final = (
         "tools/artefacts/classifier.py",
     ),
     *("tools/artefacts/run_model.py", "tools/boards/__init__.py", "tools/boards/clocks.py", "tools/boards/doctor/"),
-    *(
-        "tools/boards/enrol.py",
-        "tools/boards/gpu_check/",
-        "tools/boards/record/",
-        "tools/boards/targets.py",
-        "tools/operations/__init__.py",
-    ),
+    *("tools/boards/enrol.py", "tools/boards/record/", "tools/boards/targets.py", "tools/operations/__init__.py"),
     *("tools/operations/access_control.py", "tools/operations/runner/", "tools/simulation/__init__.py"),
     "tools/simulation/task_process.py",
 )
