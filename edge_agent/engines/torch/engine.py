@@ -13,10 +13,13 @@ gradients overflow. `Fit.mixed` has no effect on a CPU.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 # OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
@@ -43,33 +46,39 @@ EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on 
 # half the time, and max pooling a ninth (x86-64, one core, forward and backward). Grouped ones are a tenth faster, and
 # take 10 MB more in MobileNetV3-small.
 WIDE = 1 << 19
-READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # steps whose losses are read together: on a GPU, each reading waits for its work
+READ_AT_ONCE = {"cpu": 1, "cuda": 32}  # results that are read together: on a GPU, each reading waits for its work
+PREPARED = {"cpu": 0, "cuda": 2}  # batches that a thread prepares ahead, while the processor launches a GPU's work
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
-CONTEXT_BYTES = 200 * 10**6  # of the driver's context, assumed in plans, which follow from constants
+# Of the driver's context and of libraries at work, assumed in plans, which follow from constants. On an H100 (torch
+# 2.11 for CUDA 13) a process's first training took 575 to 640 MB more than its second.
+GPU_BYTES = (200 + 640) * 10**6
 LEAST_SHARE = 0.01  # of a GPU's memory, as a limit
 
 
 class TorchMemory:
-    """Memory of this process on torch's first GPU. The constructor creates the driver's context.
+    """Memory of this process on torch's first GPU. The constructor creates the driver's context and loads libraries.
 
     The kernel does not count GPU memory as resident, not even the memory that a Jetson's GPU shares with the processor.
-    A task's budget is for the sum. torch's limit applies to its own allocator only. The driver's context comes on top,
-    and can be measured only with shared memory, as the decrease of the available memory.
+    A task's budget is for the sum. torch's limit applies to its own allocator only, where cuDNN takes a slower
+    algorithm if the fastest one's workspace does not fit. The context and the libraries' own memory come on top, and
+    can be measured only with shared memory, as the decrease of the memory that is available or this process's own.
 
     Args:
         cuda: The module `torch.cuda`.
-        available_bytes: Function that returns the available memory of the board.
+        load_libraries: Function that loads the libraries of trainings, which then are no part of the first task's peak.
+        available_bytes: Function that returns the memory of the board that is available or this process's own.
     """
 
     def __init__(
-        self, cuda: Any, available_bytes: Callable[[], int] = lambda: int(psutil.virtual_memory().available)
+        self, cuda: Any, load_libraries: Callable[[], None], available_bytes: Callable[[], int] | None = None
     ) -> None:
-        self._cuda = cuda
+        self._cuda, available_bytes = cuda, available_bytes or _available_or_own_bytes
         before = available_bytes()
         cuda.init()
+        load_libraries()
         cuda.synchronize()
-        taken = max(before - available_bytes(), 0)
+        taken = max(before - available_bytes() - int(cuda.memory_reserved(0)), 0)
         device = cuda.get_device_properties(0)
         self._total_bytes = int(device.total_memory)
         self._context_bytes = taken if device.is_integrated else 0
@@ -108,12 +117,12 @@ class TorchEngine:
     def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
         self.planned_bytes: int | None = None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.gpu = TorchMemory(torch.cuda) if self._device.type == "cuda" else None
+        self.gpu = _find_gpu_memory() if self._device.type == "cuda" else None
         self.note = ""  # what its owner should know, once
         if self.gpu is None and torch.version.cuda is not None:
             self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
         self.runs_on = "CUDA" if self.gpu else "processor" if torch.version.cuda is not None else ""
-        base_bytes += CONTEXT_BYTES if self.gpu else 0
+        base_bytes += GPU_BYTES if self.gpu else 0
         self._room_bytes = int((budget_bytes - base_bytes) / peak_memory.MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
         self._half = half or _fast_half_type(self._device)
         # a process limited to some cores must not start a thread for each of the board's
@@ -138,7 +147,7 @@ class TorchEngine:
         steps = training.TrainingProgress(len(examples), fit, progress)
         orders = training.draw_orders(len(examples), fit.epochs, rng)
         half = self._half if fit.mixed else None
-        with _deterministic_torch(int(rng.integers(2**53))):
+        with deterministic_torch(int(rng.integers(2**53))):
             model, trained = self._build_model(network, start, examples, hooks, half)
             model.train()
             training_step.freeze_statistics(model, hooks)
@@ -161,15 +170,16 @@ class TorchEngine:
             task = metrics.task_from_network(network)
             steppers = [training_step.Stepper(model, step, fit, hooks, anchors, half, task) for step in hooks.steps]
             told: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
-            for order in orders:
-                for batch in training.mini_batches(order, fit.batch):
-                    for stepper in steppers:
-                        parts = training.micro_batches(batch, at_once)
-                        given = (self._load_batch(network, examples, part, hooks) for part in parts)
-                        losses = stepper.step(given, len(batch), piece_bytes)
-                    told.append((losses, len(batch)))
-                    if len(told) >= READ_AT_ONCE[self._device.type]:
-                        _record_steps(told, steps)
+            batches = [batch for order in orders for batch in training.mini_batches(order, fit.batch)]
+            parts = (part for batch in batches for _ in steppers for part in training.micro_batches(batch, at_once))
+            loaded = self._load_batches(network, examples, parts, hooks)
+            for batch in batches:
+                for stepper in steppers:
+                    given = itertools.islice(loaded, len(training.micro_batches(batch, at_once)))
+                    losses = stepper.step(given, len(batch), piece_bytes)
+                told.append((losses, len(batch)))
+                if len(told) >= READ_AT_ONCE[self._device.type]:
+                    _record_steps(told, steps)
             _record_steps(told, steps)
             return _arrays_from_model(model), steps.metrics()
 
@@ -180,26 +190,29 @@ class TorchEngine:
         if not len(examples):
             return EvaluationSums(examples=0, task=task)
         found = objectives.EvaluationAccumulator(task)
-        with _deterministic_torch(0):
+        with deterministic_torch(0):
             module, trained = self._build_model(network, model, examples, hooks)
             module.eval()
             fixed = peak_memory.evaluation_bytes(trained, 0, library=_library(network))
             at_once = training.fitting_batch_size(
                 self._room_bytes - fixed, peak_memory.bytes_per_example(trained), EVALUATED_AT_ONCE[self._device.type]
             )
+            batches = list(training.mini_batches(np.arange(len(examples)), at_once))
+            told: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = []
             with torch.inference_mode():
-                for rows in training.mini_batches(np.arange(len(examples)), at_once):
-                    x, y = self._load_batch(network, examples, rows, hooks)
+                for rows, (x, y) in zip(batches, self._load_batches(network, examples, batches, hooks), strict=True):
                     scores = module(x)
-                    loss = float(training_step.total_loss(task, scores, y))
-                    found.add_batch(scores.cpu().numpy(), examples.y[rows], loss)
+                    told.append((examples.y[rows], scores, training_step.total_loss(task, scores, y)))
+                    if len(told) >= READ_AT_ONCE[self._device.type]:
+                        _record_scores(told, found)
+                _record_scores(told, found)
         return found.sums()
 
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
     ) -> Tensors:
         training.require_examples(examples, each)
-        with _deterministic_torch(0):
+        with deterministic_torch(0):
             module, trained = self._build_model(network, model, examples, hooks)
             module = module.eval().to(memory_format=torch.contiguous_format)  # as `vmap` wants batch normalisation
             room = self._room_bytes - peak_memory.training_bytes(trained, 0, library=_library(network))
@@ -207,7 +220,7 @@ class TorchEngine:
             group = trained.weights_bytes + each * peak_memory.bytes_per_example(trained)
             groups = training.fitting_batch_size(room, group, fisher.TOGETHER)
             rows = training.mini_batches(np.arange(len(examples)), groups * each)
-            parts = (self._load_batch(network, examples, some, hooks) for some in rows)
+            parts = self._load_batches(network, examples, rows, hooks)
             loss = partial(training_step.total_loss, metrics.task_from_network(network))
             found = fisher.fisher_diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
         return {name: value.cpu().numpy() for name, value in found.items()}
@@ -265,6 +278,23 @@ class TorchEngine:
             )
         return trained, scores.shape[1]
 
+    def _load_batches(
+        self, network: Mapping[str, Any], examples: Examples, parts: Iterable[np.ndarray], hooks: Hooks
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield inputs and targets of each part. For a GPU, a thread prepares parts ahead."""
+        ahead = PREPARED[self._device.type]
+        if not ahead:
+            yield from (self._load_batch(network, examples, part, hooks) for part in parts)
+            return
+        waiting: deque[Future[tuple[torch.Tensor, torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(1) as pool:
+            for part in parts:
+                waiting.append(pool.submit(self._load_batch, network, examples, part, hooks))
+                if len(waiting) > ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
     def _load_batch(
         self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,9 +311,36 @@ def _library(network: Mapping[str, Any]) -> str:
 
 
 def _record_steps(told: list[tuple[list[torch.Tensor], int]], steps: training.TrainingProgress) -> None:
+    values = iter(torch.stack([loss for losses, _ in told for loss in losses]).tolist() if told else [])
     for losses, examples in told:
-        steps.add_step(sum(map(float, losses)), examples)
+        steps.add_step(sum(itertools.islice(values, len(losses))), examples)
     told.clear()
+
+
+def _record_scores(
+    told: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]], found: objectives.EvaluationAccumulator
+) -> None:
+    for y, scores, loss in told:
+        found.add_batch(scores.cpu().numpy(), y, float(loss))
+    told.clear()
+
+
+@cache
+def _find_gpu_memory() -> TorchMemory:
+    return TorchMemory(torch.cuda, _load_gpu_libraries)
+
+
+def _load_gpu_libraries() -> None:
+    """Train one step of a convolution and a linear layer, without random numbers."""
+    weights = [torch.ones(shape, device="cuda", requires_grad=True) for shape in ((8, 3, 3, 3), (2, 2048))]
+    features = nn.functional.conv2d(torch.ones(8, 3, 16, 16, device="cuda"), weights[0], padding=1)
+    scores = nn.functional.linear(nn.functional.batch_norm(features, None, None, training=True).flatten(1), weights[1])
+    training_step.total_loss("classes", scores, torch.zeros(8, dtype=torch.int64, device="cuda")).backward()
+
+
+def _available_or_own_bytes() -> int:
+    own = psutil.Process().memory_info()
+    return int(psutil.virtual_memory().available + own.rss - own.shared)
 
 
 def _fast_half_type(device: torch.device) -> torch.dtype | None:
@@ -301,7 +358,7 @@ def _arrays_from_model(model: nn.Module) -> dict[str, np.ndarray]:
 
 
 @contextmanager
-def _deterministic_torch(seed: int) -> Iterator[None]:
+def deterministic_torch(seed: int) -> Iterator[None]:
     before = torch.get_deterministic_debug_mode()  # `use_deterministic_algorithms` imports torch's compiler, 70 MB
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
     with torch.random.fork_rng():

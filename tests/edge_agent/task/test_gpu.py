@@ -11,7 +11,7 @@ import pytest
 from children import Place, carried_out, child
 
 from fedquilt.arrays import tensors
-from fedquilt.core import Examples, Fit, UpdateError
+from fedquilt.core import DataError, Examples, Fit, Hooks, UpdateError
 from fedquilt.edge_agent.engines.numpy import engine
 from fedquilt.edge_agent.task import main
 
@@ -51,10 +51,16 @@ class Cuda:
 
 @pytest.mark.parametrize(("shared", "context"), [(True, 150 * MB), (False, 0)])
 def test_what_the_context_took_is_known_where_both_share_one_memory(shared: bool, context: int) -> None:
-    """The board had 1000 MB before and 850 MB after; a GPU with memory of its own takes none of the board's."""
-    left = iter([1000 * MB, 850 * MB])
+    """The board had 1000 MB before and 830 MB after, of which the allocator reserved 20 MB.
+
+    A GPU with memory of its own takes none of the board's. What libraries take is part of the context.
+    """
+    left, order = iter([1000 * MB, 830 * MB]), []
     cuda = Cuda(shared, reserved=20 * MB)
-    held = torch_engine.TorchMemory(cuda, lambda: next(left))
+    held = torch_engine.TorchMemory(
+        cuda, lambda: order.append("libraries"), lambda: (order.append("reading"), next(left))[1]
+    )
+    assert order == ["reading", "libraries", "reading"]
     assert held.begin(2000 * MB) == context + 20 * MB
     assert cuda.share == pytest.approx((2000 * MB - context) / (8000 * MB))
     cuda.most = 300 * MB
@@ -64,7 +70,7 @@ def test_what_the_context_took_is_known_where_both_share_one_memory(shared: bool
 def test_a_budget_below_the_processs_own_size_leaves_a_hundredth_of_the_gpu() -> None:
     """A limit of 0 or less would be refused by torch, and the task fail with another error than that of memory."""
     cuda = Cuda(shared=False)
-    torch_engine.TorchMemory(cuda, lambda: 0).begin(-5 * MB)
+    torch_engine.TorchMemory(cuda, lambda: None, lambda: 0).begin(-5 * MB)
     assert cuda.share == pytest.approx(0.01)
 
 
@@ -75,7 +81,7 @@ def test_a_tasks_peak_is_what_it_held_resident_and_on_the_gpu(place: Place) -> N
     class Bench(main.TaskExecutor):
         def load_engine(self, name: str, budget_bytes: int) -> Any:
             made = super().load_engine(name, budget_bytes)
-            made.gpu = torch_engine.TorchMemory(cuda, lambda: 0)
+            made.gpu = torch_engine.TorchMemory(cuda, lambda: None, lambda: 0)
             cuda.reserved = 40 * MB
             made.train, train = (
                 lambda *given, **more: (setattr(cuda, "most", 300 * MB), train(*given, **more))[1],
@@ -134,3 +140,49 @@ def test_an_engine_that_falls_back_is_told_of_with_the_first_update_alone(place:
 
     bench = Bench()
     assert [main.run_task(place.order(), bench).note for _ in range(2)] == ["it runs on the processor", ""]
+
+
+def test_what_is_prepared_and_read_together_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread prepares two batches ahead, and scores of five are read together: as one by one."""
+    network = {"name": "cnn", "channels": 1, "size": 16, "classes": 2, "input": {"channels": 1, "size": 16}}
+    draws = np.random.default_rng(0)
+    examples = Examples(draws.integers(0, 256, (200, 16, 16), np.uint8), np.arange(200) % 2)
+    registry = pytest.importorskip("fedquilt.models.networks.registry")
+    start = {name: value.numpy() for name, value in registry.load_network(network).state_dict().items()}
+
+    def worked() -> tuple[Any, Any, Any]:
+        one = torch_engine.TorchEngine(1 << 40)
+        model, told = one.train(network, start, examples, Fit(epochs=2, batch=16), tensors.seeded_rng(1))
+        return (model, one.fisher(network, start, examples, each=7)), told, one.evaluate(network, model, examples)
+
+    monkeypatch.setitem(torch_engine.EVALUATED_AT_ONCE, "cpu", 16)
+    singly = worked()
+    monkeypatch.setitem(torch_engine.READ_AT_ONCE, "cpu", 5)
+    monkeypatch.setitem(torch_engine.PREPARED, "cpu", 2)
+    together = worked()
+    assert singly[1:] == together[1:]
+    for one, other in zip(singly[0], together[0], strict=True):
+        assert all(np.array_equal(one[name], other[name]) for name in start if name in one)
+
+
+def test_examples_that_cannot_be_prepared_fail_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the thread is the training's."""
+    network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+    seen = []
+
+    def inputs(x: np.ndarray) -> np.ndarray:
+        seen.append(len(x))
+        if len(seen) > 3:
+            raise DataError("the file is damaged")
+        return x
+
+    monkeypatch.setitem(torch_engine.PREPARED, "cpu", 2)
+    with pytest.raises(DataError, match="the file is damaged"):
+        torch_engine.TorchEngine(1 << 40).train(
+            network,
+            engine.init_tensors(network, 0),
+            Examples(np.zeros((20, 4), np.float32), np.arange(20) % 2),
+            Fit(batch=4),
+            tensors.seeded_rng(1),
+            hooks=Hooks(inputs=inputs),
+        )

@@ -7,13 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
 from fedquilt.core import Examples, Fit
 from fedquilt.edge_agent import engines
-from fedquilt.tools.boards.gpu_check.report import ThroughputRun
+from fedquilt.tools.boards.gpu_check.report import Row
 from fedquilt.tools.boards.gpu_check.tasks import AMPLE_BYTES, SEED, Workload
 
 PAIRS: Final = 5
@@ -23,19 +23,17 @@ MOST_COPIES: Final = 50  # of the images of inference
 BARE_BATCH: Final = {"cpu": 64, "cuda": 256}  # of inference, as a plain script would choose
 
 
-def measure_torch_rates(work: Workload, pairs: int = PAIRS, least_s: float = LEAST_S) -> Iterator[ThroughputRun]:
+def measure_torch_rates(work: Workload, pairs: int = PAIRS, least_s: float = LEAST_S) -> Iterator[Row]:
     """Yield the rates of torch in training at both batch sizes and in inference."""
     engine: Any = engines.create_engine("torch", AMPLE_BYTES)
-    device, start = "cpu" if engine.gpu is None else "cuda", work.start()
+    start, device = work.start(), "cpu" if engine.gpu is None else "cuda"
     for batch in work.batches:
-        yield _compare_training(engine, work, start, batch, device, pairs, least_s)
+        yield _compare_training(engine, work, start, Examples(*work.draw(4 * batch)), batch, device, pairs, least_s)
     given = Examples(*work.draw(16 * work.batches[1]))
     times = min(_repetitions(lambda: _bare_inference(work.network, start, given, device), least_s), MOST_COPIES)
     whole = Examples(np.concatenate([given.x] * times), np.concatenate([given.y] * times))
     yield _compare(
-        "torch inference",
-        engine.runs_on or "processor",
-        "images/s",
+        ("inference", engine.runs_on, "images/s"),
         len(whole),
         lambda: engine.evaluate(work.network, start, whole),
         lambda: _bare_inference(work.network, start, whole, device),
@@ -44,15 +42,19 @@ def measure_torch_rates(work: Workload, pairs: int = PAIRS, least_s: float = LEA
 
 
 def _compare_training(
-    engine: Any, work: Workload, start: Mapping[str, np.ndarray], batch: int, device: str, pairs: int, least_s: float
-) -> ThroughputRun:
-    examples = Examples(*work.draw(4 * batch))
+    engine: Any,
+    work: Workload,
+    start: Mapping[str, np.ndarray],
+    examples: Examples,
+    batch: int,
+    device: str,
+    pairs: int,
+    least_s: float,
+) -> Row:
     epochs = _repetitions(lambda: _bare_training(work.network, start, examples, Fit(batch=batch), device), least_s)
     fit = Fit(epochs=epochs, batch=batch, lr=1e-3)
     return _compare(
-        f"torch training, batch {batch}",
-        engine.runs_on or "processor",
-        "steps/s",
+        (f"training, {batch}", engine.runs_on, "steps/s"),
         4 * epochs,
         lambda: engine.train(work.network, start, examples, fit, np.random.default_rng(SEED)),
         lambda: _bare_training(work.network, start, examples, fit, device),
@@ -60,9 +62,7 @@ def _compare_training(
     )
 
 
-def measure_onnx_rates(
-    graph: Path, shape: tuple[int, ...], pairs: int = PAIRS, least_s: float = LEAST_S
-) -> ThroughputRun:
+def measure_onnx_rates(graph: Path, shape: tuple[int, ...], pairs: int = PAIRS, least_s: float = LEAST_S) -> Row:
     """Return the rates of inference with ONNX Runtime."""
     import onnxruntime as ort
 
@@ -70,9 +70,8 @@ def measure_onnx_rates(
     x = np.random.default_rng(SEED).standard_normal((256, *shape), np.float32)
     engine.run(graph, x[:1])
     on_gpu = engine.runs_on not in ("", "processor")
-    session = ort.InferenceSession(
-        str(graph), providers=["CUDAExecutionProvider", "CPUExecutionProvider"] if on_gpu else ["CPUExecutionProvider"]
-    )
+    providers = ["CUDAExecutionProvider", "CPUExecutionProvider"] if on_gpu else ["CPUExecutionProvider"]
+    session = ort.InferenceSession(str(graph), providers=providers)
     size = BARE_BATCH["cuda" if on_gpu else "cpu"]
 
     def bare_run(times: int) -> None:
@@ -85,10 +84,8 @@ def measure_onnx_rates(
             engine.run(graph, x)
 
     times = _repetitions(lambda: bare_run(1), least_s)
-    where, items = engine.runs_on or "processor", times * len(x)
-    return _compare(
-        "ONNX inference", where, "images/s", items, lambda: engine_run(times), lambda: bare_run(times), pairs
-    )
+    what = ("ONNX inference", engine.runs_on, "images/s")
+    return _compare(what, times * len(x), lambda: engine_run(times), lambda: bare_run(times), pairs)
 
 
 def _repetitions(once: Callable[[], object], least_s: float) -> int:
@@ -99,15 +96,13 @@ def _repetitions(once: Callable[[], object], least_s: float) -> int:
 
 
 def _compare(
-    work: str,
-    runs_on: str,
-    unit: Literal["steps/s", "images/s"],
+    what: tuple[str, str, str],  # work, where, and unit
     items: int,
     engine_run: Callable[[], object],
     bare_run: Callable[[], object],
     pairs: int,
-) -> ThroughputRun:
-    """Time both functions in pairs, in alternating order."""
+) -> Row:
+    """Time both functions in pairs, in alternating order. The ratio is the median of the pairs."""
     rates: dict[Callable[[], object], list[float]] = {engine_run: [], bare_run: []}
     engine_run()
     for pair in range(pairs):
@@ -115,15 +110,17 @@ def _compare(
             began_s = time.perf_counter()
             one()
             rates[one].append(items / (time.perf_counter() - began_s))
-    ratio = statistics.median(mine / other for mine, other in zip(rates[engine_run], rates[bare_run], strict=True))
-    return ThroughputRun(
-        work=work,
-        runs_on=runs_on,
-        unit=unit,
-        engine_rates=tuple(rates[engine_run]),
-        bare_rates=tuple(rates[bare_run]),
-        ratio=ratio,
-    )
+    ratios = [mine / other for mine, other in zip(rates[engine_run], rates[bare_run], strict=True)]
+    return {
+        "work": what[0],
+        "on": what[1] or "processor",
+        "unit": what[2],
+        "engine": statistics.median(rates[engine_run]),
+        "bare_loop": statistics.median(rates[bare_run]),
+        "ratio": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+    }
 
 
 def _bare_model(network: Mapping[str, Any], start: Mapping[str, np.ndarray], device: str) -> Any:
@@ -142,11 +139,13 @@ def _bare_training(
     import torch
     from torch.nn import functional
 
+    from fedquilt.edge_agent.engines.torch import engine as torch_engine  # before torch
+
     model = _bare_model(network, start, device).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=fit.lr)
     x, y = torch.from_numpy(examples.x), torch.from_numpy(examples.y)
-    for _ in range(fit.epochs):
-        for rows in torch.randperm(len(x)).split(fit.batch):
+    with torch_engine.deterministic_torch(SEED):  # as the engine's algorithms are
+        for rows in [rows for _ in range(fit.epochs) for rows in torch.randperm(len(x)).split(fit.batch)]:
             optimizer.zero_grad()
             functional.cross_entropy(model(_normalise(x[rows].to(device))), y[rows].to(device)).backward()
             optimizer.step()
@@ -159,14 +158,17 @@ def _bare_inference(
     import torch
     from torch.nn import functional
 
+    from fedquilt.edge_agent.engines.torch import engine as torch_engine  # before torch
+
     model = _bare_model(network, start, device).eval()
     x, y = torch.from_numpy(examples.x), torch.from_numpy(examples.y)
-    loss = torch.zeros((), device=device)
-    with torch.inference_mode():
+    loss, right = torch.zeros((), device=device), torch.zeros((), device=device)
+    with torch_engine.deterministic_torch(SEED), torch.inference_mode():
         for rows in torch.arange(len(x)).split(BARE_BATCH[device]):
-            scores = model(_normalise(x[rows].to(device)))
-            loss += functional.cross_entropy(scores, y[rows].to(device), reduction="sum")
-    return float(loss)
+            scores, targets = model(_normalise(x[rows].to(device))), y[rows].to(device)
+            loss += functional.cross_entropy(scores, targets, reduction="sum")
+            right += (scores.argmax(dim=1) == targets).sum()
+    return float(loss) + float(right)
 
 
 def _normalise(x: Any) -> Any:
