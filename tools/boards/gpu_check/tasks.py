@@ -177,8 +177,8 @@ def memory_row(work: str, batch: int, budget: str, found: WorkResult, predicted:
         "budget": budget,
         "ended": found.code,
         "idle_mb": None if found.base_bytes is None else found.base_bytes / 1e6,
-        "predicted_mb": None if predicted is None else predicted / 1e6,
-        "measured_mb": None if above is None else above / 1e6,
+        "plan_mb": None if predicted is None else predicted / 1e6,
+        "peak_mb": None if above is None else above / 1e6,
         "ratio": above / predicted if above is not None and predicted else None,
     }
 
