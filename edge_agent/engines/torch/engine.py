@@ -332,10 +332,14 @@ def _find_gpu_memory() -> TorchMemory:
 
 def _load_gpu_libraries() -> None:
     """Train one step of a convolution and a linear layer, without random numbers."""
-    weights = [torch.ones(shape, device="cuda", requires_grad=True) for shape in ((8, 3, 3, 3), (2, 2048))]
-    features = nn.functional.conv2d(torch.ones(8, 3, 16, 16, device="cuda"), weights[0], padding=1)
-    scores = nn.functional.linear(nn.functional.batch_norm(features, None, None, training=True).flatten(1), weights[1])
-    training_step.total_loss("classes", scores, torch.zeros(8, dtype=torch.int64, device="cuda")).backward()
+    with deterministic_torch(0):  # cuBLAS keeps the workspace of its first call
+        filters, weights, bias = (
+            torch.ones(shape, device="cuda", requires_grad=True) for shape in ((8, 3, 3, 3), (2, 2048), (2,))
+        )
+        features = nn.functional.conv2d(torch.ones(8, 3, 16, 16, device="cuda"), filters, padding=1)
+        normalised = nn.functional.batch_norm(features, None, None, training=True)
+        scores = nn.functional.linear(normalised.flatten(1), weights, bias)
+        training_step.total_loss("classes", scores, torch.zeros(8, dtype=torch.int64, device="cuda")).backward()
 
 
 def _available_or_own_bytes() -> int:
