@@ -142,7 +142,7 @@ class UnreadableRow(NamedTuple):
 
 
 class JobRow(NamedTuple):
-    """Row of a job, or of a rollout, whose plan is in `settings` and whose request is the status."""
+    """Row of a job or a rollout. A rollout has its plan in `settings` and its request in `status`."""
 
     id: str
     settings: str  # JSON

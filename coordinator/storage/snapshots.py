@@ -78,7 +78,7 @@ class SnapshotStore:
     ) -> None:
         self._db, self._look, self._home, self._writing, self._every = db, look, home, writing, every
         self._facts: dict[str, int] = {}  # job -> number of facts in its latest snapshot
-        self._told: set[str] = set()  # jobs whose snapshot was passed over
+        self._told: set[str] = set()  # jobs whose unusable snapshot was logged
 
     def read_log(self, job: str) -> IndexedLog | None:
         """Return a job's log up to its valid snapshot, or None.

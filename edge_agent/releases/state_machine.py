@@ -202,7 +202,7 @@ def _resume_release(state: ReleaseState, noted: ReleaseRecord, event: ProcessSta
 
 
 def _handle_failure(state: ReleaseState, noted: ReleaseRecord, event: ActionFailed, now_s: float) -> Step:
-    """End a release that is not in use yet as refused, and return from one that is. Retry a return or a soak later."""
+    """Refuse a release that is not in use yet, else return to the previous one. Retry a failed return later."""
     if event.in_use and noted.step in ("swapping", "soaking"):
         return _start_roll_back(_with_release_in_use(state, noted), event.reason)
     if noted.step in ("wanted", "swapping"):

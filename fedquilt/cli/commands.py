@@ -184,7 +184,7 @@ class CommandGroup(_BaseCommand, click.Group):
 
 
 class RootCommand(CommandGroup):
-    """The `fedquilt` command, which imports a verb's file on use and has the verbs whose files are installed."""
+    """The `fedquilt` command with the verbs whose files are installed. A verb's file is imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for names in self.sections(ctx).values() for name in names]

@@ -191,7 +191,7 @@ def _assign_dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _assign_classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Give each share `classes` classes, those with the fewest shares first, and split each class evenly."""
+    """Assign `classes` classes to each share, the least assigned ones first, and split each class evenly."""
     rng = tensors.seeded_rng("classes", spec.seed)
     members = _shuffle_by_class(y, rng)
     if not len(members) / spec.shares <= spec.classes <= len(members):

@@ -119,21 +119,23 @@ class BundleInputs(msgspec.Struct, frozen=True):
 def is_current(path: Path, bundle: Path) -> bool:
     """Return whether a bundle exists, and neither the job file nor a file that it names has changed since.
 
-    A bundle without a record was made by hand, and is used as it is. An input that is not on this machine has not
-    changed, because a bundle may be carried to another.
+    A bundle without a record was made by hand, and is used as it is. A damaged record says nothing: the bundle is not
+    current. An input that is not on this machine has not changed, because a bundle may be carried to another.
     """
     if not (bundle / "bundle.json").exists():
         return False
     try:
         known = msgspec.json.decode((bundle / "inputs.json").read_bytes(), type=BundleInputs)
-    except (OSError, msgspec.DecodeError):
+    except OSError:
         return True
+    except msgspec.DecodeError:
+        return False
     unchanged = all(_stamp_input(Path(file)) in ("", stamp) for file, stamp in known.files.items())
     return unchanged and known.job == _hash_job(path)
 
 
 def record_inputs(path: Path, job: Mapping[str, Any], bundle: Path) -> None:
-    """Record what a bundle was prepared from: the job file, and the files that the job names by absolute paths.
+    """Record the sources of a bundle: the job file and the files that the job names by absolute path.
 
     Raises:
         StoreError: If the record cannot be written.

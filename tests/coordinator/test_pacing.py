@@ -370,7 +370,7 @@ class Noted(Paced):
         self.server = Server(self.executor, self.store, self.observe, limits=self.limits, worker=self.worker)
 
     def told_of(self, device: str) -> str:
-        return round_outcomes.format_outcomes(round_outcomes.load_outcomes(self.store, self.job), 0, device)[0]
+        return round_outcomes.format_outcomes(round_outcomes.load_outcomes(self.store, self.job), 1, device)[0]
 
 
 def test_why_and_devices_say_who_waits_for_its_turn_and_for_how_many(

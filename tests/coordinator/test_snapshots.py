@@ -153,21 +153,21 @@ def edited(home: Path, statement: str, *values: object) -> None:
     "change",
     ["body = substr(body, 1, length(body) / 2)", "body = x'00'", "log = x'00'", "sum = 'text'", "version = '9.9 1'"],
 )
-def test_a_damaged_snapshot_is_passed_over_by_name_and_made_anew(
+def test_a_damaged_snapshot_is_not_used_by_name_and_made_anew(
     run: Run, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Cut short, or changed: the log is read from its first fact, and the next round has a snapshot that fits."""
     edited(run.store.home, f"update snapshots set {change}")
     assert behind(run) == run.standing.facts
     assert [record.getMessage() for record in caplog.records] == [
-        f"the snapshot of {run.id} in {run.store.home} is passed over, and its log read from the first fact: "
+        f"the snapshot of {run.id} in {run.store.home} is not used, and its log is read from the first event: "
         "it is not what was written"
     ]
     run.record(RoundClosed(3), RoundCommitted(3, state(3), False, {}))
     assert behind(run) == 0
 
 
-def test_a_snapshot_of_another_version_is_passed_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_of_another_version_is_not_used(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rules may come to another state; the version that wrote it still takes it."""
     monkeypatch.setattr(snapshots, "VERSION", "9.9.9 1")
     assert behind(run) == run.standing.facts
@@ -175,7 +175,7 @@ def test_a_snapshot_of_another_version_is_passed_over(run: Run, monkeypatch: pyt
     assert behind(run) == 2
 
 
-def test_a_snapshot_beyond_its_log_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_beyond_its_log_is_not_used(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """A log that was put back from an older copy: the run goes on from what that says."""
     keep = list(run.store.read_events(run.id))[12][0]
     head = run.store._db.execute("select sum from facts where seq = ?", (keep,)).fetchone()[0]
@@ -190,7 +190,7 @@ def test_a_snapshot_beyond_its_log_is_passed_over(run: Run, caplog: pytest.LogCa
     assert "the log has another fact, or none, where it ends" in caplog.text
 
 
-def test_a_snapshot_of_other_settings_is_passed_over(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_of_other_settings_is_not_used(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """Whether a round was the last one is part of the state."""
     assert run.store.snapshots.load_state(run.id, JobConstants(0, 99, run.plan.cohort, 0), 0.0)[1] == 0
     assert "settings have changed" in caplog.text

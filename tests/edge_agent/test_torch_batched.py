@@ -111,7 +111,7 @@ def test_one_device_that_diverges_is_refused_and_the_others_are_not(engine: Any)
 def test_a_layer_that_stands_in_two_places_takes_the_loop(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights have two names, and are one: stacked by name each would go its own way."""
     layer = nn.Linear(6, 6)
-    monkeypatch.setattr(batched.registry, "build", lambda table: nn.Sequential(layer, nn.ReLU(), layer))
+    monkeypatch.setattr(batched.registry, "build_network", lambda table: nn.Sequential(layer, nn.ReLU(), layer))
     assert engine.batchable_call(*arguments(0, 8, Fit(), {"name": "tied"})) is None
 
 

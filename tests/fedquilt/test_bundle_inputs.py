@@ -48,6 +48,11 @@ def test_a_bundle_that_was_carried_here_is_used_as_it_is(bundle: Path) -> None:
     assert not job_bundle.is_current(job, bundle)
 
 
+def test_a_bundle_with_a_damaged_record_is_not_current(bundle: Path) -> None:
+    (bundle / "inputs.json").write_bytes(b"{\x00")
+    assert not job_bundle.is_current(bundle.with_name("job.toml"), bundle)
+
+
 def test_a_file_in_a_folder_of_examples_counts(bundle: Path) -> None:
     """Sizes and times of all files in it."""
     job, folder = bundle.with_name("job.toml"), bundle.with_name("pictures")

@@ -190,6 +190,8 @@ class Classifier:
             raise DataError(
                 f"{name} holds no examples: they are expected under {' or '.join(map(repr, self.array_names[0]))}"
             )
+        if x.dtype.kind not in NUMBERS:
+            raise DataError(f"{name}: examples of type {x.dtype}: expected numbers")
         if y is not None and self._reading.labels and y.shape == (len(x),):
             y = number_labels(y, name, self._reading.labels)
         last = len(self.labels) - 1
@@ -216,14 +218,15 @@ def _number_classes(network: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 # -- arrays ---------------------------------------------------------------------------------------
 
+NUMBERS: Final = "fiub"  # kinds of NumPy's types; labels may also be words, "U"
 _PARSER: Final = threading.Lock()  # numpy reads a header by `ast`, which fails in CPython 3.11 in two threads at once
 
 
-def read_array(data: bytes) -> np.ndarray:
+def read_array(data: bytes, kinds: str = NUMBERS) -> np.ndarray:
     """Return the array in the bytes of an .npy file.
 
     Raises:
-        DataError: If the bytes are not an .npy file, contain other values than numbers, or have not the stated size.
+        DataError: If the bytes are not an .npy file, have another kind of values than `kinds`, or not the stated size.
     """
     file = io.BytesIO(data)
     try:
@@ -234,7 +237,7 @@ def read_array(data: bytes) -> np.ndarray:
     except Exception as error:  # numpy's parser raises what Python's does
         raise DataError(f"cannot read the array: {shorten_error(str(error))}") from None
     left = len(data) - file.tell()
-    if kind.kind not in "fiubU":  # U: words for labels
+    if kind.kind not in kinds:
         raise DataError(f"an array of type {kind}: expected numbers")
     if any(size < 0 for size in shape) or math.prod(shape) * kind.itemsize != left:
         raise DataError(f"the array of shape {shape} and type {kind} is not the {left} bytes that are there")
@@ -258,7 +261,7 @@ def read_arrays(data: bytes, most_bytes: int) -> dict[str, np.ndarray]:
                 raise DataError(f"an .npz of {len(found)} arrays: at most {ARRAYS_MOST} are read")
             if sum(each.file_size for each in found) > most_bytes:
                 raise DataError(f"the .npz unpacks to more than the {most_bytes} bytes that are allowed")
-            return {each.filename.removesuffix(".npy"): read_array(held.read(each)) for each in found}
+            return {each.filename.removesuffix(".npy"): read_array(held.read(each), NUMBERS + "U") for each in found}
     except DataError:
         raise
     except Exception as error:  # what zipfile and zlib raise has no common base

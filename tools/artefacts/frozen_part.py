@@ -76,7 +76,7 @@ def search_schedule(
     wanted: CalibrationData,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[CandidateResult]:
-    """Fine-tune with one more block each time, from the last on. Return all candidates in order.
+    """Fine-tune the last block, then the last two, and so on. Return all candidates in order.
 
     The search ends after the first candidate that is not better than the previous one.
 

@@ -278,7 +278,7 @@ class Simulation:
         return lying is not None and lying.attack == "inner_product"
 
     def _select_requests(self, orders: list[WorkRequest]) -> list[WorkRequest]:
-        """Return the requests to run now. Observing adversaries come after honest devices, whose mean they receive."""
+        """Return the requests to run now. Adversaries that observe run after honest devices and receive their mean."""
         # observing adversaries work last, with the mean of the honest updates
         if not self._adversaries_observe:
             return orders

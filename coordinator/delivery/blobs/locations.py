@@ -37,7 +37,7 @@ class BlobBackend(Protocol):
         ...
 
     def uploaded_locations(self, device: str, ref: BlobRef) -> tuple[BlobLocation, ...]:
-        """Return the locations from which the coordinator fetches what a device has uploaded."""
+        """Return the upload locations of a device, for the coordinator to fetch from."""
         ...
 
     def delete_upload(self, key: Key) -> None:

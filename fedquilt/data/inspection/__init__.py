@@ -92,7 +92,7 @@ def _locate_data(source: str) -> dict[str, Any]:
 
 
 def _name_arrays(path: Path, label: str) -> dict[str, Any]:
-    """Return the [data] keys of an .npz whose labels have this name: its inputs may be the only other array."""
+    """Return the [data] keys of an .npz: its labels, and its inputs if only one other array is in the file."""
     others = [name for name in npz.list_arrays(path) if name != label]
     return {"y": label, **({"x": others[0]} if len(others) == 1 else {})}
 

@@ -268,7 +268,7 @@ def require_tensors(given: Tensors, wanted: Mapping[str, TensorSpec]) -> None:
 
 
 def require_weight(rows: float, weight: float, positions: int = 1) -> None:
-    """Raise UpdateError unless moments of so many rows, `positions` of each example, have the update's weight."""
+    """Raise UpdateError unless the moments' rows equal the update's weight times `positions`."""
     if rows != positions * weight:
         raise UpdateError(f"moments: of {rows / positions:g} examples, in an update that weighs {weight:g}")
 

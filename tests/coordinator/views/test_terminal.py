@@ -426,7 +426,7 @@ def test_the_line_of_a_round_has_its_own_accuracy_and_fits_80_columns(capsys: py
         f"{head}done",
     ]
     wide = RoundSummary(
-        1, rounds_before=99, selected=999, cost=costs.CostLedger(tasks=998, energy_j=1e7, down_bytes=10**9)
+        1, rounds_before=99, selected=999, cost=costs.CostLedger(tasks=998, metered=998, energy_j=1e7, down_bytes=10**9)
     )
     line = event_messages.format_round(wide, 100, "balanced accuracy 50.0 %", 60)
     assert line == "round 100 of 100: balanced accuracy 50.0 %, 10 MJ, 1 GB"

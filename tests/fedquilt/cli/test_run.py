@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 from fedquilt.cli import home_access, main, options
@@ -97,7 +98,8 @@ def test_a_coordinator_that_ends_over_a_job_is_not_replaced_by_the_command_that_
             serving.close()
             return id
 
-        with pytest.raises(InactiveRunError, match="no coordinator serves"):
+        command = click.Context(click.Command("run"), obj=0)
+        with command, pytest.raises(InactiveRunError, match="no coordinator serves"):
             home_access.run_to_end(tmp_path, nowhere, options.BlobOptions(None, None, None), store, submit)
 
 

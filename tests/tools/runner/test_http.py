@@ -50,6 +50,7 @@ BAD = {
     "a large image": (png(5000, 4000), "16 million pixels"),
     "a GIF": (b"GIF89a" + bytes(100), "no PNG, JPEG, WebP or TIFF"),
     "text of wrong rows": (npy(np.array(["a", "b"])), "expected numbers"),
+    "words under x": (npz(x=np.array(["a", "b"])), "expected numbers"),
     "objects": (npz(x=np.array([1, 2]))[:200], "cannot read the .npz"),
     "a pickle": (b"\x93NUMPY" + b"\x80\x04." * 10, "cannot read the array"),
     "an array that says more": (HEAD + struct.pack("<H", len(SAYS)) + SAYS, "is not the 0 bytes that are there"),

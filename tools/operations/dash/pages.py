@@ -125,7 +125,7 @@ async def load_device_page(watch: HomeWatcher, name: str, query: Query) -> dict[
 
 
 async def _load_recent_runs(watch: HomeWatcher) -> tuple[list[run_follower.RunFollower], bool]:
-    """Return followers of unfinished and of the two latest ended runs, and whether logs are still being read."""
+    """Return followers of unfinished runs and of the two latest ended runs, and whether a log is still being read."""
     # all unfinished runs and the two that ended last. Unreadable logs are left out
     try:
         rows = [row for row in (await watch.load_runs()).rows if isinstance(row, StoredJob)]

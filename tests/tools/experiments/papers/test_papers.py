@@ -142,7 +142,7 @@ def test_a_grid_of_ones_own_is_run_shown_and_judged(
     code = main(words)
     first = json.loads((tmp_path / "result.json").read_text())
     shown = capsys.readouterr()
-    assert "[8/8, about 0 min left] " in shown.err
+    assert "run 8 of 8: none moves, seed 5, accuracy " in shown.err
     assert code == (0 if all(claim["reached"] for claim in first["figures"].values()) else 1)
     assert set(first["figures"]) == {"moves at all", "moves at none", "bytes"}
     assert (first["figures"]["bytes"]["value"], first["figures"]["bytes"]["verdict"]) == (100.0, "holds")
