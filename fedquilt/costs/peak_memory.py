@@ -19,6 +19,8 @@ ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6
 """What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
 FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
 """What an engine loads and compiles when it is first used, whatever the work."""
+GPU_KERNELS_BYTES = 100 * 10**6
+"""What torch loads on a GPU for the shapes of a task, beside the kernels that every process loads: 68 MB on an H100."""
 FREED_BYTES: Mapping[str, int] = {"onnx": 20 * 10**6}
 """What glibc holds of freed pieces, at most, where a task runs one graph after another: `fedquilt lab bench memory`."""
 

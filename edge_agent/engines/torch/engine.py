@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 # OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
@@ -35,10 +35,10 @@ from fedquilt import metrics
 from fedquilt.core import DataError, EvaluationSums, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.core.errors import first_line
 from fedquilt.costs import peak_memory
-from fedquilt.edge_agent.engines import objectives, training
+from fedquilt.edge_agent.engines import objectives, out_of_memory, training
 from fedquilt.edge_agent.engines.torch import recomputation, training_step
 from fedquilt.models import fisher
-from fedquilt.models.networks import register_trace, registry
+from fedquilt.models.networks import register_trace, registry, tables
 
 EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
 # Weights of one convolution from which on a processor is slower with channels last. Convolutions of 3x3 weights take
@@ -51,9 +51,10 @@ PREPARED = {"cpu": 0, "cuda": 2}  # batches that a thread prepares ahead, while 
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
 # Of the driver's context and of libraries at work, assumed in plans, which follow from constants. On an H100 (torch
-# 2.11 for CUDA 13) a process's first training took 575 to 640 MB more than its second.
+# 2.11 for CUDA 13) a process's first training took 575 to 640 MB more than its second, GPU_KERNELS_BYTES included.
 GPU_BYTES = (200 + 640) * 10**6
-LEAST_SHARE = 0.01  # of a GPU's memory, as a limit
+# A training on a GPU for its libraries: convolutions of several widths, strides and kernels, forward and backward.
+WARM_UP, WARM_UP_EXAMPLES = tables.residual(3, 32, 10, mean=(0.5,), std=(0.25,)), 32
 
 
 class TorchMemory:
@@ -63,6 +64,7 @@ class TorchMemory:
     A task's budget is for the sum. torch's limit applies to its own allocator only, where cuDNN takes a slower
     algorithm if the fastest one's workspace does not fit. The context and the libraries' own memory come on top, and
     can be measured only with shared memory, as the decrease of the memory that is available or this process's own.
+    Kernels that only a task's shapes need are loaded as resident memory: `peak_memory.GPU_KERNELS_BYTES` is for them.
 
     Args:
         cuda: The module `torch.cuda`.
@@ -94,8 +96,8 @@ class TorchMemory:
         """
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(0)
-        share = (most_bytes - self._context_bytes) / self._total_bytes
-        self._cuda.set_per_process_memory_fraction(min(max(share, LEAST_SHARE), 1.0), 0)
+        share = (most_bytes - self._context_bytes - peak_memory.GPU_KERNELS_BYTES) / self._total_bytes
+        self._cuda.set_per_process_memory_fraction(min(max(share, 0.0), 1.0), 0)
         return self._context_bytes + int(self._cuda.memory_reserved(0))
 
     def peak_bytes(self) -> int:
@@ -113,20 +115,33 @@ class TorchEngine:
     """
 
     name = "torch"
+    gpu: TorchMemory | None = None  # of this process, once an engine has found a GPU
 
     def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
         self.planned_bytes: int | None = None
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.gpu = _find_gpu_memory() if self._device.type == "cuda" else None
+        on_gpu = self._device.type == "cuda"
         self.note = ""  # what its owner should know, once
-        if self.gpu is None and torch.version.cuda is not None:
+        if not on_gpu and torch.version.cuda is not None:
             self.note = f"torch is made for CUDA {torch.version.cuda} and finds no GPU here: it runs on the processor"
-        self.runs_on = "CUDA" if self.gpu else "processor" if torch.version.cuda is not None else ""
-        base_bytes += GPU_BYTES if self.gpu else 0
+        self.runs_on = "CUDA" if on_gpu else "processor" if torch.version.cuda is not None else ""
+        base_bytes += GPU_BYTES if on_gpu else 0
         self._room_bytes = int((budget_bytes - base_bytes) / peak_memory.MARGIN) - peak_memory.FIRST_USE_BYTES["torch"]
+        self._first_use_bytes = peak_memory.FIRST_USE_BYTES["torch"] + (peak_memory.GPU_KERNELS_BYTES if on_gpu else 0)
         self._half = half or _fast_half_type(self._device)
         # a process limited to some cores must not start a thread for each of the board's
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+        if on_gpu and TorchEngine.gpu is None:
+            TorchEngine.gpu = TorchMemory(torch.cuda, self._load_libraries)
+
+    def _load_libraries(self) -> None:
+        """Train and evaluate a network of the usual layers, as the tasks do. cuBLAS keeps its first workspace."""
+        examples = Examples(np.zeros((WARM_UP_EXAMPLES, 32, 32, 3), np.uint8), np.arange(WARM_UP_EXAMPLES) % 10)
+        start = _arrays_from_model(registry.load_network(WARM_UP))
+        fit = Fit(batch=WARM_UP_EXAMPLES, lr=1e-3)
+        self.train(WARM_UP, start, examples, fit, np.random.default_rng(0))
+        self.evaluate(WARM_UP, start, examples)
+        self.planned_bytes = None
 
     def close(self) -> None:
         """Release cached GPU memory. Nothing else is held between calls."""
@@ -166,7 +181,7 @@ class TorchEngine:
             if piece_bytes is not None:
                 recomputation.return_freed_memory()
             planned = peak_memory.training_bytes(trained, at_once, **kept, piece_bytes=piece_bytes)
-            self.planned_bytes = peak_memory.FIRST_USE_BYTES["torch"] + planned
+            self.planned_bytes = self._first_use_bytes + planned
             task = metrics.task_from_network(network)
             steppers = [training_step.Stepper(model, step, fit, hooks, anchors, half, task) for step in hooks.steps]
             told: list[tuple[list[torch.Tensor], int]] = []  # losses of steps that are not read yet
@@ -266,6 +281,8 @@ class TorchEngine:
         try:
             trained, scores = peak_memory.measure_training(model, x)
         except RuntimeError as error:
+            if out_of_memory.is_out_of_memory_error(error) or out_of_memory.is_gpu_failure_text(str(error)):
+                raise
             raise DataError(
                 f"network {network.get('name')!r} takes no examples of shape {tuple(x.shape[1:])} "
                 f'({first_line(error)}): give it an "input" table'
@@ -323,23 +340,6 @@ def _record_scores(
     for y, scores, loss in told:
         found.add_batch(scores.cpu().numpy(), y, float(loss))
     told.clear()
-
-
-@cache
-def _find_gpu_memory() -> TorchMemory:
-    return TorchMemory(torch.cuda, _load_gpu_libraries)
-
-
-def _load_gpu_libraries() -> None:
-    """Train one step of a convolution and a linear layer, without random numbers."""
-    with deterministic_torch(0):  # cuBLAS keeps the workspace of its first call
-        filters, weights, bias = (
-            torch.ones(shape, device="cuda", requires_grad=True) for shape in ((8, 3, 3, 3), (2, 2048), (2,))
-        )
-        features = nn.functional.conv2d(torch.ones(8, 3, 16, 16, device="cuda"), filters, padding=1)
-        normalised = nn.functional.batch_norm(features, None, None, training=True)
-        scores = nn.functional.linear(normalised.flatten(1), weights, bias)
-        training_step.total_loss("classes", scores, torch.zeros(8, dtype=torch.int64, device="cuda")).backward()
 
 
 def _available_or_own_bytes() -> int:

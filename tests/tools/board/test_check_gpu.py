@@ -90,9 +90,10 @@ def test_energy_is_the_meters_while_the_load_runs() -> None:
         "m": lambda now_s: Reading(energy_j=50 * (now_s - began_s), energy_source="counter"),
         "none": lambda now_s: Reading(),
     }
-    found = check.measure_power(meters, lambda: time.sleep(0.5))
-    assert list(found) == ["m, counter"]
-    assert found["m, counter"][0] == pytest.approx(50, rel=1e-2)
+    found = check.measure_energy(meters, lambda: time.sleep(0.5))
+    assert list(found) == ["m"]
+    assert found["m"].energy_source == "counter, counter"
+    assert found["m"].energy_j / found["m"].duration_s == pytest.approx(50, rel=1e-2)
 
 
 def test_a_part_that_breaks_or_is_skipped_has_a_verdict_with_its_reason() -> None:
@@ -125,7 +126,7 @@ def test_tasks_are_the_agents_and_the_one_above_the_memory_is_refused(bench: tas
 def test_peaks_are_measured_beside_the_engines_own_prediction(bench: tasks.TaskBench) -> None:
     """Training and inference at two batch sizes, on a GPU also within the plan."""
     found = [row for row in tasks.measure_memory(bench) if row["budget"] == "ample"]
-    assert [row["work"] for row in found] == ["training, 16", "training, 64", "inference, 16", "inference, 64"]
+    assert [row["work"] for row in found] == ["training, 16", "inference, 16", "training, 64", "inference, 64"]
     for row in found:
         assert row["ended"] == "ok"
         assert row["ratio"] == pytest.approx(row["peak_mb"] / row["plan_mb"])
@@ -162,7 +163,11 @@ def test_providers_are_counted_by_the_nodes_that_they_ran(tmp_path: Path) -> Non
     [
         ({}, "ok", "at most 1.05 times"),
         ({"ratio": 1.3}, "warning", "at most 1.30 times"),
-        ({"ended": "memory"}, "warning", "ended with 'memory' in a budget of its own prediction"),
+        (
+            {"ended": "memory", "reason": "the task held 2 GB"},
+            "warning",
+            "training, 32 ended with 'memory', budget plan: the task held 2 GB",
+        ),
     ],
 )
 def test_peaks_on_a_gpu_are_judged_within_the_plan(changes: dict[str, Any], verdict: str, said: str) -> None:
@@ -220,7 +225,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> check.GpuCheck:
     def run(command: tuple[str, ...], **more: Any) -> Any:
         assert command[:2] == ("nvidia-smi", "--id=GPU-12-34")
         told = "580.65, 70.5, 700.00, [N/A], 7, 512, 1980, 2000, 2619, [Not Supported]\n"
-        return SimpleNamespace(stdout=told)
+        return SimpleNamespace(stdout="70.5\n" if command[2] == "--query-gpu=power.draw" else told)
 
     monkeypatch.setattr(check, "_find_cuda", lambda: (FakeCuda(), ""))
     monkeypatch.setattr(check.subprocess, "run", run)
@@ -250,6 +255,47 @@ def test_what_a_gpu_tells_is_in_units_of_si_and_the_rest_is_left_out(fake_gpu: c
     assert all(name in unknown for name, value in environment.items() if value is None)
     rows = fake_gpu._check_clocks(Path())[2]
     assert {"clock": "GPU memory", "now_mhz": 2619.0, "high_mhz": None, "settings": 0} in rows
+
+
+def test_energy_of_a_gpu_is_known_whatever_the_rate_of_its_readings(
+    fake_gpu: check.GpuCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readings slow down under load, which the source tells. The power is the stand-in's 70.5 W in both."""
+    monkeypatch.setattr(check, "IDLE_S", 0.35)
+    monkeypatch.setattr(check, "LOAD_S", 0.1)
+    monkeypatch.setattr(fake_gpu, "_device", SimpleNamespace(read_sensors=lambda now_s: Reading()))
+
+    def load(*given: Any) -> None:
+        time.sleep(0.7)
+
+    monkeypatch.setattr(check.engines, "create_engine", lambda name, budget: SimpleNamespace(train=load))
+    verdict, sentence, rows = fake_gpu._measure_energy(Path())
+    assert (verdict, "70.5 to 70.5 W" in sentence) == ("ok", True)
+    assert [row["meter"].split(", ")[:2] for row in rows] == [["GPU", "nvidia-smi"]]
+
+
+@pytest.mark.parametrize("odd", ["[N/A]", "[Not Supported]", "[Unknown Error]", "N/A", ""])
+def test_a_field_without_a_value_is_left_out(monkeypatch: pytest.MonkeyPatch, odd: str) -> None:
+    """As nvidia-smi writes it for a slice of a GPU, a Jetson or a fault. Some drivers write the unit all the same."""
+    told = f"{odd}, {odd}, 700.00 W, {odd}, 0, 4, {odd}, 1980, 2619, 2619\n"
+    monkeypatch.setattr(check.subprocess, "run", lambda command, **more: SimpleNamespace(stdout=told))
+    found = check.query_nvidia_smi(None)
+    assert found["power_limit_w"] == 700.0
+    assert not {"driver", "power_w", "power_limit_default_w", "graphics_hz"} & found.keys()
+
+
+def test_a_field_that_a_driver_lacks_does_not_lose_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi then answers no field, with exit code 2."""
+    told = {"power.draw": "70.13", "memory.used": "1"}
+
+    def run(command: tuple[str, ...], **more: Any) -> Any:
+        names = command[2].removeprefix("--query-gpu=").split(",")
+        if unknown := [name for name in names if name not in told]:
+            raise subprocess.CalledProcessError(2, command, f'Field "{unknown[0]}" is not a valid field to query.')
+        return SimpleNamespace(stdout=", ".join(told[name] for name in names) + "\n")
+
+    monkeypatch.setattr(check.subprocess, "run", run)
+    assert check.query_nvidia_smi(None) == {"power_w": 70.13, "used_bytes": 1 << 20}
 
 
 def test_a_machine_without_nvidia_smi_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

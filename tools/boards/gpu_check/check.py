@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -11,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import psutil
 
 import fedquilt
-from fedquilt.core import Device, Examples, FedquiltError, Fit, Reading, shorten_error
+from fedquilt.core import Cost, Device, Examples, FedquiltError, Fit, Reading, shorten_error
 from fedquilt.edge_agent import devices, engines
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import SOCKET, ClockClient
@@ -130,7 +131,7 @@ class GpuCheck:
         from fedquilt.tools.boards.gpu_check import tasks
 
         work = tasks.ON_GPU if self._cuda is not None else tasks.WITHOUT_GPU
-        idle = measure_power(self._meters(), lambda: time.sleep(IDLE_S))
+        idle = measure_energy(self._meters(), lambda: time.sleep(IDLE_S))
         engine: Any = engines.create_engine("torch", tasks.AMPLE_BYTES)
         examples, start = Examples(*work.draw(work.batches[1])), work.start()
         fit = Fit(epochs=8, batch=work.batches[1])
@@ -140,11 +141,18 @@ class GpuCheck:
             while time.monotonic() < end_s:
                 engine.train(work.network, start, examples, fit, np.random.default_rng(0))
 
-        loaded = measure_power(self._meters(), load)
-        rows: list[Row] = []
-        for name in idle.keys() & loaded.keys():
-            (idle_w, _, _), (load_w, energy_j, error_j) = idle[name], loaded[name]
-            rows.append({"meter": name, "idle_w": idle_w, "load_w": load_w, "load_j": energy_j, "error_j": error_j})
+        loaded = measure_energy(self._meters(), load)
+        rows = [
+            {
+                "meter": f"{name}, {cost.energy_source}",
+                "idle_w": _mean_power_w(idle[name]),
+                "load_w": _mean_power_w(cost),
+                "load_j": cost.energy_j,
+                "error_j": cost.energy_error_j,
+            }
+            for name, cost in loaded.items()
+            if name in idle
+        ]
         if not rows:
             raise SkippedPartError(
                 "no meter is readable, of the board (INA3221, hwmon, battery, RAPL) or by nvidia-smi"
@@ -155,7 +163,7 @@ class GpuCheck:
         found: dict[str, Callable[[float], Reading]] = {"board": self._device.read_sensors}
         if self._smi.get("power_w") is not None:
             found["GPU"] = lambda now_s: Reading(
-                power_w=query_nvidia_smi(self._cuda).get("power_w"), energy_source="nvidia-smi"
+                power_w=query_nvidia_smi(self._cuda, ("power_w",)).get("power_w"), energy_source="nvidia-smi"
             )
         return found
 
@@ -283,7 +291,7 @@ def judge_memory(rows: list[Row]) -> Outcome:
     """Judge the peaks: within the plan where there is a limit on the GPU, and near the prediction elsewhere."""
     if failed := [row for row in rows if row["ended"] != "ok"]:
         row = failed[0]
-        return "warning", f"{row['work']} ended with {row['ended']!r} in a budget of its own prediction", rows
+        return "warning", f"{row['work']} ended with {row['ended']!r}, budget {row['budget']}: {row['reason']}", rows
     judged = [row for row in rows if row["ratio"] is not None and (row["on"] != "CUDA" or row["budget"] == "plan")]
     if not judged:
         raise SkippedPartError("this kernel reports no peak")
@@ -388,10 +396,8 @@ def _relative_difference(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.max(np.abs(found - wanted)) / np.max(np.abs(wanted)))
 
 
-def measure_power(
-    meters: dict[str, Callable[[float], Reading]], load: Callable[[], object]
-) -> dict[str, tuple[float, float, float | None]]:
-    """Read the meters in a thread while `load` runs. Return watts, joules and the joules' error of those that work."""
+def measure_energy(meters: dict[str, Callable[[float], Reading]], load: Callable[[], object]) -> dict[str, Cost]:
+    """Read the meters in a thread while `load` runs. Return the costs by those that work."""
     began_s = time.monotonic()
     accounts = {name: EnergyAccount(began_s) for name in meters}
     ended = threading.Event()
@@ -412,29 +418,33 @@ def measure_power(
         ended.set()
         thread.join()
     costs = {name: one.cost_until(one.at_s or time.monotonic(), None) for name, one in accounts.items()}
-    return {
-        f"{name}, {cost.energy_source}": (cost.energy_j / cost.duration_s, cost.energy_j, cost.energy_error_j)
-        for name, cost in costs.items()
-        if cost.energy_j is not None
-    }
+    return {name: cost for name, cost in costs.items() if cost.energy_j is not None}
 
 
-def query_nvidia_smi(cuda: Any) -> dict[str, Any]:
-    """Return what nvidia-smi tells of torch's GPU by the names of QUERY, without what is unknown."""
+def _mean_power_w(cost: Cost) -> float | None:
+    return None if cost.energy_j is None else cost.energy_j / cost.duration_s
+
+
+def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(name for name, _, _ in QUERY)) -> dict[str, Any]:
+    """Return what nvidia-smi tells of torch's GPU by `names` of QUERY, without what is unknown."""
     uuid = None if cuda is None else getattr(cuda.get_device_properties(0), "uuid", None)
     which = "0" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
-    asked = ",".join(query for _, query, _ in QUERY)
+    fields = [field for field in QUERY if field[0] in names]
+    asked = ",".join(query for _, query, _ in fields)
     command = ("nvidia-smi", f"--id={which}", f"--query-gpu={asked}", "--format=csv,noheader,nounits")
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except subprocess.CalledProcessError:  # a driver that lacks a field answers none: ask each alone
+        alone = [query_nvidia_smi(cuda, (name,)) for name in names if len(names) > 1]
+        return {name: value for one in alone for name, value in one.items()}
     except (OSError, subprocess.SubprocessError):
         return {}
     found: dict[str, Any] = {}
-    for (name, _, factor), text in zip(QUERY, said.strip().split(", "), strict=False):
-        try:
-            found[name] = text if factor is None else float(text) * factor
-        except ValueError:  # "[N/A]", as a Jetson or a slice of a GPU (MIG) says
-            continue
+    for (name, _, factor), text in zip(fields, said.strip().split(","), strict=False):
+        text = text.strip()
+        with contextlib.suppress(ValueError):  # "[N/A]", as a Jetson or a slice of a GPU (MIG) says
+            if text not in ("", "N/A") and not text.startswith("["):
+                found[name] = text if factor is None else float(text.split(" ")[0]) * factor
     return found
 
 

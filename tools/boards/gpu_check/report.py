@@ -15,7 +15,7 @@ COLOURS: Final = {"ok": "green", "error": "red", "warning": "yellow", "refused":
 
 
 class PartResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Verdict of one part, and its measurements as rows with equal keys. `sentence` has the reason of the verdict."""
+    """Verdict of one part, and its measurements. `sentence` has the reason. Tables show the keys of the first row."""
 
     verdict: Verdict
     sentence: str
@@ -46,7 +46,7 @@ def format_report(report: GpuReport) -> list[str]:
     for name, part in report.parts.items():
         if part.rows:
             head = [key.replace("_", " ") for key in part.rows[0]]
-            rows = [head, *([_text(value) for value in row.values()] for row in part.rows)]
+            rows = [head, *([_text(row[key]) for key in part.rows[0]] for row in part.rows)]
             align = "".join("<" if isinstance(value, str) else ">" for value in part.rows[0].values())
             said += ["", f"{name}:", *table.format_table(rows, align)]
     return said

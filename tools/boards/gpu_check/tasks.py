@@ -137,34 +137,39 @@ def _await_result(worker: ChildWorker, request: WorkRequest) -> WorkResult:
 
 
 def measure_memory(bench: TaskBench) -> Iterator[Row]:
-    """Yield the peaks of training and inference at both batch sizes, each in a fresh process.
+    """Yield the peaks of training and then inference in a fresh process, by batch size.
 
-    On a GPU each also runs within a budget of its prediction with the margin of plans, as cuDNN takes more if there is
-    more.
+    On a GPU another process repeats both within budgets of their predictions with the margin of plans, as cuDNN takes
+    more if there is more.
 
     Raises:
         ModelError: If a task without a limit fails.
     """
     properties = bench.work.properties()
-    for work in ("training", "inference"):
-        for batch in bench.work.batches:
-            found = _run_measured(bench, work, batch, AMPLE_BYTES)
-            if found.code != "ok" or found.base_bytes is None:
-                raise ModelError(f"{work}, batch {batch}: {found.reason or 'this kernel reports no peak'}")
-            predicted = found.planned_bytes
-            if work == "inference":
-                predicted = peak_memory.evaluation_bytes(properties, batch) + peak_memory.FIRST_USE_BYTES["torch"]
-            yield memory_row(work, batch, "ample", found, predicted)
-            if found.runs_on == "CUDA" and predicted is not None:
-                budget_bytes = found.base_bytes + int(peak_memory.MARGIN * predicted)
-                yield memory_row(work, batch, "plan", _run_measured(bench, work, batch, budget_bytes), predicted)
+    for batch in bench.work.batches:
+        budgets: dict[str, tuple[int, int]] = {}  # and predictions, of what ran on a GPU
+        with bench.worker() as worker:
+            for work in ("training", "inference"):
+                found = _run_measured(bench, worker, work, batch, AMPLE_BYTES)
+                if found.code != "ok" or found.base_bytes is None:
+                    raise ModelError(f"{work}, batch {batch}: {found.reason or 'this kernel reports no peak'}")
+                predicted = found.planned_bytes
+                if predicted is None:
+                    predicted = peak_memory.evaluation_bytes(properties, batch) + peak_memory.FIRST_USE_BYTES["torch"]
+                    predicted += peak_memory.GPU_KERNELS_BYTES if found.runs_on == "CUDA" else 0
+                yield memory_row(work, batch, "ample", found, predicted)
+                if found.runs_on == "CUDA":
+                    budgets[work] = found.base_bytes + int(peak_memory.MARGIN * predicted), predicted
+        with bench.worker() as worker:
+            for work, (budget_bytes, predicted) in budgets.items():
+                found = _run_measured(bench, worker, work, batch, budget_bytes)
+                yield memory_row(work, batch, "plan", found, predicted)
 
 
-def _run_measured(bench: TaskBench, work: str, batch: int, budget_bytes: int) -> WorkResult:
-    with bench.worker() as worker:
-        if work == "inference":
-            return bench.run(worker, 2 * batch, batch, action="check", budget_bytes=budget_bytes)[0]
-        return bench.run(worker, batch, batch, epochs=4, budget_bytes=budget_bytes)[0]
+def _run_measured(bench: TaskBench, worker: ChildWorker, work: str, batch: int, budget_bytes: int) -> WorkResult:
+    if work == "inference":
+        return bench.run(worker, 2 * batch, batch, action="check", budget_bytes=budget_bytes)[0]
+    return bench.run(worker, batch, batch, epochs=4, budget_bytes=budget_bytes)[0]
 
 
 def memory_row(work: str, batch: int, budget: str, found: WorkResult, predicted: int | None) -> Row:
@@ -173,13 +178,14 @@ def memory_row(work: str, batch: int, budget: str, found: WorkResult, predicted:
     above = found.peak_bytes - found.base_bytes if known else None  # type: ignore[operator]
     return {
         "work": f"{work}, {batch}",
-        "on": found.runs_on or "processor",
+        "on": found.runs_on or ("processor" if found.code == "ok" else None),
         "budget": budget,
         "ended": found.code,
         "idle_mb": None if found.base_bytes is None else found.base_bytes / 1e6,
         "plan_mb": None if predicted is None else predicted / 1e6,
         "peak_mb": None if above is None else above / 1e6,
         "ratio": above / predicted if above is not None and predicted else None,
+        **({} if found.code == "ok" else {"reason": found.reason}),
     }
 
 
