@@ -200,36 +200,36 @@ def check_results(bench: TaskBench, worker: ChildWorker, free_bytes: int | None)
     Raises:
         ModelError: If a task fails that should not.
     """
-    first, on, steps = _train(bench, worker)
-    again, _, _ = _train(bench, worker)
+    first, found = _train(bench, worker)
+    again, latest = _train(bench, worker)
     on_cpu: Tensors | None = None
-    if on == "CUDA":
+    if found.runs_on == "CUDA":
         with bench.worker(ON_CPU) as other:
-            on_cpu, where, _ = _train(bench, other)
-        if where == "CUDA":
+            on_cpu, elsewhere = _train(bench, other)
+        if elsewhere.runs_on == "CUDA":
             raise ModelError("a task without visible GPUs ran on CUDA all the same")
     each_bytes = bench.work.properties().kept_bytes
     work_bytes = SHARED_WORK_BYTES if free_bytes is None else OVER * free_bytes
-    budget_bytes = worker.resident_bytes + SHARED_LIMIT_BYTES if free_bytes is None else AMPLE_BYTES
+    idle_bytes = latest.base_bytes or worker.resident_bytes
+    budget_bytes = idle_bytes + SHARED_LIMIT_BYTES if free_bytes is None else AMPLE_BYTES
     examples = math.ceil(work_bytes / each_bytes)
     refused, _ = bench.run(worker, examples, examples, epochs=20, budget_bytes=budget_bytes)
     after, _ = bench.run(worker, bench.work.examples, bench.work.batches[0])
     return {
-        "on": on,
+        "on": found.runs_on or "processor",
         "too_large": refused.code,
         "next_task": after.code,
-        "steps": steps,
+        "steps": round(found.metrics["steps"]),
         "to_cpu": None if on_cpu is None else largest_difference(first, on_cpu, bench.start),
         "to_repetition": largest_difference(again, first, bench.start),
     }
 
 
-def _train(bench: TaskBench, worker: ChildWorker) -> tuple[Tensors, str, int]:
+def _train(bench: TaskBench, worker: ChildWorker) -> tuple[Tensors, WorkResult]:
     outcome, out = bench.run(worker, bench.work.examples, bench.work.batches[0])
     if outcome.code != "ok":
         raise ModelError(f"a FedAvg task failed ({outcome.code}): {outcome.reason}")
-    model = tensors.read_tensors(out / outcome.bundles["model"].sha256)
-    return model, outcome.runs_on or "processor", round(outcome.metrics["steps"])
+    return tensors.read_tensors(out / outcome.bundles["model"].sha256), outcome
 
 
 def largest_difference(one: Tensors, other: Tensors, start: Tensors) -> float:
