@@ -39,18 +39,18 @@ BUSY_CPU, BUSY_GPU = 0.2, 0.1  # shares of other processes at most, for a verdic
 IDLE_S, LOAD_S = 5.0, 5.0
 LATE: Final = 0.8  # of the time, after which no part begins
 CHANNELS, PIXELS = 32, 32  # of the graph that ONNX Runtime runs
-QUERY: Final = (  # (name, what nvidia-smi calls it, factor to the name's unit)
-    ("driver", "driver_version", None),
-    ("power_w", "power.draw", 1.0),
-    ("power_limit_w", "power.limit", 1.0),
-    ("power_limit_default_w", "power.default_limit", 1.0),
-    ("busy_share", "utilization.gpu", 0.01),
-    ("used_bytes", "memory.used", 2.0**20),
-    ("graphics_hz", "clocks.gr", 1e6),
-    ("graphics_high_hz", "clocks.max.gr", 1e6),
-    ("memory_hz", "clocks.mem", 1e6),
-    ("memory_high_hz", "clocks.max.mem", 1e6),
-)
+QUERY: Final[dict[str, tuple[str, float | None]]] = {  # what nvidia-smi calls it, and the factor to the name's unit
+    "driver": ("driver_version", None),
+    "power_w": ("power.draw", 1.0),
+    "power_limit_w": ("power.limit", 1.0),
+    "power_limit_default_w": ("power.default_limit", 1.0),
+    "busy_share": ("utilization.gpu", 0.01),
+    "used_bytes": ("memory.used", 2.0**20),
+    "graphics_hz": ("clocks.gr", 1e6),
+    "graphics_high_hz": ("clocks.max.gr", 1e6),
+    "memory_hz": ("clocks.mem", 1e6),
+    "memory_high_hz": ("clocks.max.mem", 1e6),
+}
 
 Outcome = tuple[Verdict, str, list[Row]]
 
@@ -425,12 +425,11 @@ def _mean_power_w(cost: Cost) -> float | None:
     return None if cost.energy_j is None else cost.energy_j / cost.duration_s
 
 
-def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(name for name, _, _ in QUERY)) -> dict[str, Any]:
+def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(QUERY)) -> dict[str, Any]:
     """Return what nvidia-smi tells of torch's GPU by `names` of QUERY, without what is unknown."""
     uuid = None if cuda is None else getattr(cuda.get_device_properties(0), "uuid", None)
     which = "0" if uuid is None else f"GPU-{str(uuid).removeprefix('GPU-')}"
-    fields = [field for field in QUERY if field[0] in names]
-    asked = ",".join(query for _, query, _ in fields)
+    asked = ",".join(QUERY[name][0] for name in names)
     command = ("nvidia-smi", f"--id={which}", f"--query-gpu={asked}", "--format=csv,noheader,nounits")
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -440,8 +439,8 @@ def query_nvidia_smi(cuda: Any, names: Collection[str] = tuple(name for name, _,
     except (OSError, subprocess.SubprocessError):
         return {}
     found: dict[str, Any] = {}
-    for (name, _, factor), text in zip(fields, said.strip().split(","), strict=False):
-        text = text.strip()
+    for name, text in zip(names, map(str.strip, said.split(",")), strict=False):
+        factor = QUERY[name][1]
         with contextlib.suppress(ValueError):  # "[N/A]", as a Jetson or a slice of a GPU (MIG) says
             if text not in ("", "N/A") and not text.startswith("["):
                 found[name] = text if factor is None else float(text.split(" ")[0]) * factor
